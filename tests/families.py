@@ -7,42 +7,19 @@ from typing import Any
 import torch
 
 SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 256},
 }
-EXPERTS = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS["moe_intermediate_size"] = 16
 WINDOW = {"sliding_window": 7}
 LATENT = {
-    "num_key_value_heads": 4,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "head_dim": 4,
+    **{"num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
+    **{"kv_lora_rank": 8, "q_lora_rank": 8, "head_dim": 4},
 }
-DEEPSEEK = {
-    **LATENT,
-    **EXPERTS,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
+DEEPSEEK = LATENT | EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1}
+DEEPSEEK |= {"n_group": 1, "topk_group": 1}
 # The families that people train with reinforcement learning, and what their configuration needs
 # beside the sizes; tests/model/families.py has the others.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -73,13 +50,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
-    """Return the configuration of a tiny model of a family."""
     from transformers import AutoConfig
 
     own = SIZES | FAMILIES.get(family, {}) | changes
-    return AutoConfig.for_model(
-        family, **{name: value for name, value in own.items() if value is not None}
-    )
+    return AutoConfig.for_model(family, **{k: v for k, v in own.items() if v is not None})
 
 
 def tiny_model(config: Any, seed: int = 0) -> Any:

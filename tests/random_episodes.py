@@ -39,24 +39,20 @@ def rollouts_of(episodes: list[Parts], seed: int = 0) -> Rollouts:
                 bounds.append(len(inserted))
         lengths.append(len(sampled) - start)
     logprobs = -torch.rand(len(sampled), generator=torch.Generator().manual_seed(seed))
-    return Rollouts(
-        torch.tensor(sampled, dtype=torch.int64),
-        torch.tensor([0, *lengths]).cumsum(0),
-        logprobs,
-        torch.arange(len(episodes)) % 3 == 1,
-        inserted=Inserted(torch.tensor(inserted, dtype=torch.int64), torch.tensor(bounds)),
-    )
+    tokens, inserted = (torch.tensor(x, dtype=torch.int64) for x in (sampled, inserted))
+    truncated = torch.arange(len(episodes)) % 3 == 1
+    inserted = Inserted(inserted, torch.tensor(bounds))
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    return Rollouts(tokens, cu_seqlens, logprobs, truncated, inserted=inserted)
 
 
-def naive_logprobs(
-    model: Decoder, prompt: list[int], parts: Parts, temperature: float = 1.0
-) -> Tensor:
+def naive_logprobs(model: Decoder, prompt: list[int], parts: Parts, temperature=1.0) -> Tensor:
     """Return the log-probs of an episode's sampled tokens."""
     rows = naive_rows(model, prompt, parts, temperature)
     return rows.gather(1, torch.tensor([[x for part in parts[::2] for x in part]]).T)[:, 0]
 
 
-def naive_rows(model: Decoder, prompt: list[int], parts: Parts, temperature: float = 1.0) -> Tensor:
+def naive_rows(model: Decoder, prompt: list[int], parts: Parts, temperature=1.0) -> Tensor:
     """Return the rows of log-probs [T, V] that an episode's sampled tokens are drawn from: all of
     its tokens alone, with dense causal attention, and those of insertions skipped.
     """

@@ -12,6 +12,7 @@ from maxrl_fast.objectives import main
 from maxrl_fast.ops import ESTIMATORS, LOSSES
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import OBJECTIVES, make_objective, objective_defaults
+from tests.tables import table
 
 
 def test_the_table_has_every_estimator(capsys):
@@ -48,10 +49,9 @@ def test_another_name_has_the_advantages_of_what_it_stands_for(name, of, aggrega
     expected = ops.group_advantage(rewards, of, **size, **options)
     assert torch.equal(ops.group_advantage(rewards, name, **size), expected)
     made, p = make_objective(name, {}, 7), torch.tensor([0.1, 0.6])
-    assert (made.aggregation, made.options.get("eps")) == (
-        aggregation,
-        options.get("eps", ESTIMATORS[of].options["eps"].default if of == "grpo" else None),
-    )
+    assert made.aggregation == aggregation
+    default = ESTIMATORS[of].options["eps"].default if of == "grpo" else None
+    assert made.options.get("eps") == options.get("eps", default)
     weight = ops.effective_weight(of, 7, p, **size, **options)
     assert torch.equal(ops.effective_weight(name, 7, p, **size), weight)
     assert explain_name(name).startswith(f"{name} is {of}")
@@ -69,12 +69,8 @@ def test_the_default_size_fits_the_number_of_rollouts(name):
 
 def test_weights_are_printed_and_drawn(tmp_path, capsys):
     picture = tmp_path / "weights.png"
-    assert (
-        main(
-            ["--weights", str(picture), *"--estimators grpo maxpo:2 maxrl:3 --rollouts 16".split()]
-        )
-        == 0
-    )
+    flags = "--estimators grpo maxpo:2 maxrl:3 --rollouts 16".split()
+    assert main(["--weights", str(picture), *flags]) == 0
     assert picture.stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert "3.614" in printed  # grpo at p = .01
@@ -83,19 +79,16 @@ def test_weights_are_printed_and_drawn(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [
-        ("--estimators maxpo", "maxpo needs k, 1 <= k <= N-1"),
-        ("--estimators maxpo:16", "maxpo needs 1 <= k <= N-1 = 15 for N = 16 rollouts, got 16"),
-        ("--estimators best", "estimator must be one of maxpo, "),
-        ("--estimators maxpo:x", "a size must be an integer, got 'maxpo:x'"),
-        ("--estimators unlikeliness", "the weight of unlikeliness depends on the log-probs"),
-        ("--rollouts 0", "n must be an integer from 1 to 10000, got 0"),
-        (
-            "--weights nowhere/out.png",
-            "--weights must be a picture file that can be written, got nowhere/out.png",
-        ),
-        ("--weights out.doc", "--weights must be a picture file that can be written, got out.doc"),
-    ],
+    table("""
+    --estimators maxpo | maxpo needs k, 1 <= k <= N-1
+    --estimators maxpo:16 | maxpo needs 1 <= k <= N-1 = 15 for N = 16 rollouts, got 16
+    --estimators best | estimator must be one of maxpo,
+    --estimators maxpo:x | a size must be an integer, got 'maxpo:x'
+    --estimators unlikeliness | the weight of unlikeliness depends on the log-probs
+    --rollouts 0 | n must be an integer from 1 to 10000, got 0
+    --weights nowhere/out.png | a picture file that can be written, got nowhere/out.png
+    --weights out.doc | a picture file that can be written, got out.doc
+    """),
 )
 def test_bad_input_is_refused(flags, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -7,19 +7,9 @@ from bench.whole_step import timed_trainer, warm_started, whole_step
 from maxrl_fast.config.options import Config
 
 TINY = Config().replace(
-    objective="grpo",
-    maze_size=5,
-    max_new_tokens=8,
-    prompts=2,
-    rollouts=4,
-    sft_steps=1,
-    hidden_size=32,
-    intermediate_size=48,
-    layers=1,
-    heads=4,
-    kv_heads=2,
-    device="cpu",
-    dtype="float32",
+    **{"objective": "grpo", "maze_size": 5, "max_new_tokens": 8, "prompts": 2, "rollouts": 4},
+    **{"hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 4, "kv_heads": 2},
+    **{"sft_steps": 1, "device": "cpu", "dtype": "float32"},
 )
 STAGES = {"prompts", "rollout", "reward", "advantage", "update", "weights to rollout"}
 

@@ -4,46 +4,25 @@ import pytest
 
 from maxrl_fast.job.health import STEPS, Health, broken_rules
 
-HEALTHY = {
-    "reward_mean": 0.3,
-    "pass_at_1": 0.3,
-    "frac_groups_zero_variance": 0.4,
-    "truncated": 0.1,
-    "entropy": 1.0,
-    "logprob_diff": 1e-3,
-    "grad_norm": 0.5,
-}
-UNHEALTHY = {
+HEALTHY = {"reward_mean": 0.3, "pass_at_1": 0.3, "frac_groups_zero_variance": 0.4}
+HEALTHY |= {"truncated": 0.1, "entropy": 1.0, "logprob_diff": 1e-3, "grad_norm": 0.5}
+EQUAL = {"frac_groups_zero_variance": 1.0}
+UNHEALTHY = {  # metrics, the value of the warning, and its words
     "no_reward": (
-        {"reward_mean": 0.0, "pass_at_1": 0.0, "frac_groups_zero_variance": 1.0},
-        0.0,
-        "every reward of the last 10 steps was 0",
+        {"reward_mean": 0.0, "pass_at_1": 0.0, **EQUAL},
+        *(0.0, "every reward of the last 10 steps was 0"),
     ),
     "all_solved": (
-        {"reward_mean": 1.0, "pass_at_1": 1.0, "frac_groups_zero_variance": 1.0},
-        1.0,
-        "every rollout of the last 10 steps",
+        {"reward_mean": 1.0, "pass_at_1": 1.0, **EQUAL},
+        *(1.0, "every rollout of the last 10 steps"),
     ),
-    "truncated": (
-        {"truncated": 0.75},
-        0.75,
-        "75% of the responses of the last 10 steps were truncated at --max-new-tokens",
-    ),
+    "truncated": ({"truncated": 0.75}, 0.75, "75% of the responses of the last 10 steps were"),
     "zero_variance_groups": (
         {"frac_groups_zero_variance": 0.95},
-        0.95,
-        "95% of the groups of the last 10 steps",
+        *(0.95, "95% of the groups of the last 10 steps"),
     ),
-    "entropy": (
-        {"entropy": 0.05},
-        0.05,
-        "the entropy fell to 0.05 nats per token from 1 in the first steps",
-    ),
-    "logprob_diff": (
-        {"logprob_diff": 0.04},
-        0.04,
-        "differ by 0.04 nats per token, 0.001 in the first steps",
-    ),
+    "entropy": ({"entropy": 0.05}, 0.05, "fell to 0.05 nats per token from 1 in the first steps"),
+    "logprob_diff": ({"logprob_diff": 0.04}, 0.04, "by 0.04 nats per token, 0.001 in the first"),
 }
 
 
@@ -52,7 +31,7 @@ def observed(health, records):
 
 
 def test_rewards_that_are_equal_from_the_start_warn_after_three_steps():
-    equal = HEALTHY | {"frac_groups_zero_variance": 1.0}
+    equal = HEALTHY | EQUAL
     [(step, warning)] = observed(Health(), [equal] * 5)
     assert observed(Health(needs_no_rewards=True), [equal] * 12) == []
     assert (step, warning.kind, warning.value) == (2, "equal_rewards", 0.3)
@@ -61,15 +40,17 @@ def test_rewards_that_are_equal_from_the_start_warn_after_three_steps():
 
 
 def test_a_healthy_run_gets_no_warning():
-    assert (
-        observed(Health(), [HEALTHY | {"grad_norm": 0.1 + 0.09 * (i % 10)} for i in range(60)])
-        == []
-    )
+    records = [HEALTHY | {"grad_norm": 0.1 + 0.09 * (i % 10)} for i in range(60)]
+    assert observed(Health(), records) == []
 
 
 @pytest.mark.parametrize("kind", UNHEALTHY)
 def test_a_lasting_condition_is_reported_once_with_its_number(kind):
-    changes, _, _ = UNHEALTHY[kind]
+    changes, value, words = UNHEALTHY[kind]
+    rules = broken_rules([HEALTHY] * STEPS, [HEALTHY | changes] * STEPS)
+    assert rules.keys() == {kind}
+    assert rules[kind][0] == pytest.approx(value)
+    assert words in rules[kind][1]
     health = Health()
     warned = observed(health, [HEALTHY] * STEPS + [HEALTHY | changes] * 3 * STEPS)
     # Before all groups of ten steps have zero variance, most of them do.
@@ -82,17 +63,6 @@ def test_a_lasting_condition_is_reported_once_with_its_number(kind):
     assert again[-1][1].kind == kind  # reported again after ten steps without it
 
 
-@pytest.mark.parametrize("kind", UNHEALTHY)
-def test_each_rule_gives_its_value_and_message(kind):
-    changes, value, words = UNHEALTHY[kind]
-    unhealthy = [HEALTHY | changes] * STEPS
-    found = broken_rules([HEALTHY] * STEPS, unhealthy)
-    assert found.keys() == {kind}
-    assert found[kind][0] == pytest.approx(value)
-    assert words in found[kind][1]
-    assert broken_rules([HEALTHY] * STEPS, [HEALTHY] * STEPS) == {}
-
-
 def test_a_spike_of_the_gradient_norm_is_compared_with_the_steps_before():
     warned = observed(Health(), [HEALTHY] * 15 + [HEALTHY | {"grad_norm": 6.0}] + [HEALTHY] * 5)
     assert [(i, warning.kind, warning.value) for i, warning in warned] == [(15, "grad_norm", 6.0)]
@@ -102,19 +72,12 @@ def test_a_spike_of_the_gradient_norm_is_compared_with_the_steps_before():
 
 
 def test_groups_of_equal_rewards_of_any_value_have_zero_variance():
-    unhealthy = HEALTHY | {
-        "reward_mean": -1.0,
-        "pass_at_1": 0.0,
-        "frac_groups_zero_variance": 1.0,
-    }
-    assert [warning.kind for _, warning in observed(Health(), [unhealthy] * STEPS)] == [
-        "equal_rewards",
-        "zero_variance_groups",
-    ]
+    unhealthy = HEALTHY | EQUAL | {"reward_mean": -1.0, "pass_at_1": 0.0}
+    kinds = [warning.kind for _, warning in observed(Health(), [unhealthy] * STEPS)]
+    assert kinds == ["equal_rewards", "zero_variance_groups"]
 
 
 def test_a_condition_that_comes_and_goes_is_reported_once():
-    warned = observed(
-        Health(), [HEALTHY | {"truncated": 0.3 if i % 12 < 6 else 0.72} for i in range(200)]
-    )
+    records = [HEALTHY | {"truncated": 0.3 if i % 12 < 6 else 0.72} for i in range(200)]
+    warned = observed(Health(), records)
     assert [warning.kind for _, warning in warned] == ["truncated"]

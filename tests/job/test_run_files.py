@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maxrl_fast import train
@@ -40,9 +39,8 @@ def test_the_first_samples_of_each_evaluation_are_kept(maze_run):
     assert [sample["id"] for sample in samples[:9]] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
     task = MazeTask(5, seed=4)
     for sample in samples:
-        assert sample["prompt"] == task.decode(
-            task.prompts("test", sample["id"], 1).tokens.tolist()
-        )
+        prompt = task.prompts("test", sample["id"], 1)
+        assert sample["prompt"] == task.decode(prompt.tokens.tolist())
         words = sample["response"].split()
         assert len(words) == sample["tokens"]
         assert sample["reward"] in (0, 1)
@@ -65,14 +63,12 @@ def test_each_evaluation_counts_the_correct_samples_of_every_prompt(maze_run):
 def test_the_text_of_the_held_out_prompts_is_written_once(maze_run, monkeypatch):
     task = MazeTask(5, seed=4)
     texts = [task.decode(task.prompts("test", i, 1).tokens.tolist()) for i in range(12)]
-    assert read(maze_run / "eval_prompts.jsonl") == [
-        {"id": i, "prompt": text} for i, text in enumerate(texts)
-    ]
+    lines = [{"id": i, "prompt": text} for i, text in enumerate(texts)]
+    assert read(maze_run / "eval_prompts.jsonl") == lines
     monkeypatch.setattr("maxrl_fast.evaluation.kept_samples.MOST_PROMPTS", 3)
     monkeypatch.setattr("maxrl_fast.evaluation.kept_samples.PROMPT_LENGTH", 9)
-    assert list(prompt_records(task, "test", 12)) == [
-        {"id": i, "prompt": texts[i][:9]} for i in range(3)
-    ]
+    cut = [{"id": i, "prompt": texts[i][:9]} for i in range(3)]
+    assert list(prompt_records(task, "test", 12)) == cut
 
 
 def test_diagnostics_cover_every_prompt_of_the_step(maze_run):
@@ -83,26 +79,19 @@ def test_diagnostics_cover_every_prompt_of_the_step(maze_run):
         known = metrics[record["step"]]
         assert len(record["ids"]) == len(record["pass_rate"]) == len(record["grad_norm"]) == 4
         assert sum(record["pass_rate"]) / 4 == pytest.approx(known["reward_mean"], abs=1e-5)
-        assert (
-            sum(norm == 0 for norm in record["grad_norm"]) / 4 == known["frac_groups_zero_variance"]
-        )
+        assert record["grad_norm"].count(0) / 4 == known["frac_groups_zero_variance"]
         assert known["grad_norm"] <= sum(record["grad_norm"]) * 1.0001  # triangle inequality
     timings = json.loads((maze_run / "timings.json").read_text())
     assert {"warm start", "evaluation", "rollout", "update", "diagnosis"} <= set(timings)
     assert min(timings.values()) >= 0
 
 
-@pytest.mark.parametrize(
-    "accumulator", [EventAccumulator, plugin_event_accumulator.EventAccumulator]
-)
-def test_tensorboard_drops_what_a_resumed_run_writes_again(tmp_path, accumulator):
+def test_tensorboard_drops_what_a_resumed_run_writes_again(tmp_path):
     for number, purge_step in ((1.0, 0), (2.0, 3)):
         board = TensorBoard(tmp_path, {}, "run", purge_step)
         board.log({"a": number}, 3)
         board.close(is_done=False)
-    events = accumulator(str(tmp_path)).Reload()
-    shown = events.Scalars("a") if accumulator is EventAccumulator else events.Tensors("a")
-    assert [event.step for event in shown] == [3]
+    assert [event.step for event in EventAccumulator(str(tmp_path)).Reload().Scalars("a")] == [3]
 
 
 def lines(*steps):
@@ -140,11 +129,8 @@ def test_a_log_that_a_checkpoint_does_not_know_is_kept(tmp_path):
 
 
 def test_pandas_reads_the_rollouts_as_the_documentation_says(maze_run, monkeypatch):
-    (block,) = [
-        text
-        for text in re.findall(r"```python\n(.*?)```", METRICS_PAGE.read_text(), re.S)
-        if "rollouts" in text
-    ]
+    blocks = re.findall(r"```python\n(.*?)```", METRICS_PAGE.read_text(), re.S)
+    (block,) = [text for text in blocks if "rollouts" in text]
     monkeypatch.chdir(maze_run)
     names = {}
     exec(block.replace("runs/first/", ""), names)
@@ -161,33 +147,25 @@ def test_prompt_gradient_norms_equal_autograd():
     advantages[4:8] = 0  # a zero-variance group
     settings = LossSettings(loss="reinforce", aggregation="seq_mean_token_mean")
     optimizer = make_optimizer(model, beta2=0.99, weight_decay=0.01)
-    learner = Learner(
-        model, optimizer, settings, clip_grad=0.1, token_budget=16, dtype=torch.float32
-    )
+    learner = Learner(model, optimizer, settings, 0.1, 16, torch.float32)
     samples = Samples(prompts, rollouts)
     norms = prompt_gradient_norms(learner, samples, advantages, torch.arange(12))
     assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
-    parts = []
-    for g in range(3):
-        own = advantages.clone()
-        own[: 4 * g], own[4 * (g + 1) :] = 0, 0
+    expected = [0.0] * 3
+    plan = UpdatePlan(torch.arange(12), settings.denominator(rollouts.lengths))
+    for g in (0, 2):
         model.zero_grad()
-        packer = learner.passes.packer(samples, own)
-        parts.append(torch.zeros(1))
-        if own.any():
-            batch = packer.pack(torch.arange(4 * g, 4 * g + 4))
-            plan = UpdatePlan(torch.arange(12), settings.denominator(rollouts.lengths))
-            learner.loss(batch, plan)[0].backward()
-            parts[g] = torch.cat([full_tensor(p.grad).flatten() for p in model.parameters()])
-    assert norms == pytest.approx([float(part.norm()) for part in parts], rel=1e-4)
+        batch = learner.passes.packer(samples, advantages).pack(torch.arange(4 * g, 4 * g + 4))
+        learner.loss(batch, plan)[0].backward()
+        gradient = torch.cat([full_tensor(p.grad).flatten() for p in model.parameters()])
+        expected[g] = float(gradient.norm())
+    assert norms == pytest.approx(expected, rel=1e-4)
     assert norms[1] == 0
     assert norms[0] > 0
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Return a function that makes a tracker with these functions."""
-
     def install(name="wandb", **functions):
         module = types.ModuleType(name)
         vars(module).update(functions, __spec__=types.SimpleNamespace(name=name, origin="it"))
@@ -223,14 +201,10 @@ def test_trackers_get_the_same_numbers_as_the_logs(tmp_path, installed, name):
 
 
 def test_a_tracker_that_fails_to_start_is_reported(tmp_path, installed, capsys):
-    def no_key(**options):
-        raise RuntimeError("no API key")
-
-    installed(init=no_key)
+    installed(init=lambda **options: 1 / 0)
     assert train.main([*SMALL, "--log-to", "wandb", "--out", str(tmp_path / "run")]) == 2
-    assert (
-        "--log-to wandb could not be started: RuntimeError: no API key" in capsys.readouterr().err
-    )
+    wanted = "--log-to wandb could not be started: ZeroDivisionError: division by zero"
+    assert wanted in capsys.readouterr().err
 
 
 def test_a_tracker_that_fails_later_is_a_warning(tmp_path, installed, capsys):
@@ -255,8 +229,6 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch, capsy
     found = importlib.machinery.PathFinder.find_spec("wandb", [str(tmp_path)])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
     assert train.main([*SMALL, "--log-to", "wandb", "--out", str(tmp_path / "run")]) == 2
-    assert (
-        "--log-to wandb is not installed: pip install 'maxrl_fast[wandb]'"
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "--log-to wandb is not installed: pip install 'maxrl_fast[wandb]'" in said
     assert not (tmp_path / "run").exists()

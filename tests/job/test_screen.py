@@ -23,22 +23,19 @@ NUMBERS = NOTE.split("  ")
 
 
 def drawn(width, note=NOTE, name="train", total=90, done=12):
-    """Return the last line that a terminal of this width shows of a stage."""
     file = io.StringIO()
     screen = Screen(Console(file=file, force_terminal=True, width=width, color_system="standard"))
     with screen.stage(name, total) as stage:
         stage.advance(done, note)
-    return re.split(r"[\r\n]", re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", file.getvalue()).rstrip())[
-        -1
-    ].rstrip()
+    shown = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", file.getvalue()).rstrip()
+    return re.split(r"[\r\n]", shown)[-1].rstrip()
 
 
 @pytest.mark.parametrize("width", [40, 80, 132, 200])
 def test_the_step_the_total_and_the_time_left_are_visible_in_every_width(width):
     line = drawn(width)
-    assert re.match(
-        r"train +(━+[╸╺]?━* +)?12/90 (\d:\d\d:\d\d )?left (-:--:--|\d+:\d\d:\d\d)", line
-    ), line
+    wanted = r"train +(━+[╸╺]?━* +)?12/90 (\d:\d\d:\d\d )?left (-:--:--|\d+:\d\d:\d\d)"
+    assert re.match(wanted, line), line
     assert len(line) <= width
     assert "…" not in line
     shown = [number for number in NUMBERS if number in line]
@@ -66,15 +63,11 @@ def test_lines_are_wrapped_between_words():
 
 
 def printed_in_terminal(width, command):
-    """Run a command in a pseudo-terminal, and return all that it wrote."""
     reader, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")
-    } | {"TERM": "xterm"}
-    process = subprocess.Popen(
-        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment
-    )
+    environment = {x: y for x, y in os.environ.items() if x not in ("COLUMNS", "LINES")}
+    ends = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    process = subprocess.Popen(command, env=environment | {"TERM": "xterm"}, **ends)
     os.close(terminal)
     written = b""
     while True:

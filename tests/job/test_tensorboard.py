@@ -24,16 +24,10 @@ PLUGINS = (HParamsPlugin, TextPlugin, CustomScalarsPlugin, ScalarsPlugin)
 
 
 def tensorboard(logdir):
-    """Return a function that asks TensorBoard's own server for a plugin's JSON."""
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(logdir))
     multiplexer.Reload()
-    flags = types.SimpleNamespace(
-        logdir=str(logdir),
-        samples_per_plugin={},
-        window_title="",
-        path_prefix="",
-        detect_file_replacement=None,
-    )
+    flags = {"logdir": str(logdir), "samples_per_plugin": {}, "detect_file_replacement": None}
+    flags = types.SimpleNamespace(**flags, window_title="", path_prefix="")
     provider = MultiplexerDataProvider(multiplexer, str(logdir))
     client = Client(application.TensorBoardWSGIApp(flags, PLUGINS, provider))
 
@@ -57,10 +51,8 @@ def test_a_resumed_run_shows_every_step_once(shared_run):
 
 def test_a_run_is_shown_with_hyperparameters_samples_and_all_k_in_one_chart(maze_run):
     ask = tensorboard(maze_run)
-    evaluations, options = (
-        read(maze_run / "eval.jsonl"),
-        json.loads((maze_run / "config.json").read_text()),
-    )
+    evaluations = read(maze_run / "eval.jsonl")
+    options = json.loads((maze_run / "config.json").read_text())
     experiment = ask("hparams/experiment", {"experimentName": "", "includeMetrics": True})
     names = {info["name"] for info in experiment["hparamInfos"]}
     assert {"objective", "k", "lr", "seed", "maze_size", "compile"} <= names

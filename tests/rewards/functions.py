@@ -16,10 +16,6 @@ from pathlib import Path
 WAITS = signal.SIGTERM, signal.SIGALRM, signal.SIGINT, signal.SIGHUP
 
 
-def echo(x):
-    return x
-
-
 def pid(x=None):
     return os.getpid()
 

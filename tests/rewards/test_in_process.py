@@ -68,8 +68,6 @@ def test_an_async_function_can_be_called_in_a_notebook():
     ("result", "kind"),
     [
         (None, "invalid"),
-        (math.nan, "invalid"),
-        ("1", "invalid"),
         (SystemExit(3), "exception"),
         (MemoryError(), "memory"),
         (asyncio.CancelledError(), "exception"),
@@ -109,7 +107,5 @@ def test_enough_failures_end_a_batch():
     beats = []
     scores = source(lambda **row: 1 / 0).score(ROWS, 1, lambda: beats.append(1))
     assert (len(scores.failures), scores.num_left, len(beats)) == (2, 4, 3)
-    assert (
-        "ZeroDivisionError: division by zero (test_in_process.py, line"
-        in scores.failures[0].message
-    )
+    wanted = "ZeroDivisionError: division by zero (test_in_process.py, line"
+    assert wanted in scores.failures[0].message

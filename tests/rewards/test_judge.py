@@ -83,7 +83,6 @@ def test_the_question_reaches_the_server_and_the_last_score_is_the_reward(server
         ("Score: 1e-3", 1e-3),
         ("score 8, as the 2nd step is wrong", 8.0),
         ("Score: 1,000", "must end with a score, got 'Score: 1,000'"),
-        ("no idea", "must end with a score, got 'no idea'"),
         ("Score: 1e39", "a reward must be a finite number of float32, got 1e+39"),
         (401, "AuthenticationError"),
         ([503, 503, "Score: 3"], 3.0),  # a busy server is asked again
@@ -102,18 +101,3 @@ def test_a_reply_gives_a_reward_or_a_reason(server, judge, reply, reward):
     else:
         assert scores.rewards == [0.0, 1.0]
         assert reward in scores.failures[0].message
-
-
-def test_requests_run_together_up_to_the_limit(server, judge):
-    """Each request waits until four are there; the server never sees a fifth."""
-    together, running = threading.Barrier(4), []
-
-    def reply(question):
-        running.append(1)
-        seen = len(running)
-        together.wait(20)
-        running.pop()
-        return f"Score: {seen}"
-
-    server.reply = reply
-    assert max(judge.score(rows(*"abcdefgh")).rewards) == 4

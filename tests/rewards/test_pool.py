@@ -6,14 +6,7 @@ import os
 
 import pytest
 
-from maxrl_fast.rewards.pool import RewardPool
-from tests.rewards.pools import FUNCTIONS, GB, fails, pids, pool, succeeds
-
-
-def test_rewards_are_in_the_order_of_the_calls():
-    seconds = [0.3, 0.01, 0.2, 0.0, 0.1, 0.02, 0.15, 0.03]
-    with pool("lasting", workers=3) as three:
-        assert three.score([{"seconds": s} for s in seconds]).rewards == seconds
+from tests.rewards.pools import GB, fails, pids, pool, succeeds
 
 
 def test_calls_run_in_parallel_in_separate_processes():
@@ -23,18 +16,8 @@ def test_calls_run_in_parallel_in_separate_processes():
         assert len(set(scores.rewards)) > 1
         assert os.getpid() not in scores.rewards
         assert three.score([]).rewards == []
-
-
-def test_limits_are_in_force(patient):
-    assert succeeds(patient, "limits") == 1.0
-
-
-def test_a_function_in_a_package(tmp_path):
-    """The worker finds the module as the trainer would."""
-    with RewardPool(
-        "tests.rewards.functions:echo", workers=1, time_limit=10, memory_limit=GB
-    ) as one:
-        assert one.score([{"x": 3}]).rewards == [3.0]
+    with pool("act", 1) as one:
+        assert succeeds(one, "limits") == 1.0
 
 
 def test_a_file_can_import_its_neighbours_without_hiding_modules(tmp_path):
@@ -110,9 +93,7 @@ def test_a_crash_is_reported_for_its_call(patient, action):
 def test_writing_to_every_descriptor_is_a_crash(hasty, capfd, text):
     failure = fails(hasty, "write_to_all", text=text)
     assert failure.kind == "crash"
-    assert failure.message.startswith(
-        "the reward code wrote to the connection between worker and trainer: "
-    )
+    assert failure.message.startswith("the reward code wrote to the connection between worker")
     assert len(failure.message) < 200
     assert capfd.readouterr() == ("", "")
 
@@ -120,11 +101,8 @@ def test_writing_to_every_descriptor_is_a_crash(hasty, capfd, text):
 def test_scoring_stops_when_too_many_calls_fail():
     beats = []
     with pool("act", workers=2, time_limit=0.3) as two:
-        scores = two.score(
-            [{"action": "number", "text": "2"}, *[{"action": "sleep"}] * 60],
-            3,
-            lambda: beats.append(1),
-        )
+        calls = [{"action": "number", "text": "2"}, *[{"action": "sleep"}] * 60]
+        scores = two.score(calls, 3, lambda: beats.append(1))
         assert scores.rewards[0] == 2.0
         assert 4 <= len(scores.failures) <= 5
         assert scores.num_left == 61 - 1 - len(scores.failures)
@@ -133,22 +111,10 @@ def test_scoring_stops_when_too_many_calls_fail():
     assert scores.num_left > 50
 
 
-def line_of(text):
-    return FUNCTIONS.read_text().splitlines().index(text) + 1
-
-
-def test_an_exception_names_its_line(patient):
-    failure = fails(patient, "raise_error")
-    line = line_of('    raise ValueError("no good")')
-    assert (failure.kind, failure.message) == (
-        "exception",
-        f"ValueError: no good (functions.py, line {line})",
-    )
-
-
 @pytest.mark.parametrize(
     ("action", "message"),
     [
+        ("raise_error", "ValueError: no good (functions.py, line "),
         ("exit_python", "SystemExit: 3 "),
         ("raise_strange", "ValueError:  [31m red     "),
         ("raise_unprintable", "Unprintable: (its message"),

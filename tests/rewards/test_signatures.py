@@ -2,14 +2,13 @@
 
 import math
 from decimal import Decimal
-from fractions import Fraction
 
 import numpy
 import pytest
 import sympy
 
 from maxrl_fast.rewards.function import mismatch, result_of, signature_of
-from maxrl_fast.rewards.pool import RewardPool
+from tests.rewards import pools
 from tests.tables import refused, table
 
 FUNCTIONS = """
@@ -70,10 +69,8 @@ def file(tmp_path):
     return path
 
 
-def pool(file, name, time_limit=10.0, workers=1, **options):
-    return RewardPool(
-        f"{file}:{name}", workers=workers, time_limit=time_limit, memory_limit=10**9, **options
-    )
+def pool(file, name, workers=1, **options):
+    return pools.pool(name, workers, file=file, **options)
 
 
 def rows(*responses, prompt="p", **columns):
@@ -87,29 +84,24 @@ def test_a_function_of_trl_gets_each_group_as_lists(file):
         two.check(rows("", answer="b", level=1)[0])
         assert "called with all responses to a prompt at once" in two.lines()[1]
     with pool(file, "chat") as one:  # as in TRL, completions of chat prompts are messages
-        assert one.score(
-            rows("a", "abc", prompt=[{"role": "user", "content": "x"}]), group=2
-        ).rewards == [1.0, 3.0]
+        asked = rows("a", "abc", prompt=[{"role": "user", "content": "x"}])
+        assert one.score(asked, group=2).rewards == [1.0, 3.0]
     with pool(file, "gathered") as one:
         assert one.score(rows("a", "abc"), group=2).rewards == [1.0, 3.0]
 
 
 def test_a_list_must_have_a_reward_for_each_response(file):
     with pool(file, "texts") as one:
-        scores = one.score(
-            [*rows("1", "2", prompt="short"), *rows("3", "4"), *rows("1", "2", prompt="dict")],
-            group=2,
-        )
+        asked = [*rows("1", "2", prompt="short"), *rows("3", "4"), *rows("1", "2", prompt="dict")]
+        scores = one.score(asked, group=2)
         assert scores.rewards == [0.0, 0.0, 3.0, 4.0, 0.0, 0.0]
         assert [failure.kind for failure in scores.failures] == ["invalid"] * 4
         message = "must return a list with a number for each of the 2 completions, got a list of 1"
         assert message in scores.failures[0].message
         # one element that is no number fails alone
         failed = one.score(rows("1", "nan", "3"), group=3)
-        assert (failed.rewards, [failure.index for failure in failed.failures]) == (
-            [1.0, 0.0, 3.0],
-            [1],
-        )
+        assert failed.rewards == [1.0, 0.0, 3.0]
+        assert [failure.index for failure in failed.failures] == [1]
 
 
 def test_async_calls_run_together_up_to_the_limit(file):
@@ -127,10 +119,8 @@ def test_async_calls_fail_alone(file):
     with pool(file, "single", time_limit=0.5, concurrency=4) as one:
         scores = one.score(rows("1", "late", "bad", "2", "3"))
         assert scores.rewards == [1.0, 0.0, 0.0, 2.0, 3.0]
-        assert [(failure.index, failure.kind) for failure in scores.failures] == [
-            (1, "timeout"),
-            (2, "exception"),
-        ]
+        failed = [(failure.index, failure.kind) for failure in scores.failures]
+        assert failed == [(1, "timeout"), (2, "exception")]
         assert "ValueError: no good (functions.py, line" in scores.failures[1].message
         assert scores.components[0]["pid"] == scores.components[4]["pid"]
         crashed = one.score(rows("exit", "1", "2", "3", "4"))
@@ -181,10 +171,8 @@ def test_the_pool_refuses_columns_that_do_not_fit(file):
     ("value", "result"),
     [
         (True, {"reward": 1.0}),
-        (-3, {"reward": -3.0}),
         (1e-300, {"reward": 1e-300}),
         (Decimal("0.5"), {"reward": 0.5}),
-        (Fraction(1, 4), {"reward": 0.25}),
         (sympy.Rational(3, 4), {"reward": 0.75}),
         (numpy.bool_(True), {"reward": 1.0}),
         (numpy.array([0.25]), {"reward": 0.25}),
@@ -202,17 +190,12 @@ def test_numbers_and_dicts_of_verl_are_rewards(value, result):
     ("value", "message"),
     [
         (math.nan, "must be a finite number of float32, got nan"),
-        (-math.inf, "must be a finite number of float32, got -inf"),
         (1e39, "must be a finite number of float32, got 1e+39"),
         (10**400, "got an integer that is too large"),
-        ("text", "must be a number, got 'text' of type str"),
         (None, "must be a number, got None of type NoneType"),
-        ([1.0], "must be a number, got [1.0] of type list"),
         ({"score": None, "acc": True}, "must have a reward"),
         (numpy.array([0.25, 0.5]), "of type ndarray"),
-        (numpy.array(["text"]), "of type ndarray"),
         (sympy.Symbol("x"), "must be a number"),
-        (1j, "must be a number"),
         ({"a": "1", "b": 2}, "must be a number"),
     ],
 )

@@ -2,10 +2,7 @@
 its own rewards.
 """
 
-from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards.combined import MajorityVote
-from maxrl_fast.tasks.maze import DONE, UP, MazeTask
-from maxrl_fast.tasks.scorer import Scorer
 
 
 def votes(responses, group):
@@ -19,12 +16,3 @@ def test_the_most_frequent_answer_of_each_group_is_right():
     assert votes(["", "", ""], 3) == [0, 0, 0]  # no answer gets no vote
     assert votes(["", "", "5"], 3) == [0, 0, 1]
     assert votes(["7", ""], 1) == [1, 0]  # a group of one agrees with itself
-
-
-def test_a_scorer_gives_rollouts_the_votes_of_their_prompt():
-    task = MazeTask(5)
-    responses = [[UP, DONE], [DONE], [UP, DONE], [UP, UP, DONE], [UP, UP, DONE], [UP, DONE]]
-    scorer = Scorer(task, MajorityVote(task.answer))
-    rewards = scorer.score(task.prompts("train", 0, 2), Rollouts.given(responses))
-    assert rewards.tolist() == [1, 0, 1, 1, 1, 0]
-    assert scorer.describe().startswith("reward: 1 for the answer that most")

@@ -5,7 +5,6 @@ import weakref
 import pytest
 import torch
 
-from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import RolloutRequest, Sampling, decode_slots, device_decoder
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.native import NativeEngine
@@ -18,12 +17,7 @@ LIMIT = 40
 SAMPLING = Sampling(1.3, LIMIT, (3, 17, 9, 12))
 
 
-def sample(
-    engine: NativeEngine,
-    num_samples: int = 20,
-    sampling: Sampling = SAMPLING,
-    prompts: Prompts = PROMPTS,
-):
+def sample(engine, num_samples=20, sampling=SAMPLING, prompts=PROMPTS):
     return engine.generate(RolloutRequest(prompts, num_samples, sampling, 4, 2))
 
 
@@ -99,22 +93,21 @@ def test_calls_share_one_cache_that_grows(model, engine):
     expected = NativeEngine(model, torch.float32)
     sample(engine, 6)
     first = engine.decoder.batch
+
+    def draws_the_same(num_samples, prompts=PROMPTS):
+        ours, theirs = (sample(x, num_samples, prompts=prompts) for x in (engine, expected))
+        return torch.equal(ours.tokens, theirs.tokens)
+
     for num_samples, prompts in ((6, PROMPTS.take(1, 3)), (3, PROMPTS), (1, PROMPTS)):
-        assert torch.equal(
-            sample(engine, num_samples, prompts=prompts).tokens,
-            sample(expected, num_samples, prompts=prompts).tokens,
-        )
+        assert draws_the_same(num_samples, prompts)
         assert engine.decoder.batch is first
-    longer = make_prompts([list(range(20))])
     freed = weakref.ref(first)
     del first
-    assert torch.equal(
-        sample(engine, 9, prompts=longer).tokens, sample(expected, 9, prompts=longer).tokens
-    )
+    assert draws_the_same(9, make_prompts([list(range(20))]))
     assert freed() is None
     assert engine.decoder.batch.shape == Shape(5, 30, 9, 24, LIMIT)
     grown = engine.decoder.batch
-    assert torch.equal(sample(engine, 6).tokens, sample(expected, 6).tokens)
+    assert draws_the_same(6)
     assert engine.decoder.batch is grown
     assert engine.statistics.cache_bytes == grown.bytes
 

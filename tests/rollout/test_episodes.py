@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ def episodes_of(rollouts):
     return episodes
 
 
-def expected_logprobs(model, rollouts, temperature, prompts=PROMPTS, dtype=torch.float32):
+def expected_logprobs(model, rollouts, temperature, prompts=PROMPTS):
     """Return the log-probs of the sampled tokens, of a forward pass over whole episodes."""
     episodes = episodes_of(rollouts)
     tokens, cu_seqlens = pack([[t for part, _ in parts for t in part] for parts in episodes])
@@ -117,7 +118,7 @@ def expected_logprobs(model, rollouts, temperature, prompts=PROMPTS, dtype=torch
         [p is not None for parts in episodes for part, p in parts for _ in part]
     )
     whole = Rollouts(tokens, cu_seqlens, torch.zeros(len(tokens)), rollouts.truncated)
-    logits = response_logits(model, one_batch(prompts, whole), dtype)[is_sampled].detach()
+    logits = response_logits(model, one_batch(prompts, whole), torch.float32)[is_sampled].detach()
     logp = (logits / (temperature or 1)).log_softmax(-1)
     return logp.gather(1, rollouts.tokens[:, None])[:, 0]
 
@@ -125,11 +126,8 @@ def expected_logprobs(model, rollouts, temperature, prompts=PROMPTS, dtype=torch
 def same(a, b):
     for name in ("tokens", "cu_seqlens", "logprobs", "truncated"):
         assert torch.equal(getattr(a, name), getattr(b, name)), name
-    assert texts_of(a) == texts_of(b)
-
-
-def texts_of(rollouts):
-    return [[part for part, _ in parts] for parts in episodes_of(rollouts)]
+    first, second = ([[part for part, _ in x] for x in episodes_of(y)] for y in (a, b))
+    assert first == second
 
 
 LONG = (1, 2, 3, 94, 95, 96, 97, 98, 192, 193, 300)
@@ -156,9 +154,9 @@ def test_logprobs_equal_the_full_forward_pass_and_turns_are_what_was_sampled(che
         assert turns == game.turns.get(s, [])
         assert given == game.given.get(s, [])[: len(given)]
         assert len(given) >= len(turns) - 1
-        assert len(turns) <= 6
     ends = {(len(game.turns.get(s, [])), bool(x)) for s, x in enumerate(rollouts.truncated)}
     assert {truncated for _, truncated in ends} == {True, False}
+    assert max(turns for turns, _ in ends) == 6
 
 
 @pytest.mark.parametrize(
@@ -178,31 +176,13 @@ def test_all_engines_play_the_same_episodes_whenever_replies_come(checkpoint, sa
         same(replace(other, logprobs=whole.logprobs), whole)
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_environments_that_end_at_once_change_nothing(checkpoint, kind):
-    sampling, game = Sampling(1.3, 24, STOPS, max_turns=3), Game(last=1.0)
-    engine = make_engine(checkpoint, kind)
-    expected = sampled(engine, 6, replace(sampling, max_turns=1), 4, 2)
-    actual = sampled(engine, 6, sampling, 4, 2, game)
-    same(actual, expected)
-    assert actual.inserted is None
-    same(sampled(engine, 6, sampling, 4, 2), expected)
-    bounds = [*itertools.pairwise(expected.cu_seqlens.tolist())]
-    ended = {s: bounds[s] for s in (~expected.truncated).nonzero()[:, 0].tolist()}
-    assert 0 < len(ended) < 30
-    assert game.turns == {s: [expected.tokens[a:b].tolist()] for s, (a, b) in ended.items()}
-
-
 def play(decoder, game, keys, sampling, prompts=PROMPTS, max_batch=1024):
     num_samples = len(keys) // len(prompts)
     request = Chosen(prompts, num_samples, sampling, environments=game, chosen=keys)
     return decoder.generate(request, 10**9, max_batch)[0]
 
 
-ARITHMETICS = ["float32", *_C.bfloat16_arithmetics()]
-
-
-@pytest.mark.parametrize("arithmetic", ARITHMETICS)
+@pytest.mark.parametrize("arithmetic", ["float32", *_C.bfloat16_arithmetics()])
 def test_when_replies_come_changes_nothing(arithmetic):
     """At temperature 0.5 many samples begin alike, and share rows until one of them waits."""
     model, num_samples = tiny_decoder(), 32
@@ -253,8 +233,6 @@ def test_captured_steps_read_given_tokens_without_waiting_for_the_device(
 
 
 class Says:
-    """An environment whose reply to sample s is say(s, turn)."""
-
     def __init__(self, say):
         self.say, self.said, self.turns = say, [], []
 
@@ -285,45 +263,17 @@ def test_a_reply_that_leaves_no_room_ends_the_episode_truncated(checkpoint, kind
     assert fits.truncated.all()  # a stop token there leaves no room for the reply
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_episodes_end_with_the_last_turn_which_is_submitted(checkpoint, kind):
-    for max_turns in (1, 2, 5):
-        sampling = Sampling(1.0, 200, tuple(range(20)), max_turns=max_turns)
-        game = Says(lambda s, turn: Reply(s, [39, 38], False))
-        rollouts = sampled(make_engine(checkpoint, kind), 3, sampling, 0, 0, game)
-        assert len(game.turns) == 15 * max_turns
-        assert not rollouts.truncated.any()
-        assert {len(parts) for parts in episodes_of(rollouts)} == {2 * max_turns - 1}
-
-
 def bad(tokens, is_last=False, sample=None):
-    return lambda s, turn: Reply(s if sample is None else sample, tokens, is_last)
-
-
-class Twice(Says):
-    def replies(self, wait):
-        return 2 * super().replies(wait)
-
-
-class Silent(Says):
-    def replies(self, wait):
-        return []
+    return Says(lambda s, turn: Reply(s if sample is None else sample, tokens, is_last))
 
 
 @pytest.mark.parametrize(
     ("game", "message"),
     [
-        *(
-            (Says(bad([5, x])), f"outside the vocabulary, 0 to 39: {x}")
-            for x in (VOCAB, -1, True, 1.0)
-        ),
-        (Says(bad([])), r"sample \d+ replied with no tokens, and not that the episode ends"),
-        *(
-            (Says(bad([], True, x)), f"replied to sample {x}, which has none due")
-            for x in (15, -1, 99)
-        ),
-        (Twice(bad([1])), "which has none due"),
-        (Silent(bad([1])), "no reply when"),
+        *((bad([5, x]), f"outside the vocabulary, 0 to 39: {x}") for x in (VOCAB, -1, True)),
+        (bad([]), r"sample \d+ replied with no tokens, and not that the episode ends"),
+        *((bad([], True, x), f"replied to sample {x}, which has none due") for x in (15, -1)),
+        (SimpleNamespace(submit=lambda *_: None, replies=lambda wait: []), "no reply when"),
     ],
 )
 def test_replies_that_cannot_be_true_are_a_sentence(checkpoint, game, message):
@@ -332,38 +282,8 @@ def test_replies_that_cannot_be_true_are_a_sentence(checkpoint, game, message):
         sampled(make_engine(checkpoint, "C++"), 3, sampling, 0, 0, game)
 
 
-def test_cpp_refuses_to_feed_a_sample_that_does_not_wait_or_has_no_room():
-    decoder = CpuDecoder(tiny_decoder().config)
-    numbers = {"tokens": [5], "cu_seqlens": [0, 1], "keys": [7], "responses": [0] * 4}
-    tensors = {name: torch.tensor(x) for name, x in (numbers | {"lengths": [0]}).items()}
-    tensors |= {"logprobs": torch.zeros(4), "truncated": torch.zeros(1, dtype=torch.bool)}
-    decoder.load_weights(tiny_decoder())
-    generation = _C.CpuGeneration(
-        decoder._decoder,
-        **{"num_prompts": 1, "num_samples": 1, "max_new_tokens": 4, "num_slots": 1},
-        **{"max_turns": 3, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
-        **{name: x.data_ptr() for name, x in tensors.items()},
-        **{"stop_ids": list(range(32)), "num_threads": 1},
-    )
-    for sample in (-1, 0, 1):
-        with pytest.raises(ValueError, match="feed: the sample does not wait"):
-            generation.feed(sample, [1])
-    assert not generation.run(10.0)
-    assert generation.take_turns() == [0]
-    with pytest.raises(ValueError, match="feed: the tokens leave no room to sample more"):
-        generation.feed(0, [1, 2, 3])
-    generation.feed(0, [1, 2])
-    assert not generation.run(10.0)
-    generation.feed(0, [])
-    assert generation.run(10.0)
-    assert tensors["lengths"].tolist() == [4]
-    assert tensors["responses"][1:3].tolist() == [1, 2]
-
-
 def turn_of(tokens, parameters, number=0):
-    """Return what a stand-in for vLLM samples after these tokens: tokens, log-probs, and why it
-    ended.
-    """
+    """Return what a stand-in for vLLM samples after these tokens, and why it ended."""
     chance = random.Random(str((tokens, parameters["seed"] + number)))
     turn = [chance.choice((4, 5, 6, 7)) for _ in range(chance.randrange(6))] + [STOPS[0]]
     turn = turn[: parameters["max_tokens"]]
@@ -389,13 +309,16 @@ def of_turns(server):  # noqa: F811
 PLAYED = Sampling(1.0, 24, STOPS, max_turns=4)
 
 
-def check_played(rollouts, game, prompts=PROMPTS, num_samples=4):
-    """Check each turn against what the stand-in samples after everything before it."""
-    assert find_wrong(rollouts, RolloutRequest(prompts, num_samples, PLAYED), VOCAB) == ""
+def test_a_turn_is_a_request_to_the_server(of_turns):
+    """Each turn is what the stand-in samples after everything before it."""
+    engine = VllmServerEngine(tiny_decoder(vocab_size=VOCAB), torch.float32, of_turns.url)
+    game = Game(late=random.Random(0))
+    rollouts = sampled(engine, 4, PLAYED, 1, 2, game)
+    assert find_wrong(rollouts, RolloutRequest(PROMPTS, 4, PLAYED), VOCAB) == ""
     assert rollouts.inserted is not None
     for s, parts in enumerate(episodes_of(rollouts)):
-        prompt = int(prompts.ids[s // num_samples])
-        before, number = PROMPTS.take(prompt, 1).tokens.tolist(), s % num_samples
+        prompt, number = divmod(s, 4)
+        before = PROMPTS.take(prompt, 1).tokens.tolist()
         start, turns = len(before), []
         for part, logprobs in parts:
             length = len(before) - start
@@ -411,16 +334,10 @@ def check_played(rollouts, game, prompts=PROMPTS, num_samples=4):
             before += part
         assert turns == game.turns.get(s, [])
     assert {True, False} == set(rollouts.truncated.tolist())
-
-
-def test_a_turn_is_a_request_to_the_server(of_turns):
-    engine = VllmServerEngine(tiny_decoder(vocab_size=VOCAB), torch.float32, of_turns.url)
-    game = Game(late=random.Random(0))
-    check_played(sampled(engine, 4, PLAYED, 1, 2, game), game)
     at_once = sampled(engine, 4, PLAYED, 1, 2, Game(last=1.0))
     same(at_once, sampled(engine, 4, PLAYED, 1, 2))
     greedy = sampled(engine, 4, PLAYED.greedy, 1, 2, Game(late=random.Random(0)))
     assert len(greedy) == 20
     assert not greedy.logprobs.any()
     with pytest.raises(EngineError, match="replied with no tokens"):
-        sampled(engine, 4, PLAYED, 1, 2, Says(bad([])))
+        sampled(engine, 4, PLAYED, 1, 2, bad([]))

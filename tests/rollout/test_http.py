@@ -49,16 +49,12 @@ def ask(url, read=lambda answer: answer, body=None, seconds=20.0, most_bytes=10*
 def test_a_reply_is_read_and_the_request_has_its_body_and_headers():
     received = []
     body = json.dumps({"a": [1, 2]}).encode()
+    chunks = b"7\r\n%b\r\n6\r\n%b\r\n0\r\n\r\n" % (body[:7], body[7:])
     replies = [
         OK + b"Content-Length: %d\r\n\r\n" % len(body) + body,
         OK + b"\r\n" + body,  # until the connection is closed
-        OK
-        + b"Transfer-Encoding: chunked\r\n\r\n7\r\n"
-        + body[:7]
-        + b"\r\n6\r\n"
-        + body[7:]
+        OK + b"Transfer-Encoding: chunked\r\n\r\n" + chunks,
         # after a reply that says that the real one comes later
-        + b"\r\n0\r\n\r\n",
         b"HTTP/1.1 100 Continue\r\n\r\n" + OK + b"\r\n" + body,
     ]
     for reply, given in itertools.product(replies, (None, {"b": "\udc80"})):
@@ -79,7 +75,6 @@ def drip():
     [
         b"",
         OK + b"A: ",
-        OK + b"\r\n",
         OK + b"Transfer-Encoding: chunked\r\n\r\n1111\r\n",
     ],
 )
@@ -96,10 +91,8 @@ def test_one_deadline_is_for_the_whole_reply(head):
         ([OK + b"\r\n", lambda: b"1" * 65536], "answered /x?y=1 with more than 1"),
         ([OK + b"A: ", lambda: b"1" * 65536], "cannot be reached, or closed"),
         ([b""], "cannot be reached, or closed the connection: RemoteDisconnect"),
-        ([b"\0\xff\r\n\r\n"], "cannot be reached, or closed"),
         ([b"HTTP/1.1 307 No\r\nLocation: /z\r\n\r\n"], "with status 307: "),
         ([OK + b"\r\n\x1b[2J<html>"], "than expected: '\\x1b[2J<html>'"),
-        ([OK + b"\r\n" + b"[" * 10**5], "something else than expected: [[["),
     ],
 )
 def test_other_replies_are_errors(parts, message):

@@ -24,9 +24,7 @@ PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7, 12, 13, 14]])
 
 def test_the_guide_shows_the_example():
     guide = (ROOT / "docs" / "adding_an_engine.md").read_text()
-    assert EXAMPLE.read_text() in re.findall(
-        r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE
-    )
+    assert EXAMPLE.read_text() in re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.M)
 
 
 @pytest.mark.parametrize(
@@ -43,14 +41,10 @@ def test_it_draws_the_tokens_of_the_native_engine(sampling):
     for name, parameter in model.named_parameters():
         if "lora" in name or parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.2)
-    native, naive = (
-        NativeEngine(model, torch.float32),
-        NaiveEngine(tiny_decoder(seed=1), torch.float32),
-    )
+    naive, request = NaiveEngine(tiny_decoder(1), torch.float32), (PROMPTS, 5, sampling, 4, 2)
     naive.load_weights(model)
-    expected, actual = (
-        x.generate(RolloutRequest(PROMPTS, 5, sampling, 4, 2)) for x in (native, naive)
-    )
+    expected = NativeEngine(model, torch.float32).generate(RolloutRequest(*request))
+    actual = naive.generate(RolloutRequest(*request))
     assert torch.equal(actual.tokens, expected.tokens)
     assert torch.equal(actual.cu_seqlens, expected.cu_seqlens)
     assert torch.equal(actual.truncated, expected.truncated)
@@ -59,14 +53,10 @@ def test_it_draws_the_tokens_of_the_native_engine(sampling):
 
 def test_an_engine_of_other_weights_is_refused_at_the_start_of_a_run():
     model = tiny_decoder()
-    assert "log-probs of the rollout engine differ from the policy's by" in compare_engine(
-        model, NaiveEngine(model, torch.float32), "naive.py:NaiveEngine"
-    )
+    told = compare_engine(model, NaiveEngine(model, torch.float32), "naive.py:NaiveEngine")
+    assert "log-probs of the rollout engine differ from the policy's by" in told
     other = NaiveEngine(model, torch.float32)
     other.load_weights(tiny_decoder(seed=1))
     other.load_weights = lambda model: None
-    with refused(
-        r"--rollout naive\.py:NaiveEngine samples from another model than this .*log-probs "
-        r"differ"
-    ):
+    with refused(r"--rollout naive\.py:NaiveEngine samples from another model than this .*differ"):
         compare_engine(model, other, "naive.py:NaiveEngine")

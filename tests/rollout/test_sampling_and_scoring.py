@@ -1,6 +1,7 @@
 """Sampling and scoring by one function."""
 
 import json
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -27,15 +28,9 @@ CPU = torch.device("cpu")
 
 
 def collector_of(task, scorer=None, **options):
-    return RolloutCollector(
-        task,
-        CountingEngine(),
-        scorer or Scorer(task, None),
-        Sampling(1.0, 32, task.stop_ids),
-        num_prompts=G,
-        num_rollouts=N,
-        **options,
-    )
+    sampling, scorer = Sampling(1.0, 32, task.stop_ids), scorer or Scorer(task, None)
+    sizes = {"num_prompts": G, "num_rollouts": N}
+    return RolloutCollector(task, CountingEngine(), scorer, sampling, **sizes, **options)
 
 
 def rewards_of(ids, num_samples=N):
@@ -55,9 +50,8 @@ def test_a_step_of_episodes():
     assert batch.metrics["reward_exception"] == 2
     assert batch.metrics["reward/turns"] == pytest.approx((1 + 2 + 3 + 3) / 4)
     assert batch.metrics["reward/tool_errors"] == 0.5
-    assert batch.warning == (
-        "step 5: 2 of 6 rewards failed (exception 2), for example: environment (1, 0) broke"
-    )
+    wanted = "step 5: 2 of 6 rewards failed (exception 2), for example: environment (1, 0) broke"
+    assert batch.warning == wanted
     assert batch.components[1] == {"turns": 2.0, "tool_errors": 0.5}
     assert batch.num_tokens == len(batch.rollouts.tokens)
     assert task.events == ["finish"]
@@ -71,9 +65,7 @@ def test_dynamic_sampling_keeps_the_insertions_of_the_chosen_groups():
     assert ids == [2, 3, 4]
     episodes = [played(i, n, 3) for i in ids for n in range(N)]
     assert batch.rollouts.turns() == batch.raw_rollouts.turns() == episodes
-    assert batch.texts == tuple(
-        task.decode([x for part in parts for x in part]) for parts in episodes
-    )
+    assert [*batch.texts] == [task.decode([*chain(*parts)]) for parts in episodes]
     torch.testing.assert_close(batch.rewards, torch.tensor(rewards_of(ids)))
 
 
@@ -87,12 +79,8 @@ class Lengths(RewardSource):
 
     def score(self, rows, max_failures=None, on_progress=lambda: None, group=1):
         self.rows += rows
-        failures = [
-            Failure(i, "timeout", "too long")
-            for i, row in enumerate(rows)
-            if len(row["response"].split()) > 10
-        ]
         rewards = [float(len(row["response"].split())) for row in rows]
+        failures = [Failure(i, "timeout", "too long") for i, x in enumerate(rewards) if x > 10]
         return Scores(rewards, failures, 0, [{"words": reward} for reward in rewards])
 
 
@@ -103,15 +91,13 @@ def test_a_reward_function_sees_whole_episodes():
     task, source = CountingTask({(1, 0), (2, 0)}), Lengths()
     batch = collector_of(task, Scorer(task, source)).collect(1, 0)
     episodes = [played(i, n, 3) for i in range(G) for n in range(N)]
-    texts = [task.decode([x for part in parts for x in part]) for parts in episodes]
+    texts = [task.decode([*chain(*parts)]) for parts in episodes]
     assert [row["response"] for row in source.rows] == texts
     words = [len(text.split()) for text in texts]
     known = [s not in (2, 4) and words[s] <= 10 for s in range(6)]
     assert 2 < known.count(False) < 6
     assert batch.has_reward.flatten().tolist() == known
-    assert batch.rewards.flatten().tolist() == [
-        length if is_known else 0 for length, is_known in zip(words, known, strict=True)
-    ]
+    assert batch.rewards.flatten().tolist() == [a * b for a, b in zip(words, known, strict=True)]
     assert batch.components[0] == {"turns": 1.0, "tool_errors": 0.5, "words": float(words[0])}
     assert batch.metrics["reward_exception"] == 2
     assert batch.metrics["reward_timeout"] == known.count(False) - 2
@@ -121,16 +107,9 @@ def test_a_reward_function_sees_whole_episodes():
 
 def test_evaluation_counts_failed_episodes_as_wrong():
     task, kept = CountingTask({(2, 0)}), []
-    scorer = Scorer(task, None)
-    evaluator = Evaluator(
-        CountingEngine(),
-        task,
-        scorer,
-        Sampling(1.0, 32, task.stop_ids),
-        num_prompts=5,
-        num_samples=2,
-        chunk=2,
-    )
+    scorer, sampling = Scorer(task, None), Sampling(1.0, 32, task.stop_ids)
+    sizes = {"num_prompts": 5, "num_samples": 2, "chunk": 2}
+    evaluator = Evaluator(CountingEngine(), task, scorer, sampling, **sizes)
     result = evaluator.evaluate(keep=lambda *chunk: kept.append(chunk))
     right = [[num_turns(i, n) / 3 > 0.5 and (i, n) != (2, 0) for n in range(2)] for i in range(5)]
     assert result.pass_at_k[1] == pytest.approx(sum(map(sum, right)) / 10)
@@ -177,12 +156,10 @@ def test_kept_rollouts_and_samples_show_episodes():
         assert record.get("turns", 1) == num_turns(record["id"], n) == len(parts[::2])
         assert record["tokens"] == sum(map(len, parts[::2]))
     assert len({record["response"] for record in records}) > 3
-    lines = []
+    lines, shown = [], {record["response"] for record in records}
     tally = SampleTally(task, NGramDiversity(), lines.append)
     tally(batch, batch.rewards.flatten(), list(batch.components))
-    assert {json.loads(line)["response"] for line in lines} == {
-        record["response"] for record in records
-    }
+    assert {json.loads(line)["response"] for line in lines} == shown
 
 
 @pytest.mark.parametrize("option", ["rlpr", "vote", "verifree"])

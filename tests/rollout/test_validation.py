@@ -49,11 +49,8 @@ TOKENS = answer().tokens
         (None, "NoneType, wanted Rollouts"),
         (answer(tokens=TOKENS.tolist()), "tokens of list, wanted a tensor"),
         (answer(tokens=TOKENS.int()), "tokens torch.int32 [8] on cpu, wanted torch.int64 of one"),
-        (answer(tokens=TOKENS.view(2, 4)), "tokens torch.int64 [2, 4] on cpu, wanted"),
         (answer(tokens=TOKENS.to("meta")), "tokens torch.int64 [8] on meta, wanted"),
         (answer(logprobs=torch.zeros(7)), "logprobs of 7 values, wanted 8"),
-        (answer(truncated=torch.zeros(3) > 0), "truncated of 3 values, wanted 4"),
-        (answer(((7, 2), (5, 5, 5))), "cu_seqlens of 3 values, wanted 5"),
         (answer(cu_seqlens=torch.tensor([1, 2, 5, 7, 8])), "cu_seqlens from 1 to 8, wanted 0 to"),
         (answer(cu_seqlens=torch.tensor([0, 2, 2, 5, 8])), "0 tokens for sample 1 of prompt 0"),
         (answer(cu_seqlens=torch.tensor([0, 2, 1, 4, 8])), "cu_seqlens that does not ascend"),
@@ -62,7 +59,6 @@ TOKENS = answer().tokens
             answer(((7, 2), (5, 5, 10), (8, 2), (2,))),
             "a token outside the vocabulary of 10: token 2 of sample 1 of prompt 0, 10 with log-pr",
         ),
-        (answer(((-1, 2), (5, 5, 5), (8, 2), (2,))), "a token outside the vocabulary of 10"),
         (
             answer(logprobs=torch.tensor([-1.0] * 6 + [0.01, -1.0])),
             "a log-prob above 0: token 1 of sample 0 of prompt 1, 2 with log-prob 0.01",
@@ -71,7 +67,6 @@ TOKENS = answer().tokens
         (answer(importance_weights=torch.ones(8)), "importance_weights, wanted None"),
         (answer(((7, 2), (5, 2, 5), (8, 2), (2,))), "a stop token before the last token: token 1"),
         (answer(truncated=torch.tensor([False, True, True, False])), "a wrong `truncated`, which"),
-        (answer(truncated=torch.zeros(4) > 0), "a wrong `truncated`"),
     ],
 )
 def test_what_cannot_be_true_is_named(rollouts, message):
@@ -102,18 +97,14 @@ def test_insertions_that_are_right_pass():
     ("rollouts", "message"),
     [
         (episodes(inserted=Inserted(None, None)), "inserted.tokens of NoneType, wanted a tensor"),
-        (episodes(bounds=(0, 2, 3)), "inserted.cu_seqlens of 3 values, wanted 10"),
         (episodes((4, 7)), "inserted.cu_seqlens from 0 to 3, wanted 0 to the 2 tokens"),
         (episodes(bounds=(0, 0, 0, 2, 1, 1, 3, 3, 3, 3)), "inserted.cu_seqlens that does not asc"),
         (episodes(before=(2, 2, 3)), "an insertion before the first token of a response"),
-        (episodes(before=(0, 0, 5)), "an insertion before the first token of a response"),
         (episodes((4, 10, 2)), "an inserted token outside the vocabulary of 10"),
-        (episodes((4, -1, 2)), "an inserted token outside the vocabulary of 10"),
         (
             episodes((4, 7, 7, 7, 2), (2, 2, 2, 2, 5)),
             "7 tokens and inserted ones for sample 0 of prompt 0, wanted at most 6",
         ),
-        (episodes(before=(1, 1, 5)), "a stop token before the last token: token 1 of sample 0"),
         (episodes(before=(2, 2, 8)), "a stop token before the last token: token 1 of sample 1"),
         (episodes((4, 7, 2, 1), (2, 2, 5, 8)), "an insertion after another token than a stop"),
         (episodes(truncated=torch.zeros(4) > 0), "a wrong `truncated`"),

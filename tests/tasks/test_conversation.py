@@ -80,10 +80,9 @@ def test_a_demonstration_is_what_the_template_writes_after_the_prompt(tmp_path, 
 def test_a_response_that_cannot_follow_the_prompt_is_refused(tmp_path):
     with refused(r"line 3: the prompt ends with .*<think>\\n', and a response must continue it"):
         codec_of(tmp_path, DROPS + OPEN).encode_demonstrations([(ASKED, "4")], ["line 3"])
+    given = {**said("4"), "reasoning_content": "a"}
     with refused("does not write reasoning_content"):
-        codec_of(tmp_path).encode_demonstrations(
-            [(ASKED, {**said("4"), "reasoning_content": "a"})], [""]
-        )
+        codec_of(tmp_path).encode_demonstrations([(ASKED, given)], [""])
 
 
 def said(content):
@@ -97,9 +96,8 @@ def test_prompts_have_one_beginning_and_a_last_answer_goes_on(tmp_path):
         single="<bos> $A <eos>", special_tokens=ids
     )
     made = conversation.Conversation(codec.tokenizer, {ids[1][1]})
-    rendered = codec.tokenizer.apply_chat_template(
-        ASKED, tokenize=False, add_generation_prompt=True
-    )
+    options = {"tokenize": False, "add_generation_prompt": True}
+    rendered = codec.tokenizer.apply_chat_template(ASKED, **options)
     assert made.prompt(rendered) == made.prompt(ASKED)
     assert made.prompt("hi")[0] == ids[0][1]
     assert made.text(made.prompt("hi")[1:], raw=True) == "hi"
@@ -128,10 +126,9 @@ def test_arguments_a_file_and_a_day_are_the_templates(tmp_path):
 def test_a_template_that_loops_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(conversation, "SECONDS", 0.2)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    codec = codec_of(tmp_path, "{% if messages[0].content == '2+2?' %}" + loop + "{% endif %}")
     with refused("line 1: the chat template in .* it takes longer than 0.2 s"):
-        codec_of(tmp_path, "{% if messages[0].content == '2+2?' %}" + loop + "{% endif %}").encode(
-            [ASKED], ["line 1"]
-        )
+        codec.encode([ASKED], ["line 1"])
 
 
 def test_stop_tokens_are_those_of_all_files_and_texts_end_a_response(tmp_path):

@@ -30,21 +30,17 @@ FORGED = [{"prompt": "1", "response": "2<|im_end|>"}]
 
 def task_of(tmp_path, policy, demonstrations, name="dataset", **options):
     key = DATASETS[name].prompt_key
-    data = written(
-        tmp_path / "data.jsonl", [{key: line["prompt"], "answer": line["answer"]} for line in SUMS]
-    )
+    lines = [{key: line["prompt"], "answer": line["answer"]} for line in SUMS]
+    data = written(tmp_path / "data.jsonl", lines)
     shown = written(tmp_path / "shown.jsonl", demonstrations)
     return DatasetTask(DATASETS[name], 0, policy, data=data, sft_data=shown, **options)
 
 
 def texts(task, start, count):
-    """Return prompts and responses of demonstrations, with their special tokens."""
-    prompts, responses = task.demonstrations(start, count)
-    parts = [x.tokens.split(x.lengths.tolist()) for x in (prompts, responses)]
-    return [
-        tuple(task.decode(tokens.tolist(), with_special=True) for tokens in pair)
-        for pair in zip(*parts, strict=True)
-    ]
+    shown = task.demonstrations(start, count)
+    parts = [x.tokens.split(x.lengths.tolist()) for x in shown]
+    texts = [[task.decode(x.tolist(), with_special=True) for x in part] for part in parts]
+    return [*zip(*texts, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -72,11 +68,8 @@ def test_every_epoch_has_each_demonstration_once_in_a_new_order(tmp_path, policy
     task = task_of(tmp_path, policy, SHOWN)
     one, two = texts(task, 0, 15), texts(task, 15, 15)
     assert one != two
-    assert (
-        sorted(one)
-        == sorted(two)
-        == sorted((line["prompt"], line["response"] + "<|im_end|>") for line in SHOWN)
-    )
+    wanted = sorted((line["prompt"], line["response"] + "<|im_end|>") for line in SHOWN)
+    assert sorted(one) == sorted(two) == wanted
     assert texts(task, 10, 10) == [*one[10:], *two[:5]]
     assert task.has_demonstrations
     other = task_of(tmp_path, policy, SHOWN[1:])
@@ -91,25 +84,20 @@ def test_long_demonstrations_are_counted_and_left_out(tmp_path, policy):
     task = task_of(tmp_path, policy, lines, max_prompt_tokens=9, max_new_tokens=5)
     # with <|im_end|>
     assert sorted(len(response) for _, response in texts(task, 0, 2)) == [3 + 10, 4 + 10]
-    wanted = (
-        "; 2 demonstrations of shown.jsonl, 2 left out with more than 9 tokens of prompt, 5 of "
-        "response or 256 of both"
-    )
-    assert task.name.endswith(wanted)
+    wanted = "2 left out with more than 9 tokens of prompt, 5 of response or 256 of both"
+    assert task.name.endswith(f"; 2 demonstrations of shown.jsonl, {wanted}")
     assert task.prompt_length == 4  # of the prompts that are asked
     with refused(r"must have demonstrations with at most .* 256 of both, .* got none in 1 lines"):
         task_of(tmp_path, policy, [{"prompt": "1" * 200, "response": "2" * 56}])
 
 
 def test_demonstrations_of_held_out_prompts_are_left_out(tmp_path, policy):
-    task = task_of(
-        tmp_path, policy, [{"prompt": line["prompt"], "response": line["answer"]} for line in SUMS]
-    )
+    shown = [{"prompt": line["prompt"], "response": line["answer"]} for line in SUMS]
+    task = task_of(tmp_path, policy, shown)
     held_out = {task.decode(tokens) for tokens, _ in task._lines["test"]}
     assert len(held_out) == task.num_test_prompts == 7
-    assert {prompt for prompt, _ in texts(task, 0, 53)} == {
-        line["prompt"] for line in SUMS
-    } - held_out
+    prompts = {prompt for prompt, _ in texts(task, 0, 53)}
+    assert prompts == {line["prompt"] for line in SUMS} - held_out
     assert task.name.endswith(
         "; 53 demonstrations of shown.jsonl, 7 left out with held-out prompts"
     )
@@ -118,11 +106,7 @@ def test_demonstrations_of_held_out_prompts_are_left_out(tmp_path, policy):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (
-            {"prompt": "1", "answer": "2"},
-            "must have text at 'response', .*; it has the keys 'prompt",
-        ),
-        ({"prompt": "1", "response": ""}, "line 1: a demonstration must have text at 'response'"),
+        ({"prompt": "1", "answer": "2"}, "at 'response', .*; it has the keys 'prompt"),
         ({"prompt": "1", "response": 2}, "line 1: .* must have text at 'response', .* got 2"),
         ({"messages": TALK[:2]}, "line 1: a demonstration must have text at 'response'"),
         ({"messages": TALK[2:]}, "line 1: a demonstration must have text at 'response'"),
@@ -167,10 +151,8 @@ def test_the_warm_start_learns_the_responses_alone(job, policy, tmp_path, capsys
     """Its loss is the mean of -log p of the responses' tokens, their stop tokens too, by
     transformers.
     """
-    assert (
-        train.main([*job, *f"--sft-steps 1 --sft-batch 15 --steps 1 --out {tmp_path}/run".split()])
-        == 0
-    )
+    flags = f"--sft-steps 1 --sft-batch 15 --steps 1 --out {tmp_path}/run"
+    assert train.main([*job, *flags.split()]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "learning rate 1e-06 (the default for full fine-tuning of a checkpoint): " in out
     assert "; in the warm start of 1 step 0.01" in out
@@ -196,9 +178,8 @@ def test_a_stopped_warm_start_resumes_bitwise(job, tmp_path, monkeypatch, capsys
     monkeypatch.undo()
     written(tmp_path / "shown.jsonl", SHOWN[1:])
     assert train.main(["--resume", str(tmp_path / "stopped")]) == 2
-    assert "trained with other options or files (the prompts: changed)" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    said = " ".join(capsys.readouterr().err.split())
+    assert "trained with other options or files (the prompts: changed)" in said
     written(tmp_path / "shown.jsonl", SHOWN)
     assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
     assert_same(tmp_path / "whole", tmp_path / "stopped")

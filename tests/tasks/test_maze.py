@@ -13,17 +13,10 @@ from maxrl_fast.tasks import maze
 from maxrl_fast.tasks.maze import MazeTask, encode_maze, judge, shortest_path
 from tests.tables import refused
 
-PAPER_PROMPT = [
-    word
-    for line in (
-        "<bos> GRID_START WALL WALL WALL WALL WALL WALL WALL NEWLINE WALL START WALL PATH PATH "
-        "PATH WALL NEWLINE",
-        "WALL PATH WALL PATH WALL WALL WALL NEWLINE WALL PATH PATH PATH PATH PATH WALL NEWLINE",
-        "WALL PATH WALL WALL WALL PATH WALL NEWLINE WALL PATH WALL PATH PATH GOAL WALL NEWLINE",
-        "WALL WALL WALL WALL WALL WALL WALL NEWLINE GRID_END PATH_START",
-    )
-    for word in line.split()
-]
+ROWS = ["WWWWWWW", "WSWPPPW", "WPWPWWW", "WPPPPPW", "WPWWWPW", "WPWPPGW", "WWWWWWW"]
+LETTERS = {"W": "WALL", "P": "PATH", "S": "START", "G": "GOAL", "\n": "NEWLINE"}
+PAPER_PROMPT = ["<bos>", "GRID_START", *(LETTERS[x] for row in ROWS for x in f"{row}\n")]
+PAPER_PROMPT += ["GRID_END", "PATH_START"]
 PAPER_ANSWER = ["DOWN", "DOWN", "RIGHT", "RIGHT", "RIGHT", "RIGHT", "DOWN", "DOWN", "DONE", "<eos>"]
 # rows of maze 7 of seed 5 as bits; the generator must not change
 GOLDEN = [0, 254, 138, 186, 2, 254, 8, 254, 0]
@@ -43,9 +36,6 @@ def test_the_papers_example():
 
 
 def walk_length(is_open):
-    """Return the number of reachable cells and the length of the shortest path to the goal, by
-    breadth-first search.
-    """
     goal = (len(is_open) - 2,) * 2
     distance, queue = {(1, 1): 0}, deque([(1, 1)])
     while queue:
@@ -81,21 +71,19 @@ def test_mazes_are_the_same_on_every_machine_and_in_any_order():
     for place, i in enumerate(range(3, 7)):
         assert prompts.take(place, 1).tokens.tolist() == task.prompts("train", i, 1).tokens.tolist()
     assert prompts.ids.tolist() == [3, 4, 5, 6]
-    assert (
-        task.prompts("train", 0, 20).tokens.tolist()
-        != MazeTask(9, seed=6).prompts("train", 0, 20).tokens.tolist()
-    )
+    others = MazeTask(9, seed=6).prompts("train", 3, 4)
+    assert others.tokens.tolist() != prompts.tokens.tolist()
+    solutions = task.demonstrations(3, 4)[1]
+    assert task.score(prompts, solutions).tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize("size", [5, 9])
 def test_no_test_maze_is_ever_trained_on(size):
-    contents = {
-        (split, seed): {tuple(encode_maze(MazeTask(size, seed).maze(split, i))) for i in range(300)}
+    tasks = [MazeTask(size, seed) for seed in (0, 1)]
+    train, test = (
+        {tuple(encode_maze(task.maze(split, i))) for task in tasks for i in range(300)}
         for split in ("train", "test")
-        for seed in (0, 1)
-    }
-    train = contents["train", 0] | contents["train", 1]
-    test = contents["test", 0] | contents["test", 1]
+    )
     assert train
     assert test
     assert not train & test
@@ -163,13 +151,3 @@ def test_scores_equal_the_slow_scorer(size, strict):
     assert rewards.dtype == torch.float32
     assert rewards.tolist() == expected
     assert 0.05 < sum(expected) / len(expected) < 0.5
-
-
-def test_demonstrations_earn_the_reward():
-    task = MazeTask(9)
-    prompts, solutions = task.demonstrations(0, 16)
-    assert task.score(prompts, solutions).tolist() == [1.0] * 16
-    # with an <eos> after DONE, which is never sampled
-    assert solutions.lengths.max() <= task.max_new_tokens + 1
-    shifted, _ = task.demonstrations(1, 16)
-    assert task.score(shifted, solutions).mean() < 0.5

@@ -21,16 +21,10 @@ class Merging:
     """
 
     def __init__(self, *merges):
-        vocabulary = [
-            *sorted(pre_tokenizers.ByteLevel.alphabet()),
-            *("".join(merge) for merge in merges),
-        ]
-        self.tokenizer = Tokenizer(
-            models.BPE({word: i for i, word in enumerate(vocabulary)}, [*merges])
-        )
-        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
-            add_prefix_space=False, use_regex=False
-        )
+        vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+        model = models.BPE({word: i for i, word in enumerate(vocabulary)}, [*merges])
+        self.tokenizer = Tokenizer(model)
+        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(False, use_regex=False)
         self.tokenizer.decoder = decoders.ByteLevel()
 
     def ids(self, *pieces):
@@ -60,11 +54,8 @@ def test_the_reasoning_ends_with_the_first_marker_and_the_answer_is_as_the_token
         codec.ids("é\\boxed{\\pi}"),
     )
     assert len(codec.ids("{\\")) == 1
-    assert (first.length, first.lead, first.answer) == (
-        9,
-        codec.ids("\\boxed"),
-        codec.ids("{\\frac12}"),
-    )
+    assert (first.length, first.lead) == (9, codec.ids("\\boxed"))
+    assert first.answer == codec.ids("{\\frac12}")
     assert (second.length, second.answer) == (6, first.answer)
     assert (third.length, third.lead, third.answer) == (None, first.lead, first.answer)
     assert (fourth.length, fourth.answer) == (8, first.answer)  # é is two tokens
@@ -85,11 +76,8 @@ def test_a_token_across_the_marker_begins_the_answer_or_gives_another_one():
     for reference in (other, spelled, none):
         assert (reference.length, reference.lead) == (None, codec.ids("\\boxe"))
         assert reference.answer == codec.ids("d{42}")
-    [other_answer] = references(codec, "\\pi", wrong)
-    assert (other_answer.length, other_answer.answer) == (
-        len(codec.ids("\\boxed{\\")),
-        codec.ids("pi}"),
-    )
+    [found] = references(codec, "\\pi", wrong)
+    assert (found.length, found.answer) == (len(codec.ids("\\boxed{\\")), codec.ids("pi}"))
 
 
 def test_a_prompt_without_an_answer_is_refused():
@@ -111,18 +99,14 @@ def test_tasks_of_text_know_their_answers(policy, tmp_path):
     ]
     found = task.reference_answers(prompts, Rollouts.given(encoded))
     assert [reference.length for reference in found] == [12, None, 6, 6]
-    assert [task.decode(reference.answer) for reference in found] == [
-        f"{{{text}}}" for text in right for _ in range(2)
-    ]
+    wanted = [f"{{{text}}}" for text in right for _ in range(2)]
+    assert [task.decode(reference.answer) for reference in found] == wanted
     gym = build_task(TaskOptions("gym:chain_sum"), 0, policy)
     prompts = gym.prompts("train", 0, 1)
-    [reference] = gym.reference_answers(
-        prompts, Rollouts.given([gym.conversation.demonstration("", "so <answer>3</answer>")[1]])
-    )
-    assert (reference.length, gym.decode(reference.answer)) == (
-        10,
-        f">{prompts.columns[0]['answer']}</answer>",
-    )
+    given = Rollouts.given([gym.conversation.demonstration("", "so <answer>3</answer>")[1]])
+    [reference] = gym.reference_answers(prompts, given)
+    assert reference.length == 10
+    assert gym.decode(reference.answer) == f">{prompts.columns[0]['answer']}</answer>"
 
 
 def test_tasks_that_do_not_know_their_answers_and_answers_with_control_tokens_are_refused(

@@ -47,7 +47,6 @@ def collected(
     greedy_rewards: torch.Tensor | None = None,
     step: int = 1,
 ) -> RolloutBatch:
-    """Return samples with rewards [G, N], as a collector returns them."""
     unknown = rewards if valid is None else rewards.masked_fill(~valid, float("nan"))
     num_tokens = 0 if samples.rollouts is None else len(samples.rollouts.tokens)
     fields = (step, samples.rollouts, rewards, rewards, valid, greedy_rewards, unknown, num_tokens)

@@ -36,7 +36,6 @@ def save_checkpoint(
     stop_ids: tuple[int, ...],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a new policy into a folder."""
     directory.mkdir(parents=True, exist_ok=True)
     write_policy(
         directory, config.dtype, weights, {**new_files(config, stop_ids), **files}, shard_bytes

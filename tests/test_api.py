@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from types import SimpleNamespace
 
@@ -18,10 +19,8 @@ import pytest
 import torch
 
 import maxrl_fast
-from maxrl_fast import api
-from maxrl_fast.errors import InputError, NonFiniteError, RewardError
+from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.evaluate import main as evaluate
-from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.train import main
 from maxrl_fast.training.learner import Learner
@@ -34,22 +33,10 @@ QUICK = [*SMALL, "--sft-steps", "4"]
 OPTIONS = options_of(QUICK)
 
 
-def run_python(code, *flags):
-    return subprocess.run(
-        [sys.executable, *flags, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
-
-
 def test_importing_the_package_imports_no_torch():
-    code = (
-        "import sys, maxrl_fast; assert 'torch' not in sys.modules; assert not hasattr(maxrl_fast, "
-        "'trane')"
-    )
-    run_python(code + "; assert callable(maxrl_fast.run) and maxrl_fast.Run.__name__ == 'Run'")
+    code = "import sys, maxrl_fast; assert 'torch' not in sys.modules; "
+    code += "assert not hasattr(maxrl_fast, 'trane'); assert callable(maxrl_fast.run)"
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 
 def test_the_command_is_started_without_a_warning():
@@ -92,9 +79,8 @@ def test_it_trains_as_the_command_does_and_leaves_the_process_as_it_was(maze_run
 
 @pytest.mark.slow
 def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
-    (tmp_path / "run.toml").write_text(
-        "".join(f"{name} = {value!r}\n" for name, value in OPTIONS.items())
-    )
+    text = "".join(f"{name} = {value!r}\n" for name, value in OPTIONS.items())
+    (tmp_path / "run.toml").write_text(text)
     run = maxrl_fast.run(tmp_path / "run.toml", steps=1, order=None, out=tmp_path / "run")
     assert len(run.metrics) == 1
     assert run.evaluations.columns[0] == "step"
@@ -110,20 +96,12 @@ def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"stepz": 3}, "unknown option stepz; did you mean steps?"),
-        (
-            {"config": {"max-new-tokens": 3}},
-            "unknown option max-new-tokens; did you mean max_new_tokens?",
-        ),
-        ({"steps": 1.5}, "steps must be an integer, got 1.5"),
+        ({"config": {"max-new-tokens": 3}}, "unknown option max-new-tokens; did you mean max_new"),
         ({"steps": True}, "steps must be an integer, got True"),
         ({"dry_run": True}, "dry_run works only on the command line"),
         ({"reward": 3}, "reward must be a name or a function, got 3"),
         ({"task": object()}, "task object must have the method"),
-        (
-            {"reward": len, "reward_workers": 2},
-            "reward_workers needs a --reward that runs in processes",
-        ),
+        ({"reward": len, "reward_workers": 2}, "needs a --reward that runs in processes"),
         ({"reward": [len, len]}, "--reward must name each function once, got python:len twice"),
     ],
 )
@@ -147,10 +125,7 @@ def test_a_task_object_trains_as_its_name_does(maze_run, tmp_path, capsys):
     capsys.readouterr()
     # another process does not have the object
     assert main(["--resume", str(tmp_path / "given")]) == 2
-    assert (
-        "--task python:MazeTask is a Python object that was given to maxrl_fast.run"
-        in capsys.readouterr().err
-    )
+    assert "--task python:MazeTask is a Python object" in capsys.readouterr().err
     flags = "--eval-prompts 2 --samples 2 --out".split()
     assert evaluate([str(tmp_path / "given"), *flags, str(tmp_path / "evaluated")]) == 2
     assert "--task python:MazeTask is a Python object" in capsys.readouterr().err
@@ -174,15 +149,9 @@ def test_a_closure_scores_responses_in_this_process(tmp_path, capsys):
     )
     assert len(seen) == 4 + 3 * 16 + 2 * 24  # the rehearsal, three steps, two evaluations
     said = capsys.readouterr().out.replace("\n", " ")
-    assert (
-        "reward python:score: called with each response, in this process, without a time limit"
-        in said
-    )
+    assert "python:score: called with each response, in this process, without a time limit" in said
     assert main(["--resume", str(tmp_path / "run"), "--steps", "4", "--allow-changes"]) == 2
-    assert (
-        "--reward python:score is a Python object that was given to maxrl_fast.run"
-        in capsys.readouterr().err
-    )
+    assert "--reward python:score is a Python object" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -191,11 +160,9 @@ def test_a_reward_in_a_file_is_found_when_the_run_resumes_from_another_folder(
 ):
     (tmp_path / "rewards.py").write_text("def score(prompt, response):\n    return len(response)\n")
     monkeypatch.chdir(tmp_path)
-    run = maxrl_fast.run(
-        OPTIONS, steps=1, reward="rewards.py:score", lr_schedule="constant", out=tmp_path / "run"
-    )
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
+    more = {"steps": 1, "lr_schedule": "constant", "out": tmp_path / "run"}
+    run = maxrl_fast.run(OPTIONS, reward="rewards.py:score", **more)
+    monkeypatch.chdir("/")
     assert len(run.resume(steps=2).metrics) == 2
 
 
@@ -277,13 +244,9 @@ def test_sigterm_reaches_the_handler_of_the_process_once_the_run_is_saved(tmp_pa
 
 @pytest.mark.slow
 def test_it_trains_outside_of_the_main_thread(tmp_path):
-    runs = []
-    thread = threading.Thread(
-        target=lambda: runs.append(maxrl_fast.run(OPTIONS, steps=1, out=tmp_path / "run"))
-    )
-    thread.start()
-    thread.join(120)
-    assert len(runs[0].metrics) == 1
+    with ThreadPoolExecutor(1) as thread:
+        run = thread.submit(maxrl_fast.run, OPTIONS, steps=1, out=tmp_path / "run").result(120)
+    assert len(run.metrics) == 1
 
 
 @pytest.mark.slow
@@ -301,34 +264,10 @@ def test_a_run_that_fails_raises_with_the_last_checkpoint(tmp_path, monkeypatch,
         return update(self, samples, advantages + poison, sequences, when=when, **options)
 
     monkeypatch.setattr(Learner, "update", poisoned)
-    with pytest.raises(
-        NonFiniteError,
-        match=r"step 2: an advantage is not finite for prompt \d+; the last good checkpoint is "
-        r".*step-000001\. A lower --lr",
-    ):
+    wanted = r"step 2: an advantage is not finite for prompt \d+; .*step-000001\. A lower --lr"
+    with pytest.raises(NonFiniteError, match=wanted):
         maxrl_fast.run(OPTIONS, save_every=1, out=tmp_path / "run")
     assert capsys.readouterr().err == ""  # what is raised is not printed too
-
-
-def test_a_reward_that_always_fails_raises_before_anything_is_written(tmp_path):
-    with pytest.raises(
-        RewardError,
-        match=r"4 of 4 rewards failed \(exception 4\), for example: ZeroDivisionError.*line \d+",
-    ):
-        maxrl_fast.run({**OPTIONS, "reward": lambda prompt, response: 1 / 0}, out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_notebook_gets_few_plain_lines(monkeypatch, capsys):
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel sets it
-    with api._screen(Ranks()).stage("train", 100) as stage:
-        for step in range(1, 101):
-            stage.advance(step, "reward 0.5")
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 20
-    assert lines[0].startswith("train 5/100  ")
-    assert lines[0].isprintable()  # no escape sequences
 
 
 def test_rows_are_data_which_a_resumed_run_reads_again(tmp_path, monkeypatch):

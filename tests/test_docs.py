@@ -28,15 +28,8 @@ from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.training.objectives.registry import OBJECTIVES
 
 ROOT = Path(__file__).parent.parent
-OTHER_PAGES = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "bench/README.md",
-    "bench/history.md",
-    "examples/papers/README.md",
-    "tests/RELIABILITY.md",
-)
+OTHER_PAGES = "README.md CONTRIBUTING.md CHANGELOG.md bench/README.md bench/history.md "
+OTHER_PAGES = (OTHER_PAGES + "examples/papers/README.md tests/RELIABILITY.md").split()
 PAGES = [*(ROOT / name for name in OTHER_PAGES), *sorted((ROOT / "docs").rglob("*.md"))]
 OBJECTIVE_PAGES = ROOT / "docs" / "objectives"
 WRITER = runpy.run_path(str(ROOT / "docs" / "pages.py"))
@@ -80,12 +73,10 @@ def name_of(path: Path) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors that GitHub makes of the headings."""
     found: set[str] = set()
     for heading in re.findall(r"^#+ +(.*)$", FENCE.sub("", text), re.MULTILINE):
-        slug = re.sub(
-            r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
-        ).replace(" ", "-")
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
         numbered = (slug if i == 0 else f"{slug}-{i}" for i in range(1000))
         found.add(next(name for name in numbered if name not in found))
     return found
@@ -93,9 +84,7 @@ def anchors(text: str) -> set[str]:
 
 def links(text: str) -> list[str]:
     prose = re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
-    return [
-        link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"[a-z]+:", link)
-    ]
+    return [x for x in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"[a-z]+:", x)]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
@@ -116,9 +105,7 @@ def test_files_that_pages_name_exist(path: Path) -> None:
     named = re.findall(r"`((?:maxrl_fast|csrc|tests|bench|examples|docs)/[\w/.-]*)`", text)
     # the map of the code
     for folder, row in re.findall(r"^\| `(maxrl_fast/\w+/)` \|(.*)", text, re.MULTILINE):
-        named += [
-            folder + file for file in re.findall(r"`(\w+\.py)`", row) if not file.startswith("X")
-        ]
+        named += [folder + file for file in re.findall(r"`([^X\W]\w*\.py)`", row)]
     for file in named:
         assert (ROOT / file).exists(), file
 
@@ -184,9 +171,8 @@ def test_the_code_of_pages_and_docstrings_fits_the_package() -> None:
 
 def test_the_index_has_every_page() -> None:
     index = ROOT / "docs" / "README.md"
-    linked = {
-        (index.parent / link.partition("#")[0]).resolve() for link in links(index.read_text())
-    }
+    found = links(index.read_text())
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in found}
     assert {path.resolve() for path in (ROOT / "docs").glob("*.md")} - {index.resolve()} <= linked
     assert (OBJECTIVE_PAGES / "README.md").resolve() in linked
 

@@ -60,13 +60,11 @@ def test_every_script_says_what_it_does_and_how_long_it_takes(path, tmp_path, mo
 
 
 def test_every_example_is_a_script_or_is_loaded_by_one():
-    assert {path.name for path in EXAMPLES.rglob("*.py")} - {
-        path.name for path in SCRIPTS
-    } == NO_SCRIPTS
+    names, scripts = ({path.name for path in x} for x in (EXAMPLES.rglob("*.py"), SCRIPTS))
+    assert names - scripts == NO_SCRIPTS
 
 
 def lines_of(capsys, monkeypatch, script, *arguments):
-    """Run an example in this process; return the words of the lines that it prints."""
     monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     capsys.readouterr()
@@ -79,13 +77,9 @@ def lines_of(capsys, monkeypatch, script, *arguments):
 
 def test_advantages(capsys, monkeypatch):
     lines = lines_of(capsys, monkeypatch, "advantages.py")
-    first, second = "-0.20 -0.20 1.00 -0.20 -0.20 -0.20", "0.20 0.20 0.20 -1.00 0.20 0.20"
-    assert lines[0] == ["RLOO", *first.split(), *second.split()]
-    assert lines[2] == [
-        "MaxRL",
-        *first.replace("1.00", "5.00").replace("-0.20", "-1.00").split(),
-        *second.split(),
-    ]
+    second = "0.20 0.20 0.20 -1.00 0.20 0.20"
+    assert lines[0] == f"RLOO -0.20 -0.20 1.00 -0.20 -0.20 -0.20 {second}".split()
+    assert lines[2] == f"MaxRL -1.00 -1.00 5.00 -1.00 -1.00 -1.00 {second}".split()
 
 
 @pytest.mark.slow
@@ -97,16 +91,14 @@ def test_token_loss(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_grpo_loop(tmp_path, capsys, monkeypatch):
-    """With the tiny model, and with a checkpoint of one's own."""
     rates = [float(words[4].rstrip(",")) for words in lines_of(capsys, monkeypatch, "grpo_loop.py")]
     assert len(rates) == 4
     assert rates[0] < 0.1
     assert rates[-1] > 0.6
-    own = ["--model", save_byte_level_policy(tmp_path)]
-    own += "--steps 1 --estimator maxrl --rollouts 2".split()
-    assert (
-        lines_of(capsys, monkeypatch, "grpo_loop.py", *own)[0][:4] == "step 0: mean reward".split()
-    )
+    own = "--steps 1 --estimator maxrl --rollouts 2 --model".split()
+    own.append(save_byte_level_policy(tmp_path))
+    [words] = lines_of(capsys, monkeypatch, "grpo_loop.py", *own)[:1]
+    assert words[:4] == "step 0: mean reward".split()
 
 
 def test_the_maze_config_is_valid():
@@ -152,17 +144,10 @@ class Recipe:
     prompt: str | None = None  # as its paper sends it, with ? for the question
 
 
-def sizes(hidden, intermediate, layers, heads, kv_heads, head_dim, **others):
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "torch_dtype": "bfloat16",
-        **others,
-    }
+def sizes(*numbers, **others):
+    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    names = (names + "num_key_value_heads head_dim").split()
+    return dict(zip(names, numbers, strict=True)) | {"torch_dtype": "bfloat16"} | others
 
 
 QWEN3_1B = sizes(1024, 3072, 28, 16, 8, 128, **QWEN3)
@@ -179,12 +164,8 @@ SMOLLM2 = sizes(
 )
 GEMMA3 = sizes(
     *(1152, 6912, 26, 4, 1, 256),
-    **{
-        "model_type": "gemma3_text",
-        "vocab_size": 262144,
-        "sliding_window": 512,
-        "max_position_embeddings": 32768,
-    },
+    **{"model_type": "gemma3_text", "vocab_size": 262144, "sliding_window": 512},
+    max_position_embeddings=32768,
 )
 RECIPES = {
     "gsm8k_smollm2.toml": Recipe("maxrl", 256, 128, GSM8K, "8x80", SMOLLM2),
@@ -231,9 +212,7 @@ def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(
     lines = [{key: f"{i} {value}" for key, value in recipe.line.items()} for i in range(60)]
     data = written(tmp_path / "data.jsonl", lines)
     text = (EXAMPLES / name).read_text()
-    (tmp_path / name).write_text(
-        f"data = '{data}'\n" + re.sub("^hub = .*\n", "", text, flags=re.MULTILINE)
-    )
+    (tmp_path / name).write_text(f"data = '{data}'\n" + re.sub("(?m)^hub = .*\n", "", text))
     config = ["--config", str(tmp_path / name)]
     assert train.main([*config, *folders, "--dry-run", recipe.machine]) == 0
     rows = capsys.readouterr().out.splitlines()
@@ -248,13 +227,10 @@ def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(
     end = next(i for i, row in enumerate(rows) if row.startswith("work per step"))
     printed = [rows[0], *rows[start:end]]
     assert rows[0].startswith("It fits")
-    header = [
-        row.removeprefix("#").removeprefix(" ") for row in text.splitlines() if row.startswith("#")
-    ]
+    header = [row.removeprefix("#").removeprefix(" ") for row in re.findall("^#.*", text, re.M)]
     shown = header[header.index(rows[0]) :][: len(printed)] if rows[0] in header else header
-    assert shown == printed, "the header must have these lines:\n" + "\n".join(
-        f"# {row}".rstrip() for row in printed
-    )
+    wanted = "\n".join(f"# {row}".rstrip() for row in printed)
+    assert shown == printed, f"the header must have these lines:\n{wanted}"
 
 
 def test_a_recipe_names_its_model_of_the_hub(capsys, monkeypatch, tmp_path):

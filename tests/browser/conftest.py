@@ -8,13 +8,8 @@ import pytest
 from maxrl_fast.report import main
 from tests.browser.made_up import write_run
 
-ARGUMENTS = (
-    *(
-        "--no-sandbox --disable-gpu --no-first-run --disable-background-networking "
-        "--disable-component-update"
-    ).split(),
-    *("--disable-sync", "--disable-quic"),
-)
+ARGUMENTS = "--no-sandbox --disable-gpu --no-first-run --disable-background-networking "
+ARGUMENTS += "--disable-component-update --disable-sync --disable-quic"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +20,7 @@ def browser():
     names = ("chromium", "chromium-browser", "google-chrome")
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=found, args=list(ARGUMENTS))
+        browser = driver.chromium.launch(executable_path=found, args=ARGUMENTS.split())
         yield browser
         browser.close()
 

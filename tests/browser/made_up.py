@@ -10,11 +10,8 @@ from typing import Any
 from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.training.objectives.weight import weight_of
 
-HOSTILE = (
-    "</script><script>window.broken = 1</script><!-- <script> <img src=x onerror='window.broken = "
-    "2'> ]]> &lt; "
-    "\u2028\u2029 \ud800 \x00 {{data}}"
-)
+HOSTILE = "</script><script>window.broken = 1</script><!-- <script> <img src=x onerror="
+HOSTILE += "'window.broken = 2'> ]]> &lt; \u2028\u2029 \ud800 \x00 {{data}}"
 CONFIG = {
     **{"objective": "maxpo", "k": 4, "order": None, "rollouts": 16, "prompts": 32, "task": "maze"},
     **{"lr": 3e-4, "steps": 30, "seed": 0, "eps": None, "out": "somewhere", "maze_size": 9},
@@ -46,36 +43,25 @@ def write_run(
         for s in (0, 10, steps)
     ]
     write_lines(folder / "eval.jsonl", evaluations)
-    write_lines(
-        folder / "warnings.jsonl",
-        [{"step": 12, "kind": "entropy", "value": 0.1, "message": f"it fell {HOSTILE}"}],
-    )
-    write_lines(
-        folder / "diagnostics.jsonl",
-        [
-            {"step": s, "ids": [s, s + 1, s + 2], "pass_rate": [0.0, 0.25, 1.0]}
-            | {"grad_norm": [0.0, rng.random(), 0.0]}
-            for s in (10, 20)
-        ],
-    )
-    counts = [
-        {"step": s, "num_correct": [rng.randint(0, 8) for _ in range(30)]} for s in (0, 10, steps)
+    warning = {"step": 12, "kind": "entropy", "value": 0.1, "message": f"it fell {HOSTILE}"}
+    norms = [
+        {"step": s, "ids": [s, s + 1, s + 2], "pass_rate": [0.0, 0.25, 1.0]}
+        | {"grad_norm": [0.0, rng.random(), 0.0]}
+        for s in (10, 20)
     ]
-    write_lines(
-        folder / "pass_rates.jsonl",
-        [c | {"num_samples": 8, "num_prompts": 30, "ids": list(range(30))} for c in counts],
-    )
-    write_lines(
-        folder / "eval_prompts.jsonl",
-        [{"id": i, "prompt": f"held out {i} {HOSTILE}"} for i in range(29)],
-    )
-    write_lines(
-        folder / "rollouts.jsonl",
-        [rollout(rng, step, i) for step in (1, 9) for i in (100, 101) for _ in range(6)],
-    )
-    write_lines(
-        folder / "samples.jsonl", [sample(rng, step, i) for step in (10, 20) for i in range(13)]
-    )
+    counted = {"num_samples": 8, "num_prompts": 30, "ids": list(range(30))}
+    counts = [
+        counted | {"step": s, "num_correct": [rng.randint(0, 8) for _ in range(30)]}
+        for s in (0, 10, steps)
+    ]
+    prompts = [{"id": i, "prompt": f"held out {i} {HOSTILE}"} for i in range(29)]
+    rollouts = [rollout(rng, step, i) for step in (1, 9) for i in (100, 101) for _ in range(6)]
+    samples = [sample(rng, step, i) for step in (10, 20) for i in range(13)]
+    for name, lines in {
+        **{"warnings": [warning], "diagnostics": norms, "pass_rates": counts},
+        **{"eval_prompts": prompts, "rollouts": rollouts, "samples": samples},
+    }.items():
+        write_lines(folder / f"{name}.jsonl", lines)
     (folder / "timings.json").write_text(json.dumps({"rollout": 12.25, "update": 37.75}))
     return records
 
@@ -100,32 +86,18 @@ def rollout(rng: random.Random, step: int, i: int) -> dict[str, Any]:
 
 MAZE = ("WWWWW", "WSPPW", "WPWWW", "WPPGW", "WWWWW")
 MAZE_WORDS = {"W": "WALL", "P": "PATH", "S": "START", "G": "GOAL", "\n": "NEWLINE"}
-MAZE_PROMPT = " ".join(
-    [
-        "<bos> GRID_START",
-        *(MAZE_WORDS[cell] for row in MAZE for cell in f"{row}\n"),
-        "GRID_END PATH_START",
-    ]
-)
+CELLS = " ".join(MAZE_WORDS[cell] for row in MAZE for cell in f"{row}\n")
+MAZE_PROMPT = f"<bos> GRID_START {CELLS} GRID_END PATH_START"
 
 
 def write_evaluation(out: Path) -> dict[str, Any]:
     """Write a folder of `python -m maxrl_fast.evaluate`, and return the content of eval.json."""
     out.mkdir(parents=True)
-    coverage = {
-        str(k): {"mean": k / 20, "low": k / 20 - 0.05, "high": k / 20 + 0.04}
-        for k in (1, 2, 4, 8, 16)
-    }
-    content = {
-        "name": "step 90",
-        "options": {"task": "maze", "samples": 16},
-        "coverage": coverage,
-        "seconds": {"rollout": 2.5},
-    }
-    content["pass_at_k"] = {k: coverage[k] for k in ("1", "16")}
+    rates = {str(k): k / 20 for k in (1, 2, 4, 8, 16)}
+    coverage = {k: {"mean": x, "low": x - 0.05, "high": x + 0.04} for k, x in rates.items()}
+    content = {"name": "step 90", "options": {"task": "maze", "samples": 16}, "coverage": coverage}
+    content |= {"seconds": {"rollout": 2.5}, "pass_at_k": {k: coverage[k] for k in ("1", "16")}}
     (out / "eval.json").write_text(json.dumps(content))
-    write_lines(
-        out / "samples.jsonl",
-        [{"id": 1, "prompt": "p", "response": "r", "reward": 1.0, "truncated": False, "tokens": 3}],
-    )
+    sample = {"id": 1, "prompt": "p", "response": "r", "reward": 1.0, "truncated": False}
+    write_lines(out / "samples.jsonl", [sample | {"tokens": 3}])
     return content

@@ -35,7 +35,6 @@ def drawn(chart, run, kind="line", role=""):
 
 
 def runs_drawn(page, place):
-    """Return the runs that have a line in the charts of a place."""
     charts = page.locator(f"{place} .chart")
     return set(
         charts.evaluate_all(
@@ -67,7 +66,6 @@ def is_inked(chart, x, y, color):
 
 
 def move_over(page, chart, part):
-    """Move the mouse to this part of the width of a chart's plotting area, and return the place."""
     chart.scroll_into_view_if_needed()
     box = chart.locator(".u-over").bounding_box()
     place = box["x"] + part * box["width"], box["y"] + box["height"] / 2

@@ -5,7 +5,6 @@ The tests need `playwright` and a Chromium: $CHROMIUM, one on the PATH, or Playw
 folder REPORT_SCREENSHOTS screenshots of the page are saved.
 """
 
-import json
 import os
 import re
 import statistics
@@ -15,6 +14,7 @@ import pytest
 
 from tests.browser.made_up import KEYS, write_evaluation, write_lines, write_run
 from tests.browser.on_page import card, chart_of, drawn, is_inked, move_over, move_to, runs_drawn
+from tests.runs import read
 
 pytestmark = pytest.mark.browser
 COLOR = "node => getComputedStyle(node).backgroundColor"
@@ -90,9 +90,8 @@ def test_hovering_shows_all_digits_and_a_click_moves_the_step(show, tmp_path, tw
     tooltip = page.locator("#tooltip")
     tooltip.locator("strong").wait_for()
     assert tooltip.locator("strong").inner_text() == "step 11"
-    assert [float(text) for text in tooltip.locator("b").all_inner_texts()] == [
-        records[10]["entropy"] for records in two.values()
-    ]
+    shown = [float(text) for text in tooltip.locator("b").all_inner_texts()]
+    assert shown == [records[10]["entropy"] for records in two.values()]
     page.mouse.click(*place)
     assert page.locator("#step").input_value() == "11"
     page.mouse.move(2, 2)
@@ -104,9 +103,7 @@ def test_runs_and_curves_can_be_hidden(show, tmp_path, two):
     panels = ("#curves", "#coverage", "#weights", "#norms")
     assert all({0, 1} <= runs_drawn(page, panel) for panel in panels)
     page.get_by_role("button", name="two").first.click()
-    assert all(
-        1 not in runs_drawn(page, panel) and 0 in runs_drawn(page, panel) for panel in panels
-    )
+    assert all(runs_drawn(page, panel) & {0, 1} == {0} for panel in panels)
     assert page.locator('#timings [data-run="1"], #rewards [data-run="1"]').count() == 0
     page.get_by_role("button", name="two").first.click()
     assert {0, 1} <= runs_drawn(page, '#curves [data-key="loss"]')
@@ -115,18 +112,16 @@ def test_runs_and_curves_can_be_hidden(show, tmp_path, two):
     page.get_by_label("eval pass@8").check()
     assert card(page, "loss").count() == 0
     assert runs_drawn(page, '#curves [data-key="eval pass@8"]') == {0, 1}
-    card(page, "entropy").get_by_role("button", name="log").click()
-    assert (
-        card(page, "entropy").get_by_role("button", name="log").get_attribute("aria-pressed")
-        == "true"
-    )
+    log = card(page, "entropy").get_by_role("button", name="log")
+    log.click()
+    assert log.get_attribute("aria-pressed") == "true"
     assert chart_of(card(page, "entropy"), "").evaluate("node => node.chart.scales.y.distr") == 3
 
 
 def test_coverage_weights_norms_timings_and_warnings(show, tmp_path, two):
     evaluation = write_evaluation(tmp_path / "evaluation")
     page = show(tmp_path / "one", tmp_path / "two", tmp_path / "evaluation")
-    records = [json.loads(line) for line in (tmp_path / "one" / "eval.jsonl").open()]
+    records = read(tmp_path / "one" / "eval.jsonl")
     coverage = page.locator("#coverage")
     chart = chart_of(page, "#coverage")
 
@@ -146,14 +141,9 @@ def test_coverage_weights_norms_timings_and_warnings(show, tmp_path, two):
     assert runs_drawn(page, "#weights") == {0, 1, "none"}  # the two objectives, and 1/p
     norms = page.locator("#norms")
     norms.get_by_role("button", name="At the step").click()
-    (diagnosed,) = [
-        record
-        for record in map(json.loads, (tmp_path / "one" / "diagnostics.jsonl").open())
-        if record["step"] == 10
-    ]
-    assert drawn(chart_of(page, "#norms"), 0) == [
-        list(zip(diagnosed["pass_rate"], diagnosed["grad_norm"], strict=True))
-    ]
+    diagnosed = read(tmp_path / "one" / "diagnostics.jsonl")[0]  # of step 10
+    points = list(zip(diagnosed["pass_rate"], diagnosed["grad_norm"], strict=True))
+    assert drawn(chart_of(page, "#norms"), 0) == [points]
     assert "one: 3 prompts at step 10" in norms.locator(".caption").inner_text()
     move_over(page, chart_of(page, "#norms"), 0.25)
     bars = {run: page.locator(f'#timings .bar[data-run="{run}"]') for run in (0, 2)}
@@ -165,10 +155,8 @@ def test_coverage_weights_norms_timings_and_warnings(show, tmp_path, two):
 
 
 def test_seeds_of_one_configuration_are_their_mean_with_its_standard_error(show, tmp_path):
-    records = [
-        write_run(tmp_path / f"seed-{i}", seed=i, steps=steps)
-        for i, steps in enumerate((30, 30, 20))
-    ]
+    steps = enumerate((30, 30, 20))
+    records = [write_run(tmp_path / f"seed-{i}", seed=i, steps=n) for i, n in steps]
     write_run(tmp_path / "other", seed=0, objective="rloo", k=None)
     page = show(*[tmp_path / f"seed-{i}" for i in range(3)], tmp_path / "other")
     assert page.locator(".chip").all_inner_texts() == ["maxpo, 3 seeds", "other"]
@@ -205,62 +193,6 @@ CLIPPED = """() => [...document.querySelectorAll('body *')].filter(node => {
     node.textContent.slice(0, 60))"""
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 380)])
-def test_the_page_fits_the_window_in_both_color_schemes(show, tmp_path, two, scheme, width):
-    long = "a-run-with-a-long-name-of-which-every-letter-is-shown-20261121-192256"
-    path = "/a/long/path/to/a/file/of/prompts/" * 3 + "train.jsonl"
-    write_run(tmp_path / long, steps=12, task="gsm8k", data=path)
-    passes = {str(2**i): 0.5 + i / 30 for i in range(11)}
-    write_lines(
-        tmp_path / long / "eval.jsonl", [{"step": step, "pass_at_k": passes} for step in (0, 12)]
-    )
-    page = show(tmp_path / "one", tmp_path / "two", tmp_path / long, color_scheme=scheme)
-    page.set_viewport_size({"width": width, "height": 900})
-    page.locator("#samples .sample").first.wait_for()
-    page.wait_for_timeout(300)  # until the charts are drawn for this width
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    if width == 1400:
-        assert page.evaluate(CLIPPED) == []
-    names = page.locator("#coverage tbody th, #runs tbody th").evaluate_all(
-        "cells => cells.map(cell => cell.offsetWidth)"
-    )
-    assert min(names) >= 100  # not a letter a line
-    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    lightness = sum(map(int, re.findall(r"\d+", background)[:3])) / 3
-    assert (lightness > 200) if scheme == "light" else (lightness < 60)
-    unnamed = page.locator(".chart:not([aria-label]), button:not([aria-label]):empty").count()
-    assert unnamed == 0
-    picture = page.screenshot(full_page=True)
-    assert len(picture) > 50_000
-    if folder := os.environ.get("REPORT_SCREENSHOTS"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, f"report-{scheme}-{width}.png").write_bytes(picture)
-
-
-def test_the_button_changes_the_color_scheme_of_page_and_charts(show, tmp_path, two):
-    page = show(tmp_path / "one", color_scheme="dark")
-    swatch = page.locator(".chip.run-0 .swatch")
-    page.locator("select[name=smoothing]").select_option("0")
-    chart = chart_of(card(page, "loss"), "")
-    (points,) = drawn(chart, 0)
-    colors = []
-    for name, is_light in (("☀ Light", False), ("☾ Dark", True), ("☀ Light", False)):
-        page.wait_for_timeout(100)
-        assert page.locator("#theme").inner_text() == name
-        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert (sum(map(int, re.findall(r"\d+", background)[:3])) > 450) == is_light
-        colors.append(swatch.evaluate(COLOR))
-        assert is_inked(chart, *points[8], colors[-1])
-        if len(colors) < 3:
-            page.locator("#theme").click()
-    assert colors[0] == colors[2] != colors[1]
-    # the theme is dark, and that of paper is light
-    for event, is_light in (("beforeprint", True), ("afterprint", False)):
-        page.evaluate("name => dispatchEvent(new Event(name))", event)
-        page.wait_for_timeout(100)
-        assert is_inked(chart, *points[8], colors[1 if is_light else 0])
-
-
 def test_a_run_of_one_step_and_an_evaluation_without_runs(show, tmp_path):
     write_run(tmp_path / "short", steps=1)
     page = show(tmp_path / "short")
@@ -271,3 +203,36 @@ def test_a_run_of_one_step_and_an_evaluation_without_runs(show, tmp_path):
     assert page.locator("#step, #curves, #weights").count() == 0
     assert len(drawn(chart_of(page, "#coverage"), 0)) == 1
     assert page.locator("#samples .response").count() == 1
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 380)])
+def test_the_page_fits_the_window_in_both_color_schemes(show, tmp_path, two, scheme, width):
+    """The button changes the scheme."""
+    long = "a-run-with-a-long-name-of-which-every-letter-is-shown-20261121-192256"
+    path = "/a/long/path/to/a/file/of/prompts/" * 3 + "train.jsonl"
+    write_run(tmp_path / long, steps=12, task="gsm8k", data=path)
+    page = show(tmp_path / "one", tmp_path / "two", tmp_path / long, color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 900})
+    page.locator("#samples .sample").first.wait_for()
+    page.wait_for_timeout(300)  # until the charts are drawn for this width
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    if width == 1400:
+        assert page.evaluate(CLIPPED) == []
+    cells = page.locator("#coverage tbody th, #runs tbody th")
+    names = cells.evaluate_all("cells => cells.map(cell => cell.offsetWidth)")
+    assert min(names) >= 100  # not a letter a line
+    assert page.locator(".chart:not([aria-label]), button:not([aria-label]):empty").count() == 0
+    if folder := os.environ.get("REPORT_SCREENSHOTS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        page.screenshot(full_page=True, path=Path(folder, f"report-{scheme}-{width}.png"))
+    page.locator("select[name=smoothing]").select_option("0")
+    chart, colors = chart_of(card(page, "loss"), ""), []
+    (points,) = drawn(chart, 0)
+    for is_light in (scheme == "light", scheme != "light"):
+        page.wait_for_timeout(100)
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", background)[:3])) > 450) == is_light
+        colors.append(page.locator(".chip.run-0 .swatch").evaluate(COLOR))
+        assert is_inked(chart, *points[8], colors[-1])
+        page.locator("#theme").click()
+    assert colors[0] != colors[1]

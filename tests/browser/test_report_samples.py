@@ -8,15 +8,14 @@ import pytest
 
 from tests.browser.made_up import HOSTILE, MAZE, MAZE_PROMPT, write_lines, write_run
 from tests.browser.on_page import move_to
+from tests.runs import read
 
 pytestmark = pytest.mark.browser
 
 
 def test_prompts_are_gained_and_lost_and_sorted(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two")
-    counts = [
-        json.loads(line)["num_correct"] for line in (tmp_path / "one" / "pass_rates.jsonl").open()
-    ]
+    counts = [x["num_correct"] for x in read(tmp_path / "one" / "pass_rates.jsonl")]
     prompts = page.locator("#prompts")
     prompts.locator("table").wait_for()
     changes = {i: (counts[-1][i] - counts[0][i]) / 8 for i in range(30)}
@@ -24,12 +23,9 @@ def test_prompts_are_gained_and_lost_and_sorted(show, tmp_path, two):
     assert f"30 prompts: {gained} gained, {lost} lost," in prompts.locator(".summary").inner_text()
 
     def shown():
-        rows = prompts.locator("tbody tr").evaluate_all(
-            "rows => rows.map(row => [...row.children].map(cell => cell.textContent))"
-        )
-        return [
-            (int(row[0]), *(float(cell.replace("−", "-")) for cell in row[1:4])) for row in rows
-        ]
+        script = "rows => rows.map(row => [...row.children].map(cell => cell.textContent))"
+        rows = prompts.locator("tbody tr").evaluate_all(script)
+        return [(int(row[0]), *(float(x.replace("−", "-")) for x in row[1:4])) for row in rows]
 
     expected = sorted(changes, key=lambda i: (-changes[i], i))[:20]
     rates = {i: (counts[0][i] / 8, counts[-1][i] / 8, changes[i]) for i in changes}
@@ -50,9 +46,8 @@ def test_prompts_are_gained_and_lost_and_sorted(show, tmp_path, two):
     # of another seed, prompt 3 is another prompt
     assert options == ["one, step 0", "one, step 10", "one, step 30"]
     prompts.locator("select[name=after]").select_option(label="one, step 10")
-    assert {row[0]: row[2] for row in shown()} == {
-        row[0]: pytest.approx(counts[1][row[0]] / 8, abs=1e-3) for row in shown()
-    }
+    for i, _, after, _ in shown():
+        assert after == pytest.approx(counts[1][i] / 8, abs=1e-3)
 
 
 def test_rewards_are_a_histogram_with_components(show, tmp_path, two):
@@ -62,23 +57,18 @@ def test_rewards_are_a_histogram_with_components(show, tmp_path, two):
     assert rewards.locator(".stage").all_inner_texts() == ["0", "1"]
     # 26 samples, of which 2 have no reward
     assert rewards.locator(".amount").first.inner_text() == "58.3% · 14"
-    assert (
-        "one: mean 0.4167 over 24 samples, 2 without a value"
-        in rewards.locator(".caption").inner_text()
-    )
+    caption = rewards.locator(".caption")
+    assert "one: mean 0.4167 over 24 samples, 2 without a value" in caption.inner_text()
     rewards.get_by_role("button", name="Training rollouts").click()
-    rollouts = [json.loads(line) for line in (tmp_path / "one" / "rollouts.jsonl").open()]
     rewards.locator("select[name=quantity]").select_option("right")
-    values = [rollout["components"]["right"] for rollout in rollouts]
+    values = [x["components"]["right"] for x in read(tmp_path / "one" / "rollouts.jsonl")]
     assert rewards.locator(".stage").all_inner_texts() == ["0", "0.2500", "1"]
-    shares = [
-        float(bar.get_attribute("data-value"))
-        for bar in rewards.locator('.bar[data-run="0"]').all()
-    ]
+    bars = rewards.locator('.bar[data-run="0"]').all()
+    shares = [float(bar.get_attribute("data-value")) for bar in bars]
     assert shares == [pytest.approx(values.count(value) / 24) for value in (0, 0.25, 1)]
     rewards.get_by_role("button", name="At the step").click()
     move_to(page, 5)
-    assert "over 12 samples" in rewards.locator(".caption").inner_text()
+    assert "over 12 samples" in caption.inner_text()
 
 
 def test_samples_are_by_prompt_with_two_runs_side_by_side(show, tmp_path, two):
@@ -110,9 +100,8 @@ def test_samples_are_by_prompt_with_two_runs_side_by_side(show, tmp_path, two):
     assert total.inner_text() == "13 prompts, 13 of 26 samples"
     samples.locator("select[name=step]").select_option("slider")
     move_to(page, 14)
-    assert all(
-        text.startswith("step 10 ") for text in samples.locator(".column summary").all_inner_texts()
-    )
+    summaries = samples.locator(".column summary").all_inner_texts()
+    assert {text.split(" · ")[0] for text in summaries} == {"step 10"}
     samples.locator("input[name=text]").fill("RESPONSE 11")
     assert samples.locator(".response pre").all_inner_texts() == ["response 11"]
     samples.locator("input[name=text]").fill("nowhere")
@@ -124,26 +113,20 @@ def test_training_rollouts_are_shown_by_prompt_over_time(show, tmp_path, two):
     samples = page.locator("#samples")
     samples.get_by_role("button", name="Training rollouts").click()
     assert samples.locator(".count").inner_text() == "2 prompts, 24 of 24 samples"
-    own = [json.loads(line) for line in (tmp_path / "one" / "rollouts.jsonl").open()]
+    kept = [x for x in read(tmp_path / "one" / "rollouts.jsonl") if x["id"] == 101]
     prompt = samples.locator('.sample[data-id="101"]')
-    kept = [rollout for rollout in own if rollout["id"] == 101]
-    steps = [
-        statistics.mean(rollout["reward"] for rollout in kept if rollout["step"] == step)
-        for step in (1, 9)
-    ]
     texts = prompt.locator(".column summary").all_inner_texts()
-    assert [text.split(" · ")[0] for text in texts] == ["step 1", "step 9"]
-    assert [float(text.split()[5]) for text in texts] == [
-        pytest.approx(mean, abs=1e-3) for mean in steps
-    ]
+    for step, text in zip((1, 9), texts, strict=True):
+        mean = statistics.mean(x["reward"] for x in kept if x["step"] == step)
+        assert text.startswith(f"step {step} · ")
+        assert float(text.split()[5]) == pytest.approx(mean, abs=1e-3)
     assert prompt.locator(".response").count() == 8  # four of each step
     prompt.get_by_role("button", name="Show 2 more").first.click()
     assert prompt.locator(".response").count() == 10
     facts = prompt.locator(".response .facts").first.inner_text()
     assert re.fullmatch(r"5 tokens · advantage -?[\d.e-]+ · right [\d.]+ · short –", facts)
-    assert (
-        prompt.locator("header .facts").first.inner_text().startswith("answer answer 101 </script>")
-    )
+    facts = prompt.locator("header .facts").first.inner_text()
+    assert facts.startswith("answer answer 101 </script>")
     prompt.locator("header summary", has_text="columns").click()
     assert json.loads(prompt.locator("header pre").inner_text())["level"] == 101
 
@@ -156,15 +139,13 @@ def test_mazes_are_drawn_with_the_path_of_the_response(show, tmp_path):
     common["tokens"] = 5
     broken = MAZE_PROMPT.replace("PATH WALL NEWLINE", "PATH NEWLINE", 1)
     odd = [common | {"id": 1, "prompt": broken, "response": "UP"}]
-    write_lines(
-        tmp_path / "run" / "samples.jsonl", [*(common | {"response": path} for path in paths), *odd]
-    )
+    lines = [*(common | {"response": path} for path in paths), *odd]
+    write_lines(tmp_path / "run" / "samples.jsonl", lines)
     page = show(tmp_path / "run")
     maze = page.locator('#samples .sample[data-id="0"]')
     maze.get_by_role("button", name="Show 1 more").click()
-    assert maze.locator(".response .maze").evaluate_all(
-        "nodes => nodes.map(node => node.getAttribute('aria-label'))"
-    ) == [
+    script = "nodes => nodes.map(node => node.getAttribute('aria-label'))"
+    assert maze.locator(".response .maze").evaluate_all(script) == [
         "path of 4 moves",
         "path of 1 move, then into a wall",
         "path of 2 moves, then into a wall",
@@ -173,13 +154,10 @@ def test_mazes_are_drawn_with_the_path_of_the_response(show, tmp_path):
     ]
     walls = maze.locator(".prompt .walls").get_attribute("d")
     cells = {(int(y), int(x)) for x, y in re.findall(r"M(\d+),(\d+)", walls)}
-    assert cells == {
-        (y, x) for y, row in enumerate(MAZE) for x, cell in enumerate(row) if cell == "W"
-    }
+    assert cells == {(y, x) for y in range(5) for x in range(5) if MAZE[y][x] == "W"}
     solved = maze.locator(".response").first
-    assert (
-        solved.locator(".walk").get_attribute("points") == "1.5,1.5 1.5,2.5 1.5,3.5 2.5,3.5 3.5,3.5"
-    )
+    walk = "1.5,1.5 1.5,2.5 1.5,3.5 2.5,3.5 3.5,3.5"
+    assert solved.locator(".walk").get_attribute("points") == walk
     assert solved.locator(".hit").count() == 0
     assert maze.locator(".response .hit").count() == 2
     other = page.locator('#samples .sample[data-id="1"]')

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.integrations
 
 @pytest.fixture(scope="module")
 def skyrl():
-    """The module of maxrl_fast, and with it SkyRL's registry."""
     import typing_extensions
 
     typing.TypedDict = typing_extensions.TypedDict  # SkyRL 0.3.0 needs Python 3.12 without this

@@ -26,7 +26,6 @@ ARGUMENTS = SimpleNamespace(
 
 
 def rollouts():
-    """Return logits [T, V] that need a gradient, targets, and old log-probs."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(T, V, generator=generator, dtype=torch.float64)
     targets = torch.arange(T) % V
@@ -74,17 +73,9 @@ def trls(loss_type, level, top_entropy=1.0):
     trainer.accelerator.pad_across_processes = lambda values, **_: values
     trainer.get_high_entropy_mask = partial(GRPOTrainer.get_high_entropy_mask, trainer)
     ids = torch.zeros(MASK.shape, dtype=torch.int64)
-    inputs = {
-        "prompt_ids": ids[:, :1],
-        "prompt_mask": ids[:, :1],
-        "completion_ids": ids,
-        "completion_mask": MASK.long(),
-    }
-    inputs |= {
-        "advantages": ADVANTAGES,
-        "old_per_token_logps": padded(old),
-        "num_items_in_batch": MASK.sum(),
-    }
+    inputs = {"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids}
+    inputs |= {"completion_mask": MASK.long(), "old_per_token_logps": padded(old)}
+    inputs |= {"advantages": ADVANTAGES, "num_items_in_batch": MASK.sum()}
     loss = GRPOTrainer._compute_loss(trainer, MagicMock(training=True), inputs)
     return loss.detach(), torch.autograd.grad(loss, logits)[0]
 

@@ -86,7 +86,6 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_gradient_is_that_of_our_trainer(job, tmp_path, case):
-    """With accumulation, several groups in a micro-batch, and rewards that are not known."""
     config, options = CASES[case]
     names = {"beta": "pacs_beta", "score": "pacs_score"}
     arguments = {names[name]: value for name, value in options.items()}
@@ -112,9 +111,3 @@ def test_the_gradient_is_that_of_our_trainer(job, tmp_path, case):
         num_moved += any(not torch.equal(weights[name], sampler[name]) for name in weights)
     assert min(all_known) < 1
     assert num_moved == (0 if case == "one update per batch" else 2)
-
-
-def test_a_reward_that_is_no_outcome_is_refused(job, tmp_path, monkeypatch):
-    monkeypatch.setattr(job, "score", lambda completion_ids, **_: [0.5] * len(completion_ids))
-    with pytest.raises(ValueError, match="labels must be 0 or 1"):
-        job.build("pacs", tmp_path).train()

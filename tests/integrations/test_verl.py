@@ -19,7 +19,6 @@ pytestmark = pytest.mark.integrations
 
 
 def run(code, **environment):
-    """Return (standard output, standard error) of a new interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -67,7 +66,6 @@ def data_of(batch):
 
 
 def configuration(*overrides):
-    """Return verl's own configuration, as its command line makes it."""
     import verl.trainer
     from hydra import compose, initialize_config_dir
 
@@ -144,18 +142,10 @@ def logprobs_of_verls_forward(dtype=None):
     from verl.models.transformers.monkey_patch import apply_monkey_patch
 
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    model = Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=37, num_key_value_heads=1, tie_word_embeddings=False, **sizes)
-    )
-    apply_monkey_patch(
-        model, use_remove_padding=False, use_fused_kernels=True, fused_kernels_backend="torch"
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 37}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    model, options = Qwen2ForCausalLM(Qwen2Config(**sizes)), {"fused_kernels_backend": "torch"}
+    apply_monkey_patch(model, use_remove_padding=False, use_fused_kernels=True, **options)
     ids = torch.randint(37, (3, 11))
     with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
         out = model(input_ids=ids, temperature=0.7, return_dict=True)

@@ -40,20 +40,11 @@ def tokenizer():
 
 def policy():
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
     # else padding has no gradient
     special = {"eos_token_id": 1, "pad_token_id": None, "bos_token_id": None}
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(WORDS), num_key_value_heads=2, initializer_range=0.2, **sizes, **special
-        )
-    )
-    return model.float()
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=len(WORDS), **sizes, **special)).float()
 
 
 def recorded(base):
@@ -69,22 +60,16 @@ def recorded(base):
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids)
             responses = gather_object([list(ids) for ids in completion_ids])
-            self.generated.append(
-                {
-                    "prompts": gather_object(list(prompts)),
-                    "responses": responses,
-                    "rewards": rewards.tolist(),
-                }
-            )
+            kept = {"prompts": gather_object(list(prompts)), "responses": responses}
+            self.generated.append(kept | {"rewards": rewards.tolist()})
             return rewards
 
         def _generate_and_score_completions(self, inputs):
             model = self.accelerator.unwrap_model(self.model)
             self.sampler = {name: weight.clone() for name, weight in model.state_dict().items()}
             output = super()._generate_and_score_completions(inputs)
-            self.generated[-1]["logged"] = list(self._logs["advantages"])[
-                -len(self.generated[-1]["responses"]) :
-            ]
+            size = len(self.generated[-1]["responses"])
+            self.generated[-1]["logged"] = list(self._logs["advantages"])[-size:]
             assert len(self._logs["advantages"]) == len(self._logs["completion"])
             return output
 
@@ -160,7 +145,6 @@ def train(trainer):
 
 
 def run(name, folder, **options):
-    """Return the trainer after its training."""
     trainer = build(name, folder, **options)
     train(trainer)
     return trainer

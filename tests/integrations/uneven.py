@@ -27,7 +27,6 @@ class Rollouts:
         return self.mask.sum(1)
 
     def expected(self, name, **options):
-        """Return the advantages [B], computed one group at a time."""
         return one_group_at_a_time(name, self.rewards, self.prompts, self.lengths, **options)
 
 

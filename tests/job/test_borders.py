@@ -27,16 +27,13 @@ FATAL = {
 
 @pytest.mark.parametrize("flags", FATAL.values(), ids=FATAL)
 def test_an_update_that_overflows_is_never_saved(flags, tmp_path, capsys):
-    """Loss and gradients of the last step are finite; the weights that it makes are not."""
     out = tmp_path / "run"
     more = "--sft-steps 2 --steps 1 --save-every 1 --eval-prompts 2".split()
     assert train.main([*base(), *more, *flags.split(), "--out", str(out)]) == 1
     error = capsys.readouterr().err
     assert "after step 1: " in error
     assert "is NaN or infinite; the last good checkpoint is" in error
-    saved = sorted(path.name for path in (out / "checkpoints").iterdir())
-    assert saved[0] == "step-000000"
-    assert "step-000001" not in saved
+    assert not (out / "checkpoints" / "step-000001").exists()
     assert (out / "latest").resolve().name == "step-000000"
     for path in (out / "checkpoints").rglob("*.safetensors"):
         assert find_nonfinite(load_file(path)) is None
@@ -73,7 +70,7 @@ def test_a_checkpoint_with_one_nan_is_refused_by_name(maze_run, tmp_path, capsys
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
-@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "rollouts.jsonl"])
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl"])
 def test_a_link_in_the_folder_is_refused_and_its_target_unchanged(
     name, link, maze_run, tmp_path, capsys
 ):
@@ -108,8 +105,6 @@ def test_a_pipe_in_the_folder_is_refused_at_once(maze_run, tmp_path, capsys):
     os.mkfifo(out / "metrics.jsonl")
     assert train.main(["--resume", str(out), *"--steps 7 --allow-changes".split()]) == 2
     assert f"{out / 'metrics.jsonl'} must be a regular file, got a pipe" in capsys.readouterr().err
-    with refused("got a pipe"):
-        open_regular(out / "metrics.jsonl", os.O_WRONLY)
     with refused("got a folder"):
         open_regular(out, os.O_WRONLY)
 
@@ -161,7 +156,6 @@ def either_sign(prompt, response):
 
 
 def assert_json(folder):
-    """Check every JSON file of a folder; return the records of each."""
     records = {}
 
     def refuse(name):
@@ -175,10 +169,7 @@ def assert_json(folder):
 
 @pytest.mark.parametrize(
     ("rewards", "objective"),
-    [
-        ("same", "rloo"),
-        ("zero_or_large either_sign", "gdpo --reward-weights .4 .5"),
-    ],
+    [("same", "rloo"), ("zero_or_large either_sign", "gdpo --reward-weights .4 .5")],
 )
 def test_rewards_at_the_end_of_float32_leave_every_file_json(rewards, objective, tmp_path, capsys):
     (tmp_path / "large.py").write_text(LARGE)

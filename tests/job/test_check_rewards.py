@@ -29,41 +29,23 @@ def reward(tmp_path):
 
 
 def job(reward, out, objective="rloo"):
-    flags = [
-        *base(),
-        *"--sft-steps 2 --steps 1 --log-to tensorboard --objective".split(),
-        objective,
-        "--reward",
-        f"{reward}:score",
-    ]
-    return [*flags, "--reward-workers", "1", "--out", str(out)]
+    flags = f"--sft-steps 2 --steps 1 --log-to tensorboard --objective {objective} --reward "
+    flags += f"{reward}:score --reward-workers 1 --out {out}"
+    return [*base(), *flags.split()]
 
 
 @pytest.mark.parametrize(
-    ("content", "code", "sentence"),
+    ("result", "code", "sentence"),
     [
-        (
-            "def score(prompt, response):\n    return 1 / 0\n",
-            1,
-            "before the first step: 4 of 4 rewards failed (exception 4)",
-        ),
-        (
-            "def score(prompt, completion):\n    return 1\n",
-            2,
-            "your function asks for `completion`: rename it to `response`",
-        ),
-        (
-            "def score(prompt, response):\n    return .5\n",
-            2,
-            "before the first step: this objective needs rewards of 0 or 1, got",
-        ),
+        ("1 / 0", 1, "before the first step: 4 of 4 rewards failed (exception 4)"),
+        (".5", 2, "before the first step: this objective needs rewards of 0 or 1, got"),
     ],
 )
 def test_a_reward_that_cannot_work_ends_the_run_before_the_warm_start(
-    reward, tmp_path, capsys, monkeypatch, content, code, sentence
+    reward, tmp_path, capsys, monkeypatch, result, code, sentence
 ):
     monkeypatch.setattr(WarmStart, "steps", lambda *_, **__: pytest.fail("the warm start began"))
-    reward.write_text(content)
+    reward.write_text(f"def score(prompt, response):\n    return {result}\n")
     assert train.main(job(reward, tmp_path / "run", "pacs")) == code
     error = capsys.readouterr().err
     assert sentence in error
@@ -71,7 +53,7 @@ def test_a_reward_that_cannot_work_ends_the_run_before_the_warm_start(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_reward_of_the_evaluation_may_be_any_number_where_training_votes(
+def test_the_reward_of_the_evaluation_may_be_any_number_where_training_votes(
     reward, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(WarmStart, "steps", lambda *_, **__: 1 / 0)
@@ -119,20 +101,11 @@ def test_a_run_that_was_stopped_in_its_warm_start_is_not_begun_again(
 def test_slow_rewards_are_reported_once_with_the_option_that_helps():
     asked = []
     slow = SlowRewards(lambda factor: asked.append(factor) or "--reward-workers 16")
-    steps = [
-        {"evaluation": 100.0},
-        *(
-            {"evaluation": 100.0, "rollout": n, "update": 2 * n, "reward": 22.0 * n}
-            for n in range(1, 5)
-        ),
-    ]
+    steps = [{"rollout": n, "update": 2 * n, "reward": 22.0 * n} for n in range(1, 5)]
+    steps = [{"evaluation": 100.0}, *({"evaluation": 100.0} | step for step in steps)]
     found = [slow.observe(before, after) for before, after in itertools.pairwise(steps)]
-    assert [warning and warning.message for warning in found] == [
-        None,
-        "88% of the time is reward: --reward-workers 16",
-        None,
-        None,
-    ]
+    message = "88% of the time is reward: --reward-workers 16"
+    assert [warning and warning.message for warning in found] == [None, message, None, None]
     assert asked == [pytest.approx(22 / 3)]
 
 

@@ -60,14 +60,10 @@ def test_the_reward_is_the_score_of_the_conversation(tokenizer, tmp_path, num_la
     model = Qwen2ForSequenceClassification.from_pretrained(directory).eval().requires_grad_(False)
     expected = []
     for row in ROWS:
-        messages = (
-            row["prompt"]
-            if isinstance(row["prompt"], list)
-            else [{"role": "user", "content": row["prompt"]}]
-        )
-        text = theirs.apply_chat_template(
-            [*messages, {"role": "assistant", "content": row["response"]}], tokenize=False
-        )
+        asked = row["prompt"]
+        asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        chat = [*asked, {"role": "assistant", "content": row["response"]}]
+        text = theirs.apply_chat_template(chat, tokenize=False)
         logits = model(torch.tensor([theirs(text)["input_ids"]])).logits[0]
         expected.append(float(logits[0] if num_labels == 1 else logits.softmax(0)[1]))
     assert scores.failures == []
@@ -76,9 +72,8 @@ def test_the_reward_is_the_score_of_the_conversation(tokenizer, tmp_path, num_la
 
 
 def test_texts_that_are_too_long_fail_alone(tokenizer, tmp_path):
-    model = Classifier(
-        f"hf:{saved(tokenizer, tmp_path / 'model', num_labels=1)}", CPU, torch.float32
-    )
+    directory = saved(tokenizer, tmp_path / "model", num_labels=1)
+    model = Classifier(f"hf:{directory}", CPU, torch.float32)
     scores = model.score([ROWS[0], ROWS[0] | {"response": "y" * 300}])
     assert [(failure.index, failure.kind) for failure in scores.failures] == [(1, "invalid")]
     assert "takes 1 to 256 tokens, got 3" in scores.failures[0].message

@@ -111,9 +111,7 @@ def test_a_full_disk_stops_no_call(file, tmp_path):
 
 
 def test_a_run_has_the_file_and_a_link_in_its_place_is_refused(file, tmp_path, capsys):
-    file.write_text(
-        "def score(prompt, response):\n    print('seen', len(prompt))\n    return 1.0\n"
-    )
+    file.write_text("def score(prompt, response):\n    print('seen', len(prompt))\n    return 1\n")
     out = tmp_path / "run"
     flags = [*base(), *f"--objective rloo --sft-steps 0 --steps 1 --out {out}".split()]
     assert train.main([*flags, "--reward", f"{file}:score"]) == 0

@@ -93,12 +93,6 @@ def test_a_call_does_not_affect_the_next(patient, tmp_path):
     assert fails(patient, "segfault").kind == "crash"
 
 
-def test_a_worker_that_dies_between_calls_fails_no_call(hasty):
-    for pid in pids(hasty):
-        os.kill(pid, signal.SIGKILL)
-    assert succeeds(hasty, "") == 0.0
-
-
 def stop(pid):
     """Stop the process with SIGSTOP and wait until it has stopped."""
     os.kill(pid, signal.SIGSTOP)
@@ -124,15 +118,6 @@ def test_a_call_that_was_not_read_is_made_again(tmp_path):
         assert path.read_text() == "called\n"
 
 
-def test_workers_ignore_signals_to_the_whole_job(hasty):
-    before = pids(hasty)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        for pid in before:
-            os.kill(pid, number)
-    assert succeeds(hasty, "") == 0.0
-    assert pids(hasty) == before
-
-
 WRITES_TO_ALL = r"""
 import os
 for fd in os.listdir("/proc/self/fd"):
@@ -142,7 +127,6 @@ for fd in os.listdir("/proc/self/fd"):
         pass
 """
 BAD_FILES = {
-    "import no_such_module_anywhere": "No module named 'no_such_module_anywhere'",
     "def f(:\n": "syntax error in ",
     "x = 1\nraise ValueError('not today')": "ValueError: not today (bad.py, line 2)",
     "import os; os._exit(4)": "the worker process exited with code 4",
@@ -167,7 +151,6 @@ def test_a_file_that_cannot_be_loaded_is_refused(tmp_path, text):
     table("""
     /no/such/file.py:f | there is no file /no/such/file.py
     no_such_module:f | No module named 'no_such_module'
-    tests.rewards.functions:no_such_name | tests.rewards.functions has no no_such_name
     tests.rewards.functions:WAITS | is not a function
     functions.py | got "functions.py"
     """),
@@ -293,8 +276,6 @@ def test_thousands_of_calls_leak_nothing():
 
 
 def test_workers_do_not_import_heavy_modules():
-    code = (
-        "import sys, maxrl_fast.rewards.worker; print(*{'torch', 'numpy', 'subprocess', "
-        "'asyncio'} & set(sys.modules))"
-    )
+    code = "import sys, maxrl_fast.rewards.worker; "
+    code += "print(*{'torch', 'numpy', 'subprocess', 'asyncio'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT) == b"\n"

@@ -24,7 +24,7 @@ from maxrl_fast.rollout import vllm as rollout_vllm
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.validation import find_wrong
 from maxrl_fast.rollout.vllm import SETTINGS, VllmEngine, check_installed
-from maxrl_fast.rollout.vllm_shared import NEEDS, named_weights
+from maxrl_fast.rollout.vllm_shared import named_weights
 from maxrl_fast.runtime.device import memory_bytes
 from maxrl_fast.runtime.ranks import Ranks
 from tests.batches import make_prompts, one_batch
@@ -32,6 +32,7 @@ from tests.model.test_huggingface import tiny_policy
 from tests.models import response_logits, tiny_decoder
 from tests.tables import refused
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7] * 9, [9, 9]])
 STOPS = (3, 17)
 
@@ -42,8 +43,6 @@ def sampled(engine, *request):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Pretend that the given version of vLLM is installed, or no version."""
-
     def pretend(version):
         spec = None if version is None else importlib.machinery.ModuleSpec("vllm", None)
         find, own = importlib.util.find_spec, importlib.metadata.version
@@ -57,28 +56,18 @@ def installed(monkeypatch):
     return pretend
 
 
-def test_a_missing_vllm_is_reported_with_the_install_command(installed):
+def test_versions_are_checked(installed):
     installed(None)
     with refused(r"needs vLLM, which is not installed: pip install 'vllm>=0.32,<0.34'"):
         check_installed()
-
-
-def test_versions_are_checked(installed):
-    for version in ("0.32.0", "0.32.1.post1", "0.33.0+cpu"):
+    assert 'vllm = ["vllm>=0.32,<0.34"]' in (ROOT / "pyproject.toml").read_text()
+    for version in ("0.32.1.post1", "0.33.0+cpu"):
         installed(version)
         assert check_installed() == version
-    for version in ("0.31.2", "0.34.0", "1.0"):
+    for version in ("0.31.2", "0.34.0"):
         installed(version)
         with refused(f"needs a version of vLLM from 0.32 to below 0.34, got {version}"):
             check_installed()
-
-
-def test_the_package_asks_for_the_supported_versions():
-    first, end = (".".join(map(str, version)) for version in NEEDS)
-    assert (
-        f'vllm = ["vllm>={first},<{end}"]'
-        in (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    )
 
 
 class FakeLLM:
@@ -102,10 +91,7 @@ class FakeLLM:
         self.calls.append(method)
         alive = []
         for name, weight in kwargs["weights_iterator"]:
-            alive = [
-                *(reference for reference in alive if reference() is not None),
-                weakref.ref(weight),
-            ]
+            alive = [*(x for x in alive if x() is not None), weakref.ref(weight)]
             self.most_alive = max(self.most_alive, len(alive))
             self.loaded[name] = weight.clone()
             del weight
@@ -113,7 +99,6 @@ class FakeLLM:
 
 @pytest.fixture
 def make_fake_engine(installed, monkeypatch):
-    """Return what makes an engine around FakeLLM."""
     installed("0.33.0")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeLLM))
     for name in ("_pad_heads", "_use_gloo"):  # they change the real vLLM
@@ -131,19 +116,13 @@ def test_weights_are_cast_and_given_one_at_a_time(make_fake_engine):
     expected = dict(model.weights())
     assert llm.loaded.keys() == {*expected, "lm_head.weight"}
     for name, weight in llm.loaded.items():
-        assert torch.equal(
-            weight, expected.get(name, expected["model.embed_tokens.weight"]).bfloat16()
-        ), name
+        wanted = expected.get(name, expected["model.embed_tokens.weight"])
+        assert torch.equal(weight, wanted.bfloat16()), name
     assert llm.most_alive <= 3  # the embedding, the tensor in vLLM's hands and the one before it
 
 
 @pytest.mark.parametrize(
-    ("family", "embedding"),
-    [
-        ("gpt2", "transformer.wte.weight"),
-        ("cohere2", "model.embed_tokens.weight"),
-        ("gemma2", None),
-    ],
+    ("family", "embedding"), [("gpt2", "transformer.wte.weight"), ("gemma2", None)]
 )
 def test_a_tied_embedding_of_any_family_is_given_as_the_output_matrix_where_vllm_has_one(
     family, embedding
@@ -195,13 +174,9 @@ def test_models_and_caches_that_cannot_fit_are_refused_before_vllm_starts(make_f
     """Before the ranks meet, so that none waits for another."""
 
     def check(message, cache_bytes=2**20, tensor_parallel=2, **changes):
+        options = {"cache_bytes": cache_bytes, "tensor_parallel": tensor_parallel}
         with refused(message):
-            make_fake_engine(
-                tiny_decoder(**changes),
-                cache_bytes=cache_bytes,
-                ranks=Ranks(0, 4),
-                tensor_parallel=tensor_parallel,
-            )
+            make_fake_engine(tiny_decoder(**changes), ranks=Ranks(0, 4), **options)
 
     check("divide num_attention_heads, 4 in this model, got 3", tensor_parallel=3)
     check("divide intermediate_size, 49 in this model, got 2", intermediate_size=49)
@@ -304,15 +279,11 @@ def test_tokens_follow_the_distribution(engine):
     """The frequencies of 4,000 first tokens are within five standard deviations of the policy's
     probabilities.
     """
-    model = tiny_decoder(1)
+    model, prompt, sampling = tiny_decoder(1), PROMPTS.take(0, 1), Sampling(1.5, 1, ())
     engine.load_weights(model)
-    tokens = engine.generate(
-        RolloutRequest(PROMPTS.take(0, 1), 4_000, Sampling(1.5, 1, ()), 3, 1)
-    ).tokens
-    one = NativeEngine(model, torch.float32).generate(
-        RolloutRequest(PROMPTS.take(0, 1), 1, Sampling(1.5, 1, ()), 0, 0)
-    )
-    logits = response_logits(model, one_batch(PROMPTS.take(0, 1), one), torch.float32)[0].detach()
+    tokens = engine.generate(RolloutRequest(prompt, 4_000, sampling, 3, 1)).tokens
+    one = NativeEngine(model, torch.float32).generate(RolloutRequest(prompt, 1, sampling, 0, 0))
+    logits = response_logits(model, one_batch(prompt, one), torch.float32)[0].detach()
     p = torch.softmax(logits / 1.5, -1)
     observed = torch.bincount(tokens, minlength=32) / len(tokens)
     assert ((observed - p).abs() < 5 * (p * (1 - p) / len(tokens)).sqrt() + 1e-3).all()
@@ -352,13 +323,3 @@ print("done")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["done"]
-
-
-@pytest.mark.vllm
-def test_a_cache_that_is_too_small_is_refused(tmp_path):
-    flags = ["--rollout", "vllm", "--kv-cache-gb", "1e-6", "--out", str(tmp_path / "run")]
-    command = [sys.executable, "-m", "maxrl_fast.train", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: vLLM rejects this model or --kv-cache-gb: ")
-    assert not (tmp_path / "run").exists()

@@ -31,7 +31,6 @@ from tests.tables import refused
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [9, 9]])
 SAMPLING = Sampling(1.0, 8, (3,))
-CLOSED = "http://127.0.0.1:1"
 INFO = "/server_info?config_format=json"
 
 
@@ -70,14 +69,8 @@ class FakeServer:
         for i in reversed(range(parameters["n"])):
             tokens = [token] * i + [stop if i else token]
             content = [{"logprob": -0.5 - j, "top_logprobs": []} for j in range(i + 1)]
-            choices.append(
-                {
-                    "index": i,
-                    "finish_reason": "stop" if i else "length",
-                    "token_ids": tokens,
-                    "logprobs": {"content": content},
-                }
-            )
+            choice = {"index": i, "token_ids": tokens, "logprobs": {"content": content}}
+            choices.append(choice | {"finish_reason": "stop" if i else "length"})
         return 200, json.dumps({"choices": choices})
 
 
@@ -136,9 +129,8 @@ def test_weights_are_written_in_the_compute_dtype_and_removed_at_the_end(server)
     loaded = {name: weight for file in server.loaded[1] for name, weight in file.items()}
     assert loaded.keys() == {*expected, "lm_head.weight"}  # tied
     for name, weight in loaded.items():
-        assert torch.equal(
-            weight, expected.get(name, expected["model.embed_tokens.weight"]).bfloat16()
-        )
+        wanted = expected.get(name, expected["model.embed_tokens.weight"])
+        assert torch.equal(weight, wanted.bfloat16()), name
     assert all(len(file) == 1 for file in server.loaded[1])
     folder = engine._folder
     assert folder.exists()
@@ -179,9 +171,8 @@ def test_a_server_of_raw_logprobs_serves_top_p_at_temperature_1(server):
 
 
 def test_a_missing_server_is_reported():
-    for url, message in (("127.0.0.1:8000", "must begin with http"), (CLOSED, "cannot be reached")):
-        with refused(message):
-            VllmServerEngine(tiny_decoder(), torch.float32, url)
+    with refused("must begin with http"):
+        VllmServerEngine(tiny_decoder(), torch.float32, "127.0.0.1:8000")
 
 
 def test_a_server_with_other_requests_is_a_sentence(server):
@@ -192,7 +183,6 @@ def test_a_server_with_other_requests_is_a_sentence(server):
 
 
 def choice(**changes):
-    """Return the answer of one sample, 5 and the stop token, with other values for some keys."""
     content = [{"logprob": -0.5}, {"logprob": -0.5}]
     whole = {"index": 0, "finish_reason": "stop", "token_ids": [5, 3]}
     return json.dumps({"choices": [whole | {"logprobs": {"content": content}} | changes]})
@@ -246,18 +236,12 @@ def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_p
         return (503, "shutting down") if len(steps) == 3 else generate(request)
 
     server.answers["/inference/v1/generate"] = failing
-    flags = [
-        *"--rollout vllm --vllm-url".split(),
-        server.url,
-        *f"--task chain --objective grpo --out {tmp_path}".split(),
-    ]
-    flags += "--prompts 2 --rollouts 4 --steps 2 --eval-prompts 2 --eval-samples 1".split()
-    assert train.main([*flags, "--save-every", "1", "--threads", "1"]) == 1
+    flags = f"--rollout vllm --vllm-url {server.url} --task chain --objective grpo --out {tmp_path}"
+    flags += " --prompts 2 --rollouts 4 --steps 2 --eval-prompts 2 --eval-samples 1 --save-every 1"
+    assert train.main([*flags.split(), "--threads", "1"]) == 1
     error = " ".join(capsys.readouterr().err.split())
-    assert (
-        "answered /inference/v1/generate with status 503: shutting down; the last good checkpoint "
-        "is" in error
-    )
+    wanted = "with status 503: shutting down; the last good checkpoint is"
+    assert f"answered /inference/v1/generate {wanted}" in error
     assert "Restart the server or fix the engine, then continue with --resume." in error
     server.answers["/inference/v1/generate"] = generate
     assert train.main(["--resume", str(tmp_path)]) == 0
@@ -270,7 +254,6 @@ JOB += ["--dtype", "float32"]  # the tolerances below are for float32
 
 
 def answers(url):
-    """Return whether the server there is ready."""
     try:
         with urllib.request.urlopen(f"{url}/version", timeout=2) as reply:
             return reply.status == 200

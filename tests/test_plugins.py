@@ -125,7 +125,7 @@ def test_methods_that_are_only_inherited_from_the_protocol_are_missing(tmp_path,
     [
         ('{"lenght": 3}', "SortTask takes length, seed, got lenght"),
         ('{"length": 99}', "error: length must be from 2 to 64, got 99"),
-        ("length=3", "--task-args must be a JSON object, such as "),
+        ("length=3", "--task-args must be a JSON object, got "),
     ],
 )
 def test_bad_arguments_of_a_task_are_refused(arguments, message, capsys):

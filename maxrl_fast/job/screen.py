@@ -130,11 +130,8 @@ class Screen:
 
     def _report(self, line: str) -> None:
         if not self._is_quiet:
-            print(
-                wrapped(line, self.console.width) if sys.stderr.isatty() else line,
-                file=sys.stderr,
-                flush=True,
-            )
+            shown = wrapped(line, self.console.width) if sys.stderr.isatty() else line
+            print(shown, file=sys.stderr, flush=True)
 
 
 def wrapped(text: str, width: int) -> str:

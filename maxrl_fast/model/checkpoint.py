@@ -175,8 +175,8 @@ def _join_tied(stored: dict[str, StoredTensor]) -> None:
 
 def untied(path: Path) -> InputError:
     return InputError(
-        f"{path} has an lm_head.weight that differs from the embedding, but config.json has "
-        '"tie_word_embeddings": true; false there uses both'
+        f"{path} has an lm_head.weight that differs from the embedding, with which config.json "
+        'ties it; "tie_word_embeddings": false there uses both'
     )
 
 

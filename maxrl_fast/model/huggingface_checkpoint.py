@@ -43,13 +43,14 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
                 with torch.device("meta"):
                     empty = AutoModelForCausalLM.from_config(config, **options)
                     return HuggingFacePolicy(empty, sizes)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model, found = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,
                 trust_remote_code=False,
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in what was found
                 **options,
             )
     except InputError:
@@ -59,7 +60,6 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
             f"transformers cannot load {directory}: {printable(type(error).__name__)}: "
             f"{printable(str(error))}"
         ) from error
-    model, found = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if found.get(kind):
             names = ", ".join(sorted(map(str, found[kind]))[:3])

@@ -45,9 +45,7 @@ def load_tokenizer(directory: Path) -> Any:
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # parsers of these files raise anything
-        raise InputError(
-            f"cannot read the tokenizer of {directory}: {type(error).__name__}: {error}"
-        ) from error
+        raise InputError(f"cannot read the tokenizer of {directory}: {error!r:.300}") from error
 
 
 class ControlTokens:
@@ -143,10 +141,10 @@ def saved_files(tokenizer: Any, directory: Path, template: str | None) -> dict[s
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if _difference(tokenizer, files | config, folder / "read"):
-            tokenizer.save_pretrained(folder / "made")
-            made = {path for path in (folder / "made").rglob("*") if path.is_file()}
-            for path in made:
-                files.setdefault(path.relative_to(folder / "made").as_posix(), path.read_bytes())
+            made = folder / "made"
+            tokenizer.save_pretrained(made)
+            for path in filter(Path.is_file, made.rglob("*")):
+                files.setdefault(path.relative_to(made).as_posix(), path.read_bytes())
             if found := _difference(tokenizer, files | config, folder / "both"):
                 raise InputError(
                     f"the tokenizer of {directory} cannot be saved in checkpoints: loaded again "

@@ -37,6 +37,7 @@ class Conversation:
         tools: JSON schemas of what the policy may call.
         arguments: of the template, such as {"enable_thinking": False}.
         day: what the template's clock shows, at midnight; None: today.
+        file: of the template, for messages; None: the tokenizer's.
 
     Attributes:
         stop_ids: the listed tokens, and the one with which the template ends a turn.
@@ -52,8 +53,10 @@ class Conversation:
         tools: Sequence[dict[str, Any]] = (),
         arguments: Mapping[str, Any] | None = None,
         day: date | None = None,
+        file: Path | None = None,
     ):
-        self.tokenizer, self._file = tokenizer, template_file(Path(tokenizer.name_or_path))
+        self.tokenizer = tokenizer
+        self._file = file or template_file(Path(tokenizer.name_or_path))
         self._tools, self._arguments, self.note = [*tools] or None, arguments or {}, ""
         self.clock = None if day is None else day.isoformat()
         self._template = self._with_day(day or date.today())

@@ -15,10 +15,7 @@ def custom_task(name: str, arguments: str, seed: int, model: Path | None) -> Tas
     offered = {"seed": seed} if model is None else {"seed": seed, "model": model}
     hint = "" if model is not None else ", or --model if it is model"
     given = json_object("--task-args", arguments)
-    task: Task = build_from_code(
-        "task", name, Task, offered, given, f"; --task-args gives it{hint}"
-    )
-    return task
+    return build_from_code("task", name, Task, offered, given, f"; --task-args gives it{hint}")
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
@@ -27,7 +24,5 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise InputError(
-            f'{option} must be a JSON object, such as {{"min_terms": 2}}, got {text!r:.80}'
-        )
+        raise InputError(f"{option} must be a JSON object, got {text!r:.80}")
     return value

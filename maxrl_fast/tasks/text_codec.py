@@ -72,7 +72,7 @@ class TextCodec:
                 f"tokenizer of {model} divides"
             )
         listed = _listed_stops(model, self.tokenizer, self.vocab_size) | {*one.values()}
-        self.conversation = Conversation(self.tokenizer, listed, tools, arguments, day)
+        self.conversation = Conversation(self.tokenizer, listed, tools, arguments, day, template)
         self.stop_ids, added = self.conversation.stop_ids, self.tokenizer.added_tokens_decoder
         # no other tokens spell an added one
         spelled = [x for x in stop_texts if one.get(x) not in added]

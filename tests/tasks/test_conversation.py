@@ -117,8 +117,9 @@ def test_arguments_a_file_and_a_day_are_the_templates(tmp_path):
     assert codec.conversation.clock == "2024-07-26"
     files = saved_files(codec.tokenizer, codec.model, codec._template)
     assert files["chat_template.jinja"].decode() == clock + CHAT
-    with refused("must give strftime_now its format as text"):
-        codec_of(tmp_path, "{{ strftime_now(x) }}")
+    (tmp_path / "chat.jinja").write_text("{{ strftime_now(x) }}")
+    with refused("/chat.jinja must give strftime_now its format as text"):
+        codec_of(tmp_path, None, **options)
     with refused("kwargs must not have add_generation_prompt, which the run sets"):
         codec_of(tmp_path, arguments={"add_generation_prompt": False})
 

@@ -28,12 +28,8 @@ class Hub:
     """
 
     def __init__(self, models: dict[str, Path]):
-        self.models, self.errors, self.asked, self.main = (
-            models,
-            dict[str, tuple[int, str]](),
-            list[str](),
-            COMMIT,
-        )
+        self.models, self.main = models, COMMIT
+        self.errors, self.asked = dict[str, tuple[int, str]](), list[str]()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -70,7 +66,6 @@ class Hub:
             self._server.server_close()
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        """Return status, headers and body."""
         if path in ("/", ""):
             return 200, {}, b""
         file, listing = _RESOLVE.fullmatch(path), _API.fullmatch(path)
@@ -85,37 +80,21 @@ class Hub:
             return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
         if file:
             content = (self.models[name] / file[3]).read_bytes()
-            return (
-                200,
-                {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": revision},
-                content,
-            )
-        if listing[4]:
-            return 200, {"Content-Type": "application/json"}, json.dumps(self._tree(name)).encode()
-        info = {
-            "_id": "1",
-            "id": name,
-            "sha": self.main,
-            "siblings": [],
-            "tags": [],
-            "private": False,
-        }
-        return 200, {"Content-Type": "application/json"}, json.dumps(info).encode()
+            tag = f'"{hashlib.sha1(content).hexdigest()}"'
+            return 200, {"ETag": tag, "X-Repo-Commit": revision}, content
+        info = {"_id": "1", "id": name, "sha": self.main, "siblings": [], "tags": []}
+        told = self._tree(name) if listing[4] else info | {"private": False}
+        return 200, {"Content-Type": "application/json"}, json.dumps(told).encode()
 
     def _tree(self, name: str) -> list[dict[str, object]]:
         return [
-            {
-                "type": "file",
-                "path": path.name,
-                "size": path.stat().st_size,
-                "oid": hashlib.sha1(path.read_bytes()).hexdigest(),
-            }
+            {"type": "file", "path": path.name, "size": path.stat().st_size}
+            | {"oid": hashlib.sha1(path.read_bytes()).hexdigest()}
             for path in self.models[name].iterdir()
         ]
 
 
 def use_hub(url: str, cache: Path, monkeypatch: Any) -> None:
-    """Make this process use the hub at a URL, and a cache."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"

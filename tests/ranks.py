@@ -39,12 +39,8 @@ def step_inputs(has_turns: bool = False):
 
     prompts = make_prompts([tokens(n) for n in (6, 30, 3, 11, 8)])
     rollouts = Rollouts.given([tokens(n) for n in LENGTHS])
-    rollouts = Rollouts(
-        rollouts.tokens,
-        rollouts.cu_seqlens,
-        torch.full((len(rollouts.tokens),), -3.0),
-        rollouts.truncated,
-    )
+    logprobs = torch.full((len(rollouts.tokens),), -3.0)
+    rollouts = dataclasses.replace(rollouts, logprobs=logprobs)
     advantages = torch.randn(20, generator=generator)
     advantages[8:12] = 0
     if has_turns:
@@ -67,9 +63,8 @@ def one_update(
         add_adapters(model, 3, 8.0, "q_proj,down_proj", seed=0)
         for name, parameter in model.named_parameters():
             if name.endswith("lora_b"):
-                torch.nn.init.normal_(
-                    parameter, std=0.3, generator=torch.Generator().manual_seed(0)
-                )
+                generator = torch.Generator().manual_seed(0)
+                torch.nn.init.normal_(parameter, std=0.3, generator=generator)
     model.checkpoint_activations = options.get("checkpoint_activations", False)
     reference = tiny_decoder(seed=1).requires_grad_(False)
     dtype = torch.bfloat16 if options.get("bfloat16") else torch.float32
@@ -92,25 +87,20 @@ def one_update(
     correction = ImportanceWeights(0.05, 20.0, of_sequence=False, masks=True)
     weighted = correction.apply(collected(samples, rewards), learner)
     learner.settings = dataclasses.replace(settings, sequence_mask=1.0)
-    kept = learner.plan(
-        learner.passes.packer(samples, advantages), samples, torch.arange(20)
-    ).sequences
+    packer = learner.passes.packer(samples, advantages)
+    kept = learner.plan(packer, samples, torch.arange(20)).sequences
     learner.settings = settings
     noise = torch.randn(len(samples.rollouts.tokens), generator=torch.Generator().manual_seed(5))
-    rollouts = dataclasses.replace(
-        samples.rollouts, logprobs=samples.rollouts.logprobs + options.get("noise", 0.0) * noise
-    )
+    logprobs = samples.rollouts.logprobs + options.get("noise", 0.0) * noise
+    rollouts = dataclasses.replace(samples.rollouts, logprobs=logprobs)
     samples = Samples(samples.prompts, rollouts)
     counts = "every_pass" in options
     with torch.autograd.profiler.profile(counts) as calls:
         metrics = learner.update(samples, advantages, torch.arange(20), when="step 1", lr=1e-3)
     names = [call.name for call in calls.function_events] if counts else []
     exchanges = sum("c10d::_reduce_scatter" in name for name in names)
-    gradients = {
-        name: full_tensor(p.grad).clone()
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
+    known = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    gradients = {name: full_tensor(grad).clone() for name, grad in known}
     weights = {name: weight.clone() for name, weight in model.weights()}
     first, count = ranks.part(20)
     own = samples.rollouts.select(torch.arange(first, first + count))
@@ -150,25 +140,16 @@ PPO = LossSettings(loss="ppo", aggregation="token_mean", clip_low=0.5, clip_high
 
 
 def own_loss(t: Tokens, *, power: float = 2.0) -> Tensor:
-    return (
-        -t.advantages * t.ratio
-        + 0.1 * (t.sequence_mean(t.log_ratio).detach() * t.logprobs).abs() ** power
-    )
+    penalty = (t.sequence_mean(t.log_ratio).detach() * t.logprobs).abs() ** power
+    return 0.1 * penalty - t.advantages * t.ratio
 
 
+COV = {"share": 0.2, "low": 0.1, "high": 2.0}
+SIMKO = {"alpha": 0.3, "k": 2, "tau": 0.5}
 LOSSES = {
     "kl_cov": LossSettings("kl_cov", "token_mean", loss_options={"share": 0.2, "coef": 0.5}),
-    "clip_cov": LossSettings(
-        "clip_cov",
-        "token_mean",
-        0.9,
-        9.0,
-        loss_options={"share": 0.2, "low": 0.1, "high": 2.0},
-        seed=3,
-    ),
-    "simko": LossSettings(
-        "simko", "token_mean", 0.9, 9.0, loss_options={"alpha": 0.3, "k": 2, "tau": 0.5}
-    ),
+    "clip_cov": LossSettings("clip_cov", "token_mean", 0.9, 9.0, loss_options=COV, seed=3),
+    "simko": LossSettings("simko", "token_mean", 0.9, 9.0, loss_options=SIMKO),
     "high entropies": LossSettings("ppo", "token_mean", 0.9, 9.0, top_entropy=0.6),
     "siren": LossSettings("ppo", "token_mean", 0.5, 0.5, siren=0.3),
     "own": LossSettings(own_loss, "token_mean", kl_coef=0.1),

@@ -8,8 +8,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -98,7 +96,6 @@ def assert_same(one, two):
 
 
 def stop_at(monkeypatch, when, number=signal.SIGTERM):
-    """Send the signal during this update."""
     update = Learner.update
 
     def stopped(self, *arguments, **options):
@@ -133,42 +130,7 @@ def resumes_bitwise(monkeypatch, folder, job, *stops):
     return read(folder / "whole" / "metrics.jsonl")
 
 
-KILLED = """
-import importlib, os, signal, sys
-from pathlib import Path
-from maxrl_fast import train
-
-module, name, out, *job = sys.argv[1:]
-episodes = getattr(importlib.import_module(module), name)
-submit = episodes.submit
-
-def killed(self, sample, turn):
-    submit(self, sample, turn)
-    if (Path(out) / "checkpoints" / "step-000001").exists():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-episodes.submit = killed
-sys.exit(train.main([*job, "--out", out]))
-"""
-
-
-def resumes_after_a_kill_in_an_episode(episodes, whole, out, job):
-    """Kill the job where a turn of a step after the first one is submitted, resume it, and compare
-    it with a whole run.
-    """
-    words = [episodes.__module__, episodes.__name__, str(out), *job, "--save-every", "1"]
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, *words], cwd=ROOT, capture_output=True, timeout=300
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert not (out / "latest").resolve().samefile(whole / "latest")
-    assert train.main(["--resume", str(out)]) == 0
-    assert_same(whole, out)
-    assert any("turns" in record for record in read(out / "rollouts.jsonl"))
-
-
 def copied(run, folder):
-    """Return a copy of a run that a test may change."""
     return Path(shutil.copytree(run, folder / "run", symlinks=True))
 
 
@@ -205,7 +167,6 @@ def killed_where(module, name, condition, arguments):
 
 
 def tiny_policy(family, directory, vocab_size):
-    """Save a tiny model of transformers for a task with this vocabulary; return its directory."""
     from tests.families import tiny_config, tiny_model
 
     tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)

@@ -33,7 +33,6 @@ TEMPLATE = (
 
 
 def save_tool_policy(directory, chat=TEMPLATE, positions=4096, added=TOOL_TOKENS):
-    """Save a policy with these tokens for tools; return its directory."""
     marked = ("<|endoftext|>",)
     policy = save_byte_level_policy(directory, positions, CHAT_TOKENS, marked, added, chat)
     config = policy / "tokenizer_config.json"

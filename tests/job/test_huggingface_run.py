@@ -14,6 +14,7 @@ from maxrl_fast.model.linear import LoraLinear
 from maxrl_fast.model.policy import load_policy
 from maxrl_fast.tasks.maze import MazeTask
 from tests.runs import ADAPTERS, LORA, RANKS, assert_same, read, stop_and_resume
+from tests.tables import table
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,6 @@ def lora(shared_run):
 
 @pytest.fixture(scope="module")
 def start(lora):
-    """Return the folder of the policy that the run "lora" starts from."""
     return str(lora.with_name("gemma2"))
 
 
@@ -38,8 +38,7 @@ def test_a_stopped_run_resumes_bitwise(lora, start, tmp_path, monkeypatch, capfd
     assert "3-layer gemma2 decoder (transformers 5" in printed
     assert "log-probs equal those of the model's own forward pass" in printed
     assert "rollout engine: plain (transformers 5" in printed
-    flash = "attention: C++ (torch flash where a layer has a sliding window, a soft cap or sinks)"
-    assert flash in printed
+    assert "attention: C++ (torch flash where a layer has a sliding window" in printed
     options = json.loads((lora / "config.json").read_text())
     assert options["model_backend"] == "transformers"
     assert max(record["grad_norm"] for record in read(lora / "metrics.jsonl")) > 1e-5
@@ -93,22 +92,12 @@ def test_two_ranks_compute_what_one_does(shared_run, tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [
-        ("--model-backend transformers", "--model-backend needs --model"),
-        (
-            "--model-backend native --model MODEL",
-            "model_type must be one of qwen2, qwen3, llama, got 'gemma2'",
-        ),
-        (
-            "--model-backend transformers --model MODEL --compile",
-            "--compile is for the native decoder, got --model-backend transformers",
-        ),
-        (
-            "--model MODEL --compile",
-            "--compile is for the native decoder, got a policy of transformers",
-        ),
-        ("--model MODEL --lora-rank 2 --lora-targets gate", "lora_targets must be among"),
-    ],
+    table("""
+    --model-backend transformers | --model-backend needs --model
+    --model-backend native --model MODEL | must be one of qwen2, qwen3, llama, got 'gemma2'
+    --model MODEL --compile | --compile is for the native decoder, got a policy of transformers
+    --model MODEL --lora-rank 2 --lora-targets gate | lora_targets must be among
+    """),
 )
 def test_wrong_options_are_refused(flags, message, start, tmp_path, capfd):
     words = flags.replace("MODEL", start).split()

@@ -4,15 +4,13 @@ was not stopped.
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import re
 import resource
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -27,21 +25,18 @@ from maxrl_fast.job import launch
 from maxrl_fast.job import learner_state as state
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.runtime.files import DamagedError, locked, verify_checksums
-from maxrl_fast.tasks.guess import GuessEpisodes
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
 from tests.models import save_checkpoint, tiny_decoder
 from tests.runs import (
     JOB,
     MAZE,
-    ROOT,
     SMALL,
     assert_same,
     base,
     copied,
     in_a_fork,
     read,
-    resumes_after_a_kill_in_an_episode,
     resumes_bitwise,
     stop_and_resume,
     stop_at,
@@ -62,13 +57,11 @@ OBJECTIVES = {
 }
 
 
-def run(out, *flags):
-    return train.main([*JOB, "--out", str(out), *flags])
+def run(out, *flags, job=JOB):
+    return train.main([*job, "--out", str(out), *flags])
 
 
-def maze(out, *flags):
-    """Repeat the shared run."""
-    return train.main([*MAZE, "--out", str(out), *flags])
+maze = functools.partial(run, job=MAZE)  # the shared run
 
 
 def resume(out, *flags):
@@ -100,7 +93,6 @@ def test_a_run_that_was_killed_three_times_ends_with_the_same_result(shared_run,
 
 
 def slowed(monkeypatch, name, wait):
-    """Let the writing of one checkpoint call `wait` first."""
     write = state.save_state
 
     def slow(folder, tensors, rank):
@@ -112,9 +104,6 @@ def slowed(monkeypatch, name, wait):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(maze_run, tmp_path, monkeypatch):
-    """The checkpoint of step 2 is written after the update of step 3, and has the state of step
-    2.
-    """
     update, has_updated, waited = Learner.update, threading.Event(), []
 
     def spy(self, *arguments, **options):
@@ -125,14 +114,15 @@ def test_training_goes_on_while_a_checkpoint_is_written(maze_run, tmp_path, monk
 
     monkeypatch.setattr(Learner, "update", spy)
     slowed(monkeypatch, "step-000002", lambda: waited.append(has_updated.wait(60)))
-    assert maze(tmp_path / "run") == 0
+    out = tmp_path / "run"
+    assert maze(out) == 0
     assert waited == [True]
-    assert_same(maze_run, tmp_path / "run")
-    folders = [path / "checkpoints" / "step-000002" for path in (maze_run, tmp_path / "run")]
+    assert_same(maze_run, out)
+    whole, own = (path / "checkpoints" / "step-000002" for path in (maze_run, out))
     for name in ("model.safetensors", STATE):
-        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
-    size, _ = json.loads((folders[1] / "progress.json").read_text())["logs"]["metrics"]
-    lines = (tmp_path / "run" / "metrics.jsonl").read_bytes()[:size].splitlines()
+        assert (whole / name).read_bytes() == (own / name).read_bytes()
+    size, _ = json.loads((own / "progress.json").read_text())["logs"]["metrics"]
+    lines = (out / "metrics.jsonl").read_bytes()[:size].splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
@@ -178,10 +168,8 @@ def test_only_what_is_given_is_compared_and_a_file_counts_as_given(
     # Not the other options of the job; the folder by another name, a task by its default.
     more = ["--out", str(out), "--config", str(file)]
     assert resume("run", *more, *"--device auto --task maze".split()) == 0
-    assert (
-        "options: the run's own, from its config.json, but for eval_every: 2 before, 3 now\n"
-        in capsys.readouterr().out
-    )
+    said = "options: the run's own, from its config.json, but for eval_every: 2 before, 3 now\n"
+    assert said in capsys.readouterr().out
     file.write_text("kl_coef = 0.2\n")
     assert resume("run", "--config", str(file)) == 2
     assert "(kl_coef: 0.0 before, 0.2 now)" in capsys.readouterr().err
@@ -211,7 +199,7 @@ def test_another_objective_or_loss_on_resume_brings_its_own_defaults_and_state(
     options = json.loads((out / "config.json").read_text())
     assert (options["loss"], options.get("loss_options")) == ("luspo", None)
     assert options["aggregation"] == "seq_mean_token_sum"
-    assert "aggregation: " in printed.err  # what changes is said
+    assert "aggregation: " in printed.err
 
 
 def test_one_command_with_resume_auto_starts_a_run_resumes_it_and_says_when_it_is_finished(
@@ -243,10 +231,8 @@ def test_resume_auto_restarts_a_run_without_checkpoints_with_the_options_of_the_
     assert run(out, *flags.split()) == 0
     shutil.rmtree(out / "checkpoints")
     assert maze(out, "--resume", "auto") == 0
-    assert (
-        f"{out} has no checkpoint yet: the run restarts from the beginning"
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert f"{out} has no checkpoint yet: the run restarts from the beginning" in said
     assert_same(maze_run, out)
 
 
@@ -275,10 +261,9 @@ def test_the_lock_of_a_process_that_is_ending_is_waited_for(tmp_path):
         first.close()
 
     with locked(tmp_path, limit=60, tell=end):
-        assert said == [
-            f"{tmp_path} is in use by process {os.getpid()} on {socket.gethostname()}: waiting up "
-            "to 60 s for it to end"
-        ]
+        [text] = said
+    assert text.startswith(f"{tmp_path} is in use by process {os.getpid()} on ")
+    assert text.endswith(": waiting up to 60 s for it to end")
 
 
 def flip_a_bit(path):
@@ -294,9 +279,8 @@ def halve(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def listed(name):
-    """Replace the list of files by one that has this name."""
-    return lambda path: path.write_text(json.dumps({name: {"bytes": 1, "sha256": ""}}))
+def outside(path):
+    path.write_text(json.dumps({"../../config.json": {"bytes": 1, "sha256": ""}}))
 
 
 @pytest.mark.parametrize(
@@ -304,11 +288,9 @@ def listed(name):
     [
         (STATE, halve, r"has [\d,]+ bytes, [\d,]+ were written"),
         (STATE, Path.unlink, "is missing"),
-        ("model.safetensors", flip_a_bit, "has changed since it was written"),
         ("checksums.json", halve, "cannot be read"),
         ("checksums.json", Path.unlink, "is missing"),
-        ("checksums.json", listed("../../config.json"), "not a file of"),
-        ("checksums.json", listed("/dev/zero"), "not a file of"),
+        ("checksums.json", outside, "not a file of"),
     ],
 )
 def test_damage_of_a_checkpoint_is_named(maze_run, tmp_path, file, damage, message):
@@ -348,20 +330,6 @@ def test_a_run_without_a_whole_checkpoint_is_refused_and_keeps_its_metrics(
     assert (out / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_changed_log_is_refused_by_name(maze_run, tmp_path, capsys):
-    out = copied(maze_run, tmp_path)
-    flip_a_bit(out / "metrics.jsonl")
-    assert resume(out) == 2
-    assert re.search(
-        r"metrics.jsonl must begin with the [\d,]+ bytes that it had", capsys.readouterr().err
-    )
-    (out / "metrics.jsonl").unlink()
-    assert resume(out) == 0
-    assert (
-        f"warning: {out / 'metrics.jsonl'} is missing: it is recreated" in capsys.readouterr().err
-    )
-
-
 def test_damaged_checkpoints_do_not_displace_good_ones(maze_run, tmp_path, monkeypatch):
     out = copied(maze_run, tmp_path)
     for name in ("step-000004", "step-000006"):
@@ -378,9 +346,6 @@ def test_damaged_checkpoints_do_not_displace_good_ones(maze_run, tmp_path, monke
 
 
 def test_options_of_a_resume_that_saved_nothing_are_forgotten(maze_run, tmp_path, monkeypatch):
-    """A run that was resumed with other options, and killed before it saved, resumes with its own
-    options.
-    """
     out = copied(maze_run, tmp_path)
     shutil.rmtree(out / "checkpoints" / "step-000006")
     monkeypatch.setattr(Learner, "update", lambda *_, **__: os._exit(9))
@@ -390,24 +355,11 @@ def test_options_of_a_resume_that_saved_nothing_are_forgotten(maze_run, tmp_path
     assert_same(maze_run, out)
 
 
-@pytest.mark.parametrize("name", ["replace_symlink", "RunFiles.log_marks"])
-def test_a_full_disk_is_reported_for_files_beside_a_checkpoint(tmp_path, monkeypatch, capsys, name):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(f"maxrl_fast.job.checkpoints.{name}", full)
-    assert run(tmp_path / "run", "--k", "2", "--sft-steps", "0") == 1
-    assert re.search(
-        r"error: cannot write .*No space left on device.* checkpoint", capsys.readouterr().err
-    )
-
-
 @pytest.mark.parametrize(
     ("write", "code", "number"),
     [
         ("runtime.files.os.pwrite", 1, errno.ENOSPC),
         ("job.run_files.write_json", 2, errno.EROFS),
-        ("job.run_files.LogFile", 1, errno.ENOSPC),
         ("job.tensorboard.TensorBoard", 2, errno.EROFS),
     ],
 )
@@ -457,11 +409,8 @@ def test_other_options_on_resume(maze_run, tmp_path, capsys, flags, code, messag
     assert message in error
     assert bool(error) == bool(message)
     options = json.loads((out / "config.json").read_text())
-    assert (options["lora_rank"], options["lr"], options["steps"]) == (
-        0,
-        8e-4,
-        8 if "--steps 8" in flags and code == "0" else 6,
-    )
+    steps = 8 if "--steps 8" in flags and code == "0" else 6
+    assert (options["lora_rank"], options["lr"], options["steps"]) == (0, 8e-4, steps)
 
 
 def test_a_run_and_its_resumption_keep_the_configuration_that_was_loaded(maze_run, tmp_path):
@@ -486,9 +435,7 @@ def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd
     parsed.
     """
     objective = tmp_path / "objective.py"
-    objective.write_text(
-        "import sys\nprint('it runs', file=sys.stderr)\nraise SystemExit('objective')\n"
-    )
+    objective.write_text("import sys\nprint('it runs', file=sys.stderr)\nraise SystemExit('x')\n")
     reward, out = f"{tmp_path / 'reward.py'}:score", tmp_path / "run"
     out.mkdir()
     own = {"objective": f"{objective}:advantage", "task": "maze", "reward": reward}
@@ -498,12 +445,10 @@ def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd
     monkeypatch.setattr("maxrl_fast.config.parse.os.getuid", lambda: os.stat(out).st_uid + 1)
     assert resume(out) == 2
     first, second, *_ = capfd.readouterr().err.splitlines()
-    assert f"uid {os.stat(out).st_uid}" in first
     assert first.startswith(f"warning: {out} belongs to ")
-    assert first.endswith(
-        f"runs with your rights: objective {objective}:advantage, reward {reward}, rollout "
-        "engine.py:Engine"
-    )
+    assert f"uid {os.stat(out).st_uid}" in first
+    code = f"objective {objective}:advantage, reward {reward}, rollout engine.py:Engine"
+    assert first.endswith(f"runs with your rights: {code}")
     assert second == "it runs"
 
 
@@ -529,11 +474,9 @@ def test_the_newest_the_best_and_the_first_checkpoints_are_kept(tmp_path, monkey
 def test_the_best_evaluation_is_the_earliest_with_the_highest_mean_reward():
     """One on a part of the prompts, at steps 3 and 5, is never the best."""
     passes = {0: 0.5, 2: 0.5, 3: 0.9, 4: 0.7, 5: 0.95, 6: 0.6, 8: 0.7}
+    sizes = {step: 8 if step in (3, 5) else 16 for step in passes}
     progress = Progress(
-        evaluations={
-            step: {"pass_at_k": {"1": p}, "num_prompts": 8 if step in (3, 5) else 16}
-            for step, p in passes.items()
-        }
+        evaluations={i: {"pass_at_k": {"1": p}, "num_prompts": sizes[i]} for i, p in passes.items()}
     )
     assert [step for step in passes if progress.is_best(step)] == [0, 4]
     progress.evaluations[8]["max_at_k"] = {"1": 3.5}  # of rewards other than 0 and 1
@@ -565,32 +508,6 @@ def test_a_run_evaluates_on_a_part_of_the_prompts_at_each_quarter(tmp_path, capf
     assert read(tmp_path / "stopped" / "eval.jsonl") == evaluations
 
 
-def test_a_second_process_in_one_folder_is_refused(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(launch, "LOCK_LIMIT", 0.5)
-    out = tmp_path / "run"
-    command = [sys.executable, "-m", "maxrl_fast.train", *JOB, "--k", "2", "--sft-steps", "0"]
-    command += ["--steps", "100000", "--out", str(out)]
-    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    try:
-        end = time.monotonic() + 300
-        while not (out / "metrics.jsonl").exists():
-            assert first.poll() is None, first.returncode
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        for arguments in (["--resume", str(out)], [*JOB, "--k", "2", "--out", str(out)]):
-            assert train.main(arguments) == 2
-        errors = capsys.readouterr().err
-        assert f"{out} is in use by process {first.pid} on " in errors
-        assert "holds another run" in errors
-    finally:
-        first.kill()
-        first.wait()
-    # the lock of a dead process blocks nobody
-    assert (out / "lock").read_text().startswith(f"process {first.pid} on ")
-    assert resume(out, "--steps", "1", "--allow-changes") in (0, 2)  # 2 if it had done more steps
-    assert "in use" not in capsys.readouterr().err
-
-
 def test_a_full_disk_stops_the_run_and_keeps_the_last_good_checkpoint(
     maze_run, tmp_path, monkeypatch, capfd
 ):
@@ -604,24 +521,13 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_good_checkpoint(
         return resume(out, "--save-every", "1")
 
     assert in_a_fork(on_a_full_disk) == 1
-    sentence = capfd.readouterr().err.splitlines()[-1]
-    checkpoints = out / "checkpoints"
-    assert sentence.startswith(
-        f"error: cannot write the checkpoint {checkpoints / 'step-000004'}: "
-    )
+    sentence, checkpoints = capfd.readouterr().err.splitlines()[-1], out / "checkpoints"
+    assert f"error: cannot write the checkpoint {checkpoints / 'step-000004'}: " in sentence
     assert "File too large" in sentence
     assert f"the last good checkpoint is {checkpoints / 'step-000003'}" in sentence
     assert not list(checkpoints.glob(".*"))  # the incomplete checkpoint was removed
     assert resume(out) == 0
     assert_same(maze_run, out)
-
-
-def test_a_run_killed_in_an_episode_resumes_bitwise(tmp_path):
-    job = "--task guess --objective maxrl --steps 6 --sft-steps 40 --keep-rollouts 16".split()
-    job = [*JOB[: JOB.index("--maze-size")], *JOB[JOB.index("--maze-size") + 2 :], *job]
-    assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
-    folders = tmp_path / "whole", tmp_path / "killed"
-    resumes_after_a_kill_in_an_episode(GuessEpisodes, *folders, job)
 
 
 def test_a_moved_project_resumes_and_changed_contents_do_not(tmp_path, monkeypatch, capsys):
@@ -644,6 +550,21 @@ def test_a_moved_project_resumes_and_changed_contents_do_not(tmp_path, monkeypat
     capsys.readouterr()
     assert resume("o", *flags, "--steps", "3", "--model", "else/m") == 2
     assert "the file of --model: changed" in " ".join(capsys.readouterr().err.split())
-    (folder / "own.py").write_text("def f(rewards):\n    return rewards\n")
-    assert resume("o", *flags, "--steps", "3") == 2
-    assert "the file of --objective: changed" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_second_process_in_one_folder_is_refused(maze_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "LOCK_LIMIT", 0.5)
+    out = copied(maze_run, tmp_path)
+    with locked(out):
+        assert (resume(out), maze(out)) == (2, 2)
+    errors = capsys.readouterr().err
+    assert f"{out} is in use by process {os.getpid()} on " in errors
+    assert "holds another run" in errors
+
+    def die():
+        with locked(out):
+            os._exit(9)
+
+    assert in_a_fork(die) == 9  # the lock of a dead process blocks nobody
+    assert f"process {os.getpid()} on " not in (out / "lock").read_text()
+    assert resume(out) == 0

@@ -2,6 +2,7 @@
 of the batch.
 """
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -26,13 +27,8 @@ PROMPTS = make_prompts(
 STOPS = (3, 17)
 # 8 query heads share keys, of whole steps
 LARGE_GROUP = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64}
-ODD = {
-    "hidden_size": 42,
-    "intermediate_size": 21,
-    "num_attention_heads": 7,
-    "num_key_value_heads": 1,
-    "head_dim": 6,
-}
+ODD = {"hidden_size": 42, "intermediate_size": 21, "num_attention_heads": 7}
+ODD |= {"num_key_value_heads": 1, "head_dim": 6}
 
 
 def product(arithmetic, a, b):
@@ -46,9 +42,7 @@ def product(arithmetic, a, b):
 def shapes():
     generator = torch.Generator().manual_seed(0)
     some = torch.randint(1, 71, (60, 3), generator=generator).tolist()
-    edges = [
-        (m, n, k) for m in (1, 16, 17, 33) for n in (1, 16, 17, 33) for k in (1, 2, 31, 32, 33, 64)
-    ]
+    edges = itertools.product((1, 16, 17, 33), (1, 16, 17, 33), (1, 2, 31, 32, 33, 64))
     return [*some, *edges, (96, 515, 1030)]
 
 
@@ -86,13 +80,9 @@ def engine_of(model, arithmetic, **options):
     return engine
 
 
-def generate(
-    model, arithmetic, num_samples=6, temperature=1.3, limit=40, prompts=PROMPTS, **options
-):
-    sampling = Sampling(temperature, limit, STOPS)
-    return engine_of(model, arithmetic, **options).generate(
-        RolloutRequest(prompts, num_samples, sampling, 4, 2)
-    )
+def generate(model, arithmetic, limit=40, prompts=PROMPTS, **options):
+    request = RolloutRequest(prompts, 6, Sampling(1.3, limit, STOPS), 4, 2)
+    return engine_of(model, arithmetic, **options).generate(request)
 
 
 @pytest.mark.parametrize("arithmetic", PATHS)
@@ -108,14 +98,10 @@ def test_logprobs_are_those_of_the_model_to_bfloat16(arithmetic, changes):
     """
     model = tiny_decoder(**changes)
     rollouts = generate(model, arithmetic)
-    logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32)
-    expected, _ = token_logprobs(logits, rollouts.tokens, temperature=1.3)
+    batch = one_batch(PROMPTS, rollouts)
+    logits = (response_logits(model, batch, x) for x in (torch.float32, torch.bfloat16))
+    expected, in_training = (token_logprobs(x, rollouts.tokens, temperature=1.3)[0] for x in logits)
     difference = (rollouts.logprobs - expected).abs()
-    in_training, _ = token_logprobs(
-        response_logits(model, one_batch(PROMPTS, rollouts), torch.bfloat16),
-        rollouts.tokens,
-        temperature=1.3,
-    )
     assert difference.max() < 0.15
     # training rounds the residual stream too
     assert difference.mean() < (in_training - expected).abs().mean()

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import os
-import subprocess
 import sys
 import time
 from typing import ClassVar
@@ -56,7 +55,7 @@ class Hostile(CounterEnv):
 
     def reset(self, begin: str = "", **columns) -> str:
         super().reset(**columns)
-        return {"": "Count.", "late": lambda: time.sleep(1000)}.get(begin, begin)
+        return begin or "Count."
 
     def act(self, what: str) -> object:
         """
@@ -147,8 +146,6 @@ def documented(function):
 
 
 class Kinds(CounterEnv):
-    """A tool of each kind."""
-
     alias = CounterEnv.increase
     constant = staticmethod(lambda: 1)
     constant.__func__.__doc__ = "Say 1."
@@ -191,30 +188,8 @@ class Positional(CounterEnv):
         pass
 
 
-class Dropping(CounterEnv):
-    @functools.wraps(CounterEnv.increase)
-    def find(self, *arguments):
-        pass
-
-
-class Partial(CounterEnv):
-    find = functools.partialmethod(CounterEnv.increase, 1)
-
-
 class NoReward:
     def reset(self, **columns):
         pass
 
     increase = CounterEnv.increase
-
-
-class Forking(CounterEnv):
-    """Its reward is the pid of a process that it leaves."""
-
-    def start(self) -> int:
-        """Start a process."""
-        self.process = subprocess.Popen(["sleep", "1000"])
-        return self.process.pid
-
-    def get_reward(self) -> int:
-        return self.process.pid

@@ -1,19 +1,19 @@
 """Environments with tools, played by scripted turns: tokens, orders, failures, and bad input."""
 
-import json
 import re
-from pathlib import Path
+import runpy
+import signal
+import subprocess
+import sys
 
 import pytest
 
 import maxrl_fast
 from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import unpack
-from maxrl_fast.tasks.tools import ToolEpisodes
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
-from tests.job.test_resume import resumes_after_a_kill_in_an_episode
 from tests.rewards.pools import eventually, own_descendants
+from tests.runs import ROOT, assert_same, read
 from tests.tables import refused
 from tests.tasks import environments
 from tests.tasks.test_dataset import written
@@ -59,7 +59,6 @@ def make(policy, data):
 
 @pytest.fixture(scope="module")
 def hostile(make):
-    """One worker, which all episodes share."""
     return make("Hostile", reward_workers=1, reward_seconds=60.0)
 
 
@@ -68,20 +67,16 @@ def counting(task, num_prompts, num_samples):
     encode, scripts = task.tokenizer, []
     for columns in task.prompts("train", 0, num_prompts).columns:
         for n in range(num_samples):
-            steps = [1] * n + [columns["goal"] - n + (n if n == 2 else 0)]
+            steps = [1] * n + [columns["goal"] - n * (n != 2)]
             turns = [turn_of(encode, ("increase", {"step": step})) for step in steps]
             scripts.append([*turns, turn_of(encode, text="Done.")])
     return scripts
 
 
 def acting(task, *acts, tool="act"):
-    """Return a script for each act: the call, and a turn without one."""
     encode = task.tokenizer
-    end = turn_of(encode, text="Done.")
-    return [
-        [turn_of(encode, (tool, {"what": act}) if act else ("increase", {"step": 0})), end]
-        for act in acts
-    ]
+    calls = [(tool, {"what": act}) if act else ("increase", {"step": 0}) for act in acts]
+    return [[turn_of(encode, call), turn_of(encode, text="Done.")] for call in calls]
 
 
 def test_an_episode_has_the_tokens_of_the_chat_template(make):
@@ -106,14 +101,10 @@ def test_an_episode_has_the_tokens_of_the_chat_template(make):
         {"role": "tool", "content": error},
     ]
     tools = task._workers.signature["tools"]
-    whole = tokenizer.apply_chat_template(
-        chat, tools=tools, add_generation_prompt=True, return_dict=False
-    )
+    options = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
     prompt = task.prompts("train", 0, 1).tokens.tolist()
-    assert prompt == tokenizer.apply_chat_template(
-        columns["prompt"], tools=tools, add_generation_prompt=True, return_dict=False
-    )
-    assert prompt + tokens == whole + turns[2]
+    assert prompt == tokenizer.apply_chat_template(columns["prompt"], **options)
+    assert prompt + tokens == tokenizer.apply_chat_template(chat, **options) + turns[2]
     assert scores.components == [{"tool_errors": 1.0}]
 
 
@@ -246,14 +237,11 @@ def test_environments_that_are_closed_leave_nothing(make):
 
 def test_a_worker_at_its_memory_limit_ends_once_no_environment_lives_in_it(make):
     task = make("Hoarding", reward_workers=1, reward_memory_gb=0.6)
-    encode = task.tokenizer
-    sizes = [(1, 1), (400, 400)]
-    scripts = [
-        [*(turn_of(encode, ("allocate", {"step": x})) for x in of), turn_of(encode, text=".")]
-        for of in sizes
-    ]
+    little, much = (turn_of(task.tokenizer, ("allocate", {"step": x})) for x in (1, 400))
+    end = turn_of(task.tokenizer, text=".")
+    scripts = [[little, little, end], [much, much, end]]
     assert [x.index for x in play(task, scripts, 2)[1].failures] == [1]
-    assert play(task, [[scripts[1][0], scripts[1][2]]])[1].failures == []
+    assert play(task, [[much, end]])[1].failures == []
 
 
 def test_slow_tools_are_progress(make):
@@ -267,21 +255,6 @@ def test_slow_tools_are_progress(make):
         assert len(beats) >= before + 2
 
 
-def test_processes_that_an_environment_leaves_are_killed(make):
-    task = make("Forking", reward_workers=1)
-    scripts = [[turn_of(task.tokenizer, ("start", {})), turn_of(task.tokenizer)]] * 2
-    (pid, _) = play(task, scripts, 2)[1].rewards
-    assert eventually(lambda: not Path(f"/proc/{int(pid)}").exists())
-
-
-def test_a_class_of_this_process_runs_in_it(make):
-    cls = environments.AsyncCounterEnv
-    in_process = make("python:CounterEnv", cls=cls)
-    in_workers = make(cls.__name__)
-    scripts = counting(in_process, 3, 3)
-    assert play(in_process, scripts, 3, order=1) == play(in_workers, scripts, 3)
-
-
 class Completing(environments.CounterEnv):
     """Two lines can have the same whole prompt."""
 
@@ -291,15 +264,11 @@ class Completing(environments.CounterEnv):
 
 
 def test_lines_of_the_same_whole_prompt_keep_their_columns(make, tmp_path):
-    lines = [
-        {"prompt": [{"role": "user", "content": f"{i:02}{end}"}]}
-        for i in range(12)
-        for end in ("", "!")
-    ]
+    texts = [f"{i:02}{end}" for i in range(12) for end in ("", "!")]
+    lines = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
     task = make("python:Completing", written(tmp_path / "lines.jsonl", lines), cls=Completing)
     prompts = task.prompts("train", 0, task.num_train_prompts)
-    end = [turn_of(task.tokenizer, text="Done.")]
-    _, scores = play(task, [end] * len(prompts))
+    _, scores = play(task, [[turn_of(task.tokenizer, text="Done.")]] * len(prompts))
     asked = [columns.columns["prompt"][0]["content"] for columns in prompts.columns]
     assert len({*asked}) > len({columns["prompt"][0]["content"] for columns in prompts.columns})
     assert scores.rewards == [float(len(text) % 2 == 0) for text in asked]
@@ -309,20 +278,14 @@ def test_a_teachers_prompt_has_the_tools(make, tmp_path):
     code = "def f(prompt, goal, **others):\n    return prompt[-1]['content'] + f' It is {goal}.'\n"
     (tmp_path / "teacher.py").write_text(code)
     task = make("CounterEnv")
-    prompts = task.prompts("train", 0, 2)
+    prompts = task.prompts("train", 0, 1)
     made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4000)(prompts)
-    for own, read, columns in zip(
-        unpack(prompts.tokens, prompts.lengths),
-        unpack(made.tokens, made.lengths),
-        prompts.columns,
-        strict=True,
-    ):
-        text = task.decode(own, with_special=True)
-        question = columns["prompt"][-1]["content"]
-        assert "# Tools" in text
-        assert text.count(question) == 1
-        expected = text.replace(question, f"{question} It is {columns['goal']}.")
-        assert task.decode(read, with_special=True) == expected
+    text, read = (task.decode(x.tokens.tolist(), with_special=True) for x in (prompts, made))
+    [columns] = prompts.columns
+    question = columns["prompt"][-1]["content"]
+    assert "# Tools" in text
+    assert text.count(question) == 1
+    assert read == text.replace(question, f"{question} It is {columns['goal']}.")
 
 
 def test_distillation_needs_no_reward(policy, data):
@@ -337,8 +300,6 @@ REFUSED = {
     "NoReset": "NoReset must have a method reset(**columns), which it does not",
     "NoDocstring": "the tool NoDocstring.undocumented needs a docstring that describes every",
     "Positional": "the tool Positional.find needs a docstring that",
-    "Dropping": "the tool Dropping.find needs a docstring that",
-    "Partial": "the tool Partial.find needs a docstring that",
     "NeedsArgument": "NeedsArgument() must need no arguments: missing a required argument: 'url'",
     "NeedsColumn": "line 1: its reset asks for `target`: the arguments are prompt, goal; give it",
     "FailingReset": "reset fails: RuntimeError: no server (environments.py, line ",
@@ -373,26 +334,15 @@ def test_a_model_whose_chat_cannot_be_extended_is_refused(tmp_path, data, chat, 
         tool_task(policy, data, "CounterEnv")
 
 
-def test_the_example_calculates_and_scores(make, tmp_path):
-    lines = [{"prompt": f"What is {i} + 1/2?", "answer": f"{i}.5"} for i in range(40)]
-    task = make(f"{CALCULATOR}:Calculator", written(tmp_path / "sums.jsonl", lines))
-    tokenizer, (columns,) = task.tokenizer, task.prompts("train", 0, 1).columns
-    right, sum_ = float(columns["answer"]), columns["prompt"][0]["content"][8:-1]
-    calls = [("calculate", {"expression": sum_}), ("calculate", {"expression": "open('x')"})]
-    scripts = [
-        [turn_of(tokenizer, *calls, ("submit", {"number": number})), turn_of(tokenizer, text="So.")]
-        for number in (right, right + 1)
-    ]
-    tokens, scores = play(task, scripts, 2)
-    assert f"<tool_response>\n{right}\n</tool_response>" in tokenizer.decode(tokens[0])
-    assert "ValueError: an expression has numbers" in tokenizer.decode(tokens[1])
-    assert scores.rewards == [1.0, 0.0]
-    assert scores.components == [{"tool_errors": 1.0}] * 2
+def test_the_example_calculates_numbers_alone():
+    calculate = runpy.run_path(str(CALCULATOR))["Calculator"]().calculate
+    assert float(calculate("7 + 1/2")) == 7.5
+    with pytest.raises(ValueError, match="an expression has numbers"):
+        calculate("open('x')")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return the flags of a run of the example, and its folder."""
     folder = tmp_path_factory.mktemp("trained")
     job = calculator_job(folder)
     out = folder / "run"
@@ -400,13 +350,9 @@ def trained(tmp_path_factory):
     return job, out
 
 
-def records_of(out, name="rollouts"):
-    return [*map(json.loads, (out / f"{name}.jsonl").read_text().splitlines())]
-
-
 @pytest.mark.slow
 def test_a_tiny_policy_trains_in_the_example(trained):
-    records = records_of(trained[1])
+    records = read(trained[1] / "rollouts.jsonl")
     assert len(records) == 48
     assert {record["reward"] for record in records} == {0.0, 1.0}
     reply = "<tool_response>\nSubmitted.\n</tool_response>"
@@ -418,10 +364,36 @@ def test_a_tiny_policy_trains_in_the_example(trained):
     assert sum(reply in record["response"] for record in records) > 24
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from maxrl_fast import train
+from maxrl_fast.tasks.tools import ToolEpisodes
+
+*job, out = sys.argv[1:]
+submit = ToolEpisodes.submit
+
+def killed(self, sample, turn):
+    submit(self, sample, turn)
+    if (Path(out) / "checkpoints" / "step-000001").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+ToolEpisodes.submit = killed
+sys.exit(train.main([*job, "--out", out]))
+"""
+
+
 @pytest.mark.slow
 def test_a_run_killed_in_an_episode_resumes_bitwise(trained, tmp_path):
-    job, out = trained
-    resumes_after_a_kill_in_an_episode(ToolEpisodes, out, tmp_path / "killed", job)
+    """It is killed where a turn of a step after the first one is submitted."""
+    (job, whole), out = trained, tmp_path / "killed"
+    command = [sys.executable, "-c", KILLED, *job, "--save-every", "1", str(out)]
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert not (out / "latest").resolve().samefile(whole / "latest")
+    assert train.main(["--resume", str(out)]) == 0
+    assert_same(whole, out)
+    assert any("turns" in record for record in read(out / "rollouts.jsonl"))
 
 
 @pytest.mark.slow
@@ -434,7 +406,7 @@ def test_evaluations_play_episodes_and_are_compared_with_their_like(trained, tmp
         return evaluate.main([str(run), *words, *flags, "--out", str(tmp_path / out)])
 
     assert evaluated("two") == 0
-    samples = records_of(tmp_path / "two", "samples")
+    samples = read(tmp_path / "two" / "samples.jsonl")
     assert any(sample.get("turns") == 2 for sample in samples)
     for sample in samples:
         if "Submitted." in sample["response"]:

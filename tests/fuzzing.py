@@ -66,10 +66,8 @@ def assert_close(actual, expected, tolerance, scale=None):
     finite = expected.isfinite()
     if finite.any():
         scale = expected[finite].abs().max() if scale is None else scale
-        assert (actual - expected)[finite].abs().max() <= tolerance * (1e-3 + scale), (
-            actual,
-            expected,
-        )
+        worst = (actual - expected)[finite].abs().max()
+        assert worst <= tolerance * (1e-3 + scale), (actual, expected)
 
 
 def drawn_tensor(draw, shape, values, dtype):
@@ -79,12 +77,10 @@ def drawn_tensor(draw, shape, values, dtype):
 
 
 def relaid(draw, tensor):
-    """Return the same numbers in another memory layout."""
     fits = {"step": tensor.dim() > 0, "transposed": tensor.dim() == 2, "column": tensor.dim() == 1}
     fits |= dict.fromkeys(("negated", "requires_grad"), tensor.dtype in FLOATS)
-    kind = draw(
-        st.sampled_from(["plain", "offset", *(kind for kind, is_fit in fits.items() if is_fit)])
-    )
+    kinds = ["plain", "offset", *(kind for kind, is_fit in fits.items() if is_fit)]
+    kind = draw(st.sampled_from(kinds))
     if kind == "step":
         wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1] + 1, dtype=tensor.dtype)
         wide[..., 1::2] = tensor
@@ -147,9 +143,6 @@ def reshaped(draw, value):
 
 
 def with_numbers(draw, value):
-    """Return a copy in which some numbers are at the limits of the dtype, or outside of the allowed
-    range.
-    """
     value = value.detach().clone()
     if not value.numel():
         return value
@@ -157,9 +150,8 @@ def with_numbers(draw, value):
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, value.numel() - 1))
         if value.is_floating_point():
-            flat[place] = torch.tensor(draw(st.sampled_from(NUMBERS)), dtype=torch.float64).to(
-                value.dtype
-            )
+            number = torch.tensor(draw(st.sampled_from(NUMBERS)), dtype=torch.float64)
+            flat[place] = number.to(value.dtype)
         elif value.dtype == torch.bool:
             flat[place] = not flat[place]
         else:
@@ -189,12 +181,9 @@ def call_with_strangers(draw, function, arguments, check, may_refuse=False):
     It must refuse with a message that explains, or return a result that `check(result,
     **arguments)` accepts. Without strange arguments it must return a result, unless `may_refuse`.
     """
-    names = sorted(arguments)
-    chosen = (
-        draw(st.lists(st.sampled_from(names), max_size=2, unique=True))
-        if draw(st.integers(0, 3))
-        else []
-    )
+    names, chosen = sorted(arguments), []
+    if draw(st.integers(0, 3)):
+        chosen = draw(st.lists(st.sampled_from(names), max_size=2, unique=True))
     given = {}
     for name in names:
         value = arguments[name]
@@ -239,7 +228,6 @@ def replace_every_argument(function, arguments):
 
 
 def whole(tensor):
-    """Return the numbers of an integer tensor as a list."""
     assert tensor.device.type == "cpu"
     assert not tensor.is_floating_point()
     assert not tensor.is_complex()

@@ -2,8 +2,8 @@
 seeds.
 """
 
+import itertools
 import json
-import os
 import re
 import shlex
 import signal
@@ -46,13 +46,10 @@ def test_options_with_several_values_are_the_sides_of_the_grid(capsys, tmp_path)
     sides = "--seeds 0 1 --objective maxrl grpo --lr 1e-3 2e-3 --compile".split()
     commands = printed(capsys, "--config", str(config), *sides)
     shown = [(after(x, "--objective"), after(x, "--lr"), after(x, "--seed")) for x in commands]
-    assert shown == [
-        (a, b, c) for a in ("maxrl", "grpo") for b in ("1e-3", "2e-3") for c in ("0", "1")
-    ]
-    assert all(
-        after(x, "--config") == str(config) and "--compile" in x and after(x, "--resume") == "auto"
-        for x in commands
-    )
+    assert shown == [*itertools.product(("maxrl", "grpo"), ("1e-3", "2e-3"), ("0", "1"))]
+    for x in commands:
+        assert (after(x, "--config"), after(x, "--resume")) == (str(config), "auto")
+        assert "--compile" in x
     assert after(commands[3], "--out") == "runs/sweep-shared/maxrl_lr-2e-3_seed-1"
 
 
@@ -66,12 +63,11 @@ def test_the_commands_of_the_documents_are_right(capsys, monkeypatch):
 
 def test_folders_have_the_name_of_a_function_and_no_slashes(capsys):
     own = f"{ROOT}/examples/custom_advantage.py:short_and_right"
-    commands = printed(
-        capsys, *"--task maze --objective rloo".split(), own, "--model", "models/a", "/b/c d"
-    )
-    names = [after(x, "--out").removeprefix("runs/sweep/") for x in commands]
-    assert names == [
-        f"{x}_model-{y}_seed-0" for x in ("rloo", "short_and_right") for y in ("models-a", "b-c-d")
+    sides = ["--objective", "rloo", own, "--model", "models/a", "/b/c d"]
+    names = [after(x, "--out") for x in printed(capsys, "--task", "maze", *sides)]
+    assert names[::3] == [
+        "runs/sweep/rloo_model-models-a_seed-0",
+        "runs/sweep/short_and_right_model-b-c-d_seed-0",
     ]
 
 
@@ -90,16 +86,12 @@ def test_a_sweep_that_was_moved_with_its_data_resumes(tmp_path):
         begun._write()
 
 
-@pytest.mark.parametrize(
-    "runs",
-    ["[]", '{"x": 3}', '{"maxpo_seed-0": {"options": 3}}'],
-)
+@pytest.mark.parametrize("runs", ["[]", '{"x": 3}', '{"maxpo_seed-0": {"options": 3}}'])
 def test_a_damaged_sweep_json_is_refused(runs, capsys, tmp_path):
     (tmp_path / "sweep.json").write_text(f'{{"runs": {runs}}}')
     assert sweep.main(["--out", str(tmp_path)]) == 2
-    assert re.search(
-        r"sweep\.json must hold the runs of a sweep, got .*; restore it", capsys.readouterr().err
-    )
+    wanted = r"sweep\.json must hold the runs of a sweep, got .*; restore it"
+    assert re.search(wanted, capsys.readouterr().err)
 
 
 @pytest.mark.slow
@@ -168,15 +160,10 @@ def test_a_mean_over_seeds_mixes_no_runs_of_different_steps(tmp_path, capsys):
     for seed, steps in ((0, 4), (1, 2), (2, 4)):
         folder = tmp_path / f"maxrl_seed-{seed}"
         folder.mkdir()
-        (folder / "eval.jsonl").write_text(
-            json.dumps({"step": steps, "pass_at_k": {"1": 0.1 * steps}}) + "\n"
-        )
-        runs[folder.name] = {
-            "group": "maxrl",
-            "seed": seed,
-            "state": "finished",
-            "options": {"steps": steps},
-        }
+        line = {"step": steps, "pass_at_k": {"1": 0.1 * steps}}
+        (folder / "eval.jsonl").write_text(json.dumps(line) + "\n")
+        runs[folder.name] = {"group": "maxrl", "seed": seed, "options": {"steps": steps}}
+        runs[folder.name]["state"] = "finished"
     (tmp_path / "sweep.json").write_text(json.dumps({"runs": runs}))
     assert sweep.Sweep(tmp_path, [], Screen()).run() == 0
     (row,) = json.loads((tmp_path / "sweep.json").read_text())["summary"]
@@ -208,40 +195,27 @@ def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_fin
     only_whole = [*FLAGS, *shared, "--chain-length", "3", "4"]
     capfd.readouterr()
     assert sweep.main([*only_whole, "--clip-grad", "0.3"]) == 2
-    said = capfd.readouterr().err
-    assert (
-        "was begun with other options (clip_grad: 0.1 before, 0.3 now); use another --out" in said
-    )
+    said = "was begun with other options (clip_grad: 0.1 before, 0.3 now); use another --out"
+    assert said in capfd.readouterr().err
     assert sweep.main(only_whole) == 2
-    assert (
-        "maxrl_chain-length-4_seed-0 holds a run that is not of this sweep; use another --out"
-        in capfd.readouterr().err
-    )
+    said = "maxrl_chain-length-4_seed-0 holds a run that is not of this sweep; use another --out"
+    assert said in capfd.readouterr().err
     (out / "maxrl_chain-length-4_seed-0" / "config.json").unlink()
     assert sweep.main(only_whole) == 0
     assert written == (out / name / "config.json").stat().st_mtime_ns
     content = json.loads((out / "sweep.json").read_text())
     assert len(content["runs"]) == 3  # of both commands
-    assert [row["group"] for row in content["summary"] if row["seeds"]] == [
-        "maxrl_chain-length-3",
-        "maxrl_chain-length-4",
-    ]
+    groups = [row["group"] for row in content["summary"] if row["seeds"]]
+    assert groups == ["maxrl_chain-length-3", "maxrl_chain-length-4"]
 
 
 @pytest.mark.slow
 def test_ctrl_c_stops_the_run_and_the_sweep_and_the_same_command_resumes_both(tmp_path):
     out, whole = tmp_path / "sweep", tmp_path / "whole"
     flags = [*FLAGS, *"--steps 30 --objective maxrl --seeds 0 1".split()]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "maxrl_fast.sweep", *flags, "--out", str(out)]
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, **options)
     log, limit = out / "maxrl_seed-0" / "metrics.jsonl", time.monotonic() + 120
     while not (log.exists() and log.read_text().count("\n") > 3):
         assert time.monotonic() < limit
@@ -252,16 +226,12 @@ def test_ctrl_c_stops_the_run_and_the_sweep_and_the_same_command_resumes_both(tm
     assert process.returncode == 130, output
     assert "stopped by Ctrl-C; the same command resumes the sweep" in output
     assert not (out / "maxrl_seed-1").exists()
-    assert (
-        json.loads((out / "sweep.json").read_text())["runs"]["maxrl_seed-0"]["state"] == "stopped"
-    )
+    runs = json.loads((out / "sweep.json").read_text())["runs"]
+    assert runs["maxrl_seed-0"]["state"] == "stopped"
     num_done = len(read(log))
     assert num_done < 30
     assert sweep.main([*flags, "--out", str(out)]) == 0
     assert [record["step"] for record in read(log)] == list(range(1, 31))
     assert train.main([*flags[:-3], "--seed", "0", "--out", str(whole)]) == 0
-    parts = [
-        (folder / "latest" / "model.safetensors").read_bytes()
-        for folder in (out / "maxrl_seed-0", whole)
-    ]
-    assert parts[0] == parts[1]
+    weights = (x / "latest" / "model.safetensors" for x in (out / "maxrl_seed-0", whole))
+    assert len({path.read_bytes() for path in weights}) == 1

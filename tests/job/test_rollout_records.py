@@ -22,7 +22,6 @@ def checksum(tokens):
 
 
 def test_the_same_prompts_come_again_in_the_next_epochs():
-    """They are chosen by a checksum, whatever the others of the step are."""
     generator = random.Random(3)
     data = [[generator.randrange(11) for _ in range(1 + i % 5)] + [i] for i in range(200)]
     for _ in range(3):
@@ -33,7 +32,6 @@ def test_the_same_prompts_come_again_in_the_next_epochs():
 
 
 def test_a_record_has_the_numbers_of_its_own_rollout():
-    """Three groups of four, of which one is kept whole and two of the next."""
     task, num = MazeTask(5), 4
     prompts = task.prompts("train", 10, 3)
     responses = [[8 + s, DONE] for s in range(12)]
@@ -47,31 +45,14 @@ def test_a_record_has_the_numbers_of_its_own_rollout():
     object.__setattr__(step, "components", parts)
     records = rollout_records(task, step, -torch.arange(12.0), 6, Ranks())
     sequences = [num * order[0] + i for i in range(4)] + [num * order[1] + i for i in range(2)]
-    assert [record["id"] for record in records] == [10 + s // num for s in sequences]
-    assert [record["response"] for record in records] == [
-        task.decode(responses[s]) for s in sequences
-    ]
-    assert [record["reward"] for record in records] == [
-        None if s == failed else float(s) for s in sequences
-    ]
-    assert [record["advantage"] for record in records] == [
-        None if s == failed else -float(s) for s in sequences
-    ]
-    assert [record["components"] for record in records] == [parts[s] for s in sequences]
-    assert {record["step"] for record in records} == {7}
+    for s, record in zip(sequences, records, strict=True):
+        own = {"step": 7, "id": 10 + s // num, "response": task.decode(responses[s])}
+        own |= {"reward": None if s == failed else float(s), "components": parts[s]}
+        assert (own | {"advantage": None if s == failed else -float(s)}).items() <= record.items()
     assert set(records[0]) == {
         *("step", "id", "prompt", "response", "reward", "truncated", "tokens"),
         *("advantage", "components", "answer", "columns"),
     }
-
-
-@pytest.mark.parametrize(("count", "kept"), [(1, 1), (5, 5), (100, 12)])
-def test_no_more_rollouts_are_kept_than_asked_for_and_there_are(count, kept):
-    task = MazeTask(5)
-    step = collected(
-        Samples(task.prompts("train", 0, 3), Rollouts.given([[DONE]] * 12)), torch.zeros(3, 4)
-    )
-    assert len(rollout_records(task, step, torch.zeros(12), count, Ranks())) == kept
 
 
 @pytest.mark.slow
@@ -85,15 +66,10 @@ def test_the_advantage_of_the_update_that_used_a_rollout_is_kept(tmp_path, monke
         return update(self, samples, advantages, sequences, when=when, **options)
 
     monkeypatch.setattr(Learner, "update", spy)
-    monkeypatch.setattr(
-        MazeTask, "score", lambda self, prompts, rollouts: (rollouts.lengths % 2).float()
-    )
+    monkeypatch.setattr(MazeTask, "score", lambda self, _, x: (x.lengths % 2).float())
     flags = "--objective pacs_paper --updates-per-step 2 --keep-rollouts 16 --sft-steps 5 --steps 2"
     assert train.main([*JOB, *flags.split(), "--out", str(tmp_path / "run")]) == 0
-    kept = [
-        (record["id"], record["advantage"])
-        for record in read(tmp_path / "run" / "rollouts.jsonl")
-        if record["step"] == 2
-    ]
+    records = read(tmp_path / "run" / "rollouts.jsonl")
+    kept = [(record["id"], record["advantage"]) for record in records if record["step"] == 2]
     assert sorted(kept) == sorted(used)
     assert any(advantage for _, advantage in kept[:4] + kept[-4:])

@@ -42,7 +42,7 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         import pybind11
 
-        out = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
         # kept: the next build compiles what has changed
         build = ROOT / "build" / f"extension-{sys.implementation.cache_tag}"
         configure = [
@@ -51,7 +51,8 @@ class CMakeBuild(build_ext):
             # a kept folder remembers a compiler that was missing, and one architecture instead of
             # all
             "-UCMAKE_CUDA_*",
-            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={out}",
+            # pip asks for another folder each time, and linking optimises: as long as compiling
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={build / 'linked'}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DMAXRL_FAST_CUDA={cuda()}",
@@ -59,6 +60,9 @@ class CMakeBuild(build_ext):
         ]  # fmt: skip
         subprocess.check_call(configure)
         subprocess.check_call(["cmake", "--build", build])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)  # a process may have loaded it
+        shutil.copy2(build / "linked" / target.name, target)
 
 
 if __name__ == "__main__":

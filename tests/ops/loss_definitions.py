@@ -118,7 +118,7 @@ def lp_reg(a, x, logp, o, t):
 
 def simko(a, x, logp, o, t):
     """Each of the k most probable tokens has a ratio of the value rho and its own gradient."""
-    ratio, top = x.exp(), sorted(range(V), key=lambda i: -float(t.log_p[i]))[: int(o["k"])]
+    ratio, top = x.exp(), sorted(range(V), key=lambda i: -t.log_p[i].item())[: int(o["k"])]
     if a > 0 and t.is_high and abs(x) < 20:
         own = [ratio.detach() * (t.log_p[i] - t.log_p[i].detach()).exp() for i in top]
         ratio = (1 - o["alpha"]) * ratio + o["alpha"] * sum(own) / len(own)
@@ -162,14 +162,9 @@ def gmpo(r, o):
 def vespo(r, o):
     """phi(w) = w^k e^(-lambda w), divided by its value at 1, of the product of all ratios."""
     total = r.x.detach().sum()
-    w, (k, rate) = (
-        float(limited(total).exp()),
-        (o[f"{x}_{'negative' if r.a[0] < 0 else 'positive'}"] for x in ("k", "lambda")),
-    )
-    return [
-        (-(w**k) * math.exp(-rate * (w - 1)) * a * x, False, False)
-        for a, x in zip(r.a, r.logp, strict=True)
-    ], total
+    w, sign = float(limited(total).exp()), "negative" if r.a[0] < 0 else "positive"
+    phi = w ** o[f"k_{sign}"] * math.exp(-o[f"lambda_{sign}"] * (w - 1))
+    return [(-phi * a * x, False, False) for a, x in zip(r.a, r.logp, strict=True)], total
 
 
 def topr(r, o):
@@ -202,20 +197,16 @@ def covariances(a, logp, kept):
 def chosen_tokens(name, a, logp, kept, o):
     """Return the tokens that the loss treats differently, by sorting."""
     if name in ("kl_cov", "clip_cov"):
-        of, count = (
-            covariances(a, logp, kept),
-            max(1, math.floor(Fraction(str(o["share"])) * len(kept))),
-        )
+        of = covariances(a, logp, kept)
+        count = max(1, math.floor(Fraction(str(o["share"])) * len(kept)))
         if name == "kl_cov":
             return sorted(kept, key=lambda t: (-of[t], t))[:count]
         between = [t for t in kept if o["low"] < of[t] < o["high"]]
         return [between[i] for i in torch.randperm(len(between))[:count].tolist()]
+    if name != "lp_reg":
+        return []
     negative = sorted((logp[t], t) for t in kept if a[t] < 0)
-    return (
-        [t for _, t in negative[: math.floor(Fraction(str(o["share"])) * len(negative))]]
-        if name == "lp_reg"
-        else []
-    )
+    return [t for _, t in negative[: math.floor(Fraction(str(o["share"])) * len(negative))]]
 
 
 def quantile(values, q):
@@ -237,10 +228,8 @@ def definition(logits, e, loss, *, clip_low, clip_high, dual_clip, kl, kl_coef, 
     logp = log_p.gather(1, e["targets"][:, None])[:, 0]
     factors = (e["advantages"], e["importance_weights"])
     a, weights = (x if len(x) == T else x.repeat_interleave(torch.tensor(LENGTHS)) for x in factors)
-    a, kept = (
-        (a * weights).tolist(),
-        list(range(T)) if mask is None else mask.nonzero()[:, 0].tolist(),
-    )
+    a = (a * weights).tolist()
+    kept = list(range(T)) if mask is None else mask.nonzero()[:, 0].tolist()
     chosen = chosen_tokens(loss, a, logp.tolist(), kept, o)
     entropies = -(log_p.exp() * log_p).sum(-1)
     numbers = entropies.tolist()
@@ -257,62 +246,31 @@ def definition(logits, e, loss, *, clip_low, clip_high, dual_clip, kl, kl_coef, 
             results, measured = BY_RESPONSE[loss](r, o)
             measured = [measured] * len(own)
         else:
-            threshold, results, measured = (
-                quantile([numbers[t] for t in own], o.get("tau", 0.5)),
-                [],
-                difference,
-            )
+            threshold = quantile([numbers[t] for t in own], o.get("tau", 0.5))
+            results, measured = [], difference
             for i, t in enumerate(own):
-                token = SimpleNamespace(
-                    chosen=t in chosen, log_p=log_p[t], target=int(e["targets"][t])
-                )
-                token.is_high = numbers[t] > threshold
+                token = SimpleNamespace(chosen=t in chosen, is_high=numbers[t] > threshold)
+                token.log_p, token.target = log_p[t], int(e["targets"][t])
                 results.append(BY_TOKEN[loss](a[t], r.x[i], logp[t], o, token))
         for t, (value, low, high), ratio, x in zip(own, results, measured, difference, strict=True):
             d = logp[t] - e["ref_logprobs"][t]
             k = divergence(kl, limited(d))
-            if not (
-                a[t]
-                or kl_coef
-                or entropy_coef
-                or (loss in ("kl_cov", "dppo") and float(value.detach()) != 0)
-            ):
+            is_own = loss in ("kl_cov", "dppo") and float(value.detach()) != 0
+            if not (a[t] or kl_coef or entropy_coef or is_own):
                 continue
             value = value + kl_coef * k - entropy_coef * entropies[t]
             total = total + value / (len(own) if aggregation == "seq_mean_token_mean" else 1)
             ratio, d = ratio.detach(), d.detach()
             is_clamped = bool(ratio.abs() > 20 or d.abs() > 20)
-            read.append(
-                [
-                    limited(ratio).exp(),
-                    is_clamped,
-                    low,
-                    high,
-                    k.detach(),
-                    numbers[t],
-                    x.detach().abs(),
-                ]
-            )
-    names = (
-        "ratio",
-        "ratio_clamped",
-        "clipped_low",
-        "clipped_high",
-        "kl",
-        "entropy",
-        "logprob_diff",
-    )
-    means = (
-        [float(sum(column)) / len(read) for column in zip(*read, strict=True)]
-        if read
-        else [0.0] * 7
-    )
-    metrics = {"tokens": len(kept), "dropped_tokens": len(kept) - len(read)} | dict(
-        zip(names, means, strict=True)
-    )
-    return total / (
-        denominator or (max(len(kept), 1) if aggregation == "token_mean" else S)
-    ), metrics
+            moved = limited(ratio).exp(), is_clamped, low, high
+            read.append((*moved, k.detach(), numbers[t], x.detach().abs()))
+    names = "ratio ratio_clamped clipped_low clipped_high kl entropy logprob_diff".split()
+    columns = zip(*read, strict=True) if read else [[0.0]] * 7
+    means = [float(sum(column)) / max(len(read), 1) for column in columns]
+    metrics = dict(zip(names, means, strict=True))
+    metrics |= {"tokens": len(kept), "dropped_tokens": len(kept) - len(read)}
+    size = max(len(kept), 1) if aggregation == "token_mean" else S
+    return total / (denominator or size), metrics
 
 
 # --- batches, and the package's loss of them
@@ -335,18 +293,11 @@ def example(spread=0.3, seed=3, per_token=False, vocab=V):
     advantages = draw(T) if per_token else torch.tensor([1.5, -2.0, -0.7, 0.9, -1.1, 0.0]).double()
     if per_token:
         advantages[5::4] = 0  # these tokens still belong to the ratio of their response
-    batch = {
-        "logits": logits,
-        "targets": targets,
-        "advantages": advantages,
+    return {
+        **{"logits": logits, "targets": targets, "advantages": advantages, "temperature": 0.7},
         "cu_seqlens": CU_SEQLENS,
-    }
-    batch |= {
         "old_logprobs": logp + spread * draw(T),
         "ref_logprobs": logp + spread * draw(T),
-        "temperature": 0.7,
-    }
-    return batch | {
         "importance_weights": 0.5 + draw(S).abs(),
         "mask": torch.arange(T) % 5 != seed % 7,
     }
@@ -362,41 +313,38 @@ def in_float32(batch):
 def drawn_options(choice, loss):
     """Draw all that a loss can be combined with; `choice` takes a sequence."""
     bounds, row = [0.1, 0.2, 0.3, 0, math.inf], LOSSES[loss]
-    options = {
+    aggregation = row.aggregation or choice(AGGREGATIONS)
+    return {
         "clip_low": choice(bounds),
         "clip_high": choice(bounds),
         "dual_clip": choice([None, 1.1, 2.5]),
-    }
-    options |= {
         "kl": choice(KL_ESTIMATORS),
         "kl_coef": choice([0.0, 0.3]),
         "entropy_coef": choice([0.0, -0.2, 0.1]),
-    }
-    options |= {
-        "aggregation": row.aggregation or choice(AGGREGATIONS),
+        "aggregation": aggregation,
         "loss_options": choice([None, OTHER.get(loss)]),
-    }
-    return options | {
-        "denominator": 40.0 if options["aggregation"] == "seq_sum_constant" else choice([None, 6.0])
+        "denominator": 40.0 if aggregation == "seq_sum_constant" else choice([None, 6.0]),
     }
 
 
 def computed(how, logits, **arguments):
     """Return the loss, its gradient in the logits and the metrics."""
-    leaf = logits.detach().requires_grad_()
-    if how == "linear":  # hidden @ weight.T is the logits
-        weight = torch.eye(leaf.shape[1], dtype=leaf.dtype)
-        loss, metrics = linear_policy_gradient_loss(leaf, weight, **arguments, chunk_tokens=4)
-    else:
-        in_place = how == "in place" and find_loss(arguments.get("loss", "ppo")).fused
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                sys.modules[policy_gradient_loss.__module__],
-                "has_kernels",
-                lambda device: how != "reference",
-            )
+    leaf, slope = logits.detach().requires_grad_(), 1.0
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "linear":  # 30 tanh(hidden @ weight.T / 30) is the logits, and few rows at a time
+            patch.setattr("maxrl_fast.ops.function_loss.default_chunk", lambda *_: 8)
+            slope = (1 - (logits.detach() / 30) ** 2).nan_to_num(1.0)
+            leaf = (30 * torch.atanh(logits.detach() / 30)).requires_grad_()
+            weight = torch.eye(leaf.shape[1], dtype=leaf.dtype)
+            arguments |= {"chunk_tokens": 4, "softcap": 30.0}
+            loss, metrics = linear_policy_gradient_loss(leaf, weight, **arguments)
+        else:
+            in_place = how == "in place" and find_loss(arguments.get("loss", "ppo")).fused
+            module = sys.modules[policy_gradient_loss.__module__]
+            patch.setattr(module, "has_kernels", lambda device: how != "reference")
             loss, metrics = policy_gradient_loss(leaf * 1, **arguments, in_place=in_place)
-    return loss.detach(), torch.autograd.grad(3 * loss, leaf)[0] / 3, metrics
+        gradient = torch.autograd.grad(3 * loss, leaf)[0] / slope / 3
+    return loss.detach(), gradient, metrics
 
 
 def aggregation_of(name, otherwise="token_mean"):

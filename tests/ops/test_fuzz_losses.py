@@ -1,4 +1,4 @@
-"""Fuzz tests of the token losses, log-probs and PACS: valid arguments in any layout give the right
+"""Fuzz tests of the token losses and log-probs: valid arguments in any layout give the right
 value, invalid ones an error that explains itself.
 
 The right values come from the references in PyTorch, of the same numbers in float64 and in plain
@@ -6,7 +6,6 @@ layouts; test_token_loss.py compares these with definitions.
 """
 
 import math
-from itertools import pairwise
 
 import hypothesis
 import hypothesis.strategies as st
@@ -16,7 +15,6 @@ import torch
 from maxrl_fast import ops
 from tests.fuzzing import (
     FLOATS,
-    REAL,
     TOLERANCE,
     assert_close,
     call_with_strangers,
@@ -37,31 +35,21 @@ from tests.ops.loss_definitions import (
     example,
     in_float32,
 )
-from tests.ops.test_pacs import SCORES, slow_loss
 
 INTEGERS = [torch.int64, torch.int32, torch.uint8, torch.int16]
 
 
 def reference_rows(num_tokens, vocab, targets, temperature, counts):
     """Return targets and temperatures, [T] each; masked ones may be anything."""
-    numbers = whole(targets)
-    tau = (
-        exact(temperature).tolist()
-        if isinstance(temperature, torch.Tensor)
-        else [float(temperature)] * num_tokens
-    )
+    numbers, tau = whole(targets), [temperature] * num_tokens
+    if isinstance(temperature, torch.Tensor):
+        tau = exact(temperature).tolist()
     assert len(numbers) == len(tau) == len(counts) == num_tokens
-    assert all(
-        0 <= y < vocab and 0 < t < math.inf
-        for y, t, c in zip(numbers, tau, counts, strict=True)
-        if c
-    )
-    targets = torch.tensor(
-        [y if c else 0 for y, c in zip(numbers, counts, strict=True)], dtype=torch.int64
-    )
-    return targets, torch.tensor(
-        [t if c else 1.0 for t, c in zip(tau, counts, strict=True)], dtype=torch.float64
-    )
+    rows = [x if c else (0, 1.0) for *x, c in zip(numbers, map(float, tau), counts, strict=True)]
+    read = [x for x, c in zip(rows, counts, strict=True) if c]
+    assert all(0 <= y < vocab and 0 < t < math.inf for y, t in read)
+    targets = torch.tensor([y for y, _ in rows], dtype=torch.int64)
+    return targets, torch.tensor([t for _, t in rows], dtype=torch.float64)
 
 
 def bounds_of(cu_seqlens, total):
@@ -214,19 +202,15 @@ def test_policy_gradient_loss_in_place(data):
     arguments = data.draw(batches())
     leaf = arguments.pop("logits").requires_grad_()
     tokens, vocab = leaf.shape
-    layout = data.draw(
-        st.sampled_from(["dense", "far rows", "columns", "view of a leaf", "one row"])
-    )
-    if layout == "one row":
-        logits = (leaf[:1] * 1).expand(tokens, vocab)
-    elif layout == "columns":
-        logits = (leaf * 1).T.contiguous().T
-    else:
-        logits = {
-            "dense": leaf * 1,
-            "far rows": torch.cat([leaf, leaf], 1)[:, :vocab],
-            "view of a leaf": leaf[:],
-        }[layout]
+    layouts = {
+        "dense": leaf * 1,
+        "far rows": torch.cat([leaf, leaf], 1)[:, :vocab],
+        "columns": (leaf * 1).T.contiguous().T,
+        "view of a leaf": leaf[:],
+        "one row": (leaf[:1] * 1).expand(tokens, vocab),
+    }
+    layout = data.draw(st.sampled_from([*layouts]))
+    logits = layouts[layout]
     values = logits.detach().clone()
     may_refuse = layout not in ("dense", "far rows") or not ops.LOSSES[arguments["loss"]].fused
 
@@ -244,28 +228,18 @@ def test_policy_gradient_loss_in_place(data):
 
 # --- from hidden states; logits are rounded to their dtype
 
-LINEAR_TOLERANCE = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.bfloat16: 0.1,
-    torch.float16: 0.02,
-}
+LINEAR_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+LINEAR_TOLERANCE |= {torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
 def of_hidden(draw, arguments):
     """Draw hidden and weight in place of the logits."""
-    (tokens, vocab), size, dtype = (
-        arguments.pop("logits").shape,
-        draw(st.integers(1, 5)),
-        draw(st.sampled_from(FLOATS)),
-    )
-    hidden = drawn_tensor(draw, (tokens, size), [0.0, 1.0, -0.5], dtype)
-    weight = drawn_tensor(
-        draw, (vocab, size), [0.5, -1.0, 1.5], draw(st.sampled_from([dtype, torch.float32]))
-    )
+    tokens, vocab = arguments.pop("logits").shape
+    size, dtype = draw(st.integers(1, 5)), draw(st.sampled_from(FLOATS))
+    of_weight = draw(st.sampled_from([dtype, torch.float32]))
     return arguments | {
-        "hidden": hidden,
-        "weight": weight,
+        "hidden": drawn_tensor(draw, (tokens, size), [0.0, 1.0, -0.5], dtype),
+        "weight": drawn_tensor(draw, (vocab, size), [0.5, -1.0, 1.5], of_weight),
         "chunk_tokens": draw(st.sampled_from([None, 1, 2, 10**6])),
     }
 
@@ -313,94 +287,6 @@ def test_linear_token_logprobs(data):
         of_hidden(data.draw, rows(data.draw(batches()))),
         check,
     )
-
-
-# --- PACS
-
-
-def check_log_ratio(actual, logprobs, ref_logprobs, cu_seqlens, beta=1.0, mask=None):
-    assert actual.dtype == logprobs.dtype
-    bounds = bounds_of(cu_seqlens, len(logprobs))
-    keep = torch.ones(len(logprobs), dtype=torch.bool) if mask is None else exact(mask, torch.bool)
-    difference = torch.where(keep, exact(logprobs) - exact(ref_logprobs.to(logprobs.dtype)), 0.0)
-    expected = torch.tensor(
-        [float(beta) * float(difference[a:b].sum()) for a, b in pairwise(bounds)],
-        dtype=torch.float64,
-    )
-    assert_close(actual, expected.to(actual.dtype), TOLERANCE[actual.dtype])
-    if logprobs.requires_grad and actual.isfinite().all():
-        (gradient,) = torch.autograd.grad(actual.sum(), logprobs)
-        assert_close(
-            gradient, torch.where(keep, float(beta), 0.0).to(actual.dtype), TOLERANCE[actual.dtype]
-        )
-
-
-def check_pacs(
-    result, reward_proxy, labels, groups, score="rloo", weight="balanced", denominator=None
-):
-    (loss, metrics), size = result, len(reward_proxy)
-    bounds = (
-        bounds_of(groups, size)
-        if isinstance(groups, torch.Tensor)
-        else list(range(0, size + 1, groups if size else 1))
-    )
-    r, y = exact(reward_proxy).requires_grad_(), exact(labels)
-    assert bounds[-1] == size
-    assert set(y.tolist()) <= {0.0, 1.0}
-    divisor = max(size, 1) if denominator is None else float(denominator)
-    assert 0 < divisor < math.inf
-    assert loss.dtype == reward_proxy.dtype
-    assert metrics["cross_entropy"].shape == (size,)
-    if not size or (r.abs().max() > 1e100 and score == "grpo"):
-        assert size or loss == 0
-        return
-    expected = slow_loss(r, y, bounds, score, weight) * size / divisor
-    assert_close(loss, expected.to(loss.dtype), 10 * TOLERANCE[loss.dtype])
-    if reward_proxy.requires_grad and expected.isfinite():
-        (wanted,) = torch.autograd.grad(expected, r)
-        (gradient,) = torch.autograd.grad(loss, reward_proxy)
-        # under grpo, nearly equal proxies have a derivative of 1e6
-        if wanted.isfinite().all() and wanted.abs().max() < 1e3:
-            assert_close(gradient, wanted, 1e-3)
-
-
-@settings(300)
-@hypothesis.given(st.data())
-def test_log_ratio_reward_and_pacs_loss(data):
-    def choice(values):
-        return data.draw(st.sampled_from(values))
-
-    size, n, real = choice([0, 3, 4, 12]), choice([1, 3, 4]), [torch.float32, torch.float64]
-    bounds = torch.tensor(
-        [0, *sorted(data.draw(st.lists(st.integers(0, size), max_size=3))), size]
-    ).to(choice(INTEGERS))
-
-    def numbers(values, dtypes=real):
-        return drawn_tensor(data.draw, (size,), values, choice(dtypes))
-
-    if choice([True, False]):
-        function, check = ops.log_ratio_reward, check_log_ratio
-        arguments = {name: numbers([-0.5, -1.0, -2.5]) for name in ("logprobs", "ref_logprobs")}
-        arguments |= {
-            "cu_seqlens": bounds,
-            "beta": choice([1, 0.5, -2.0, 0]),
-            "mask": numbers([0, 1, 1], [torch.bool]),
-        }
-    else:
-        function, check = ops.pacs_loss, check_pacs
-        arguments = {
-            "reward_proxy": numbers([0.5, -1.0, 2.0, 0.25]),
-            "labels": numbers([0, 1], REAL),
-        }
-        arguments |= {
-            "groups": bounds if size % n else choice([n, bounds]),
-            "weight": choice(["balanced", "none"]),
-        }
-        arguments |= {
-            "score": choice(SCORES),
-            "denominator": choice([None, 2, 7.5, torch.tensor(3.0)]),
-        }
-    call_with_strangers(data.draw, function, arguments, check)
 
 
 def last(values):

@@ -100,7 +100,7 @@ def nucleus(p):
 
 
 def test_the_term_of_siren():
-    """H by hand, and its gradient by differences; the nucleus stays the same within them."""
+    """H by hand; the trainer's tests have its gradient."""
     logits = 2 * torch.randn(T, V, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     logits[1, 3:] = -math.inf
     logits[2, 0] = 50.0  # one token is the nucleus
@@ -124,22 +124,7 @@ def test_the_term_of_siren():
     h = sum(means) / S
     assert term(logits, math.nan) == (0, pytest.approx(h), pytest.approx(h))
     value, found, anchor = term(z := logits.clone().requires_grad_(), 0.1)
-    assert (value.item(), found, anchor) == (
-        pytest.approx(0.7 * (h - 0.1) ** 2),
-        pytest.approx(h),
-        0.1,
-    )
+    assert [value.item(), found, anchor] == pytest.approx([0.7 * (h - 0.1) ** 2, h, 0.1])
     (gradient,) = torch.autograd.grad(value, z)
     assert gradient.isfinite().all()
     assert gradient.abs().max() > 1e-3
-    for t, v in (
-        (0, 1),
-        (4, 2),
-        (9, 3),
-        (20, 0),
-        *gradient.abs().sum(1).topk(3).indices[:, None].expand(3, 2).tolist(),
-    ):
-        step = torch.zeros_like(logits)
-        step[t, v % V] = 1e-6
-        difference = (term(logits + step, 0.1)[0] - term(logits - step, 0.1)[0]) / 2e-6
-        assert gradient[t, v % V].item() == pytest.approx(difference.item(), abs=1e-8)

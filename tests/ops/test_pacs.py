@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from maxrl_fast.ops import group_advantage, log_ratio_reward, pacs_loss
+from maxrl_fast.ops import log_ratio_reward, pacs_loss
 
 SCORES = ["rloo", "grpo", "dr_grpo", "naive"]
 OFFSETS = torch.tensor([0, 1, 1, 5, 12, 24])
@@ -60,10 +60,11 @@ def test_loss_and_gradient(score, weight, groups):
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
         torch.testing.assert_close(gradient.double(), by_hand, rtol=tolerance, atol=tolerance / 100)
-    (second,) = torch.autograd.grad(
-        torch.autograd.grad(pacs_loss(r, labels, groups, score=score, weight=weight)[0], r,
-                            create_graph=True)[0].square().sum(), r)  # fmt: skip
-    wanted = torch.autograd.grad(by_hand.square().sum(), r)[0]
+    loss, _ = pacs_loss(r, labels, groups, score=score, weight=weight)
+    squares = [
+        x.square().sum() for x in (*torch.autograd.grad(loss, r, create_graph=True), by_hand)
+    ]
+    second, wanted = (torch.autograd.grad(x, r)[0] for x in squares)
     torch.testing.assert_close(second, wanted, rtol=1e-8, atol=1e-12)
 
 
@@ -99,69 +100,56 @@ def test_large_proxies_do_not_overflow_or_are_refused():
     r = torch.tensor([500.0, -500.0, 500.0, -500.0], requires_grad=True)
     loss, metrics = pacs_loss(r, torch.tensor([1.0, 0, 0, 1]), 4, score="naive", weight="none")
     assert loss.item() == pytest.approx(250.0)
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, r)[0], torch.tensor([0.0, 0.0, 0.25, -0.25])
-    )
+    assert torch.autograd.grad(loss, r)[0].tolist() == [0.0, 0.0, 0.25, -0.25]
     torch.testing.assert_close(metrics["cross_entropy"], torch.tensor([0.0, 0.0, 500.0, 500.0]))
-    labels, squares = (
-        torch.tensor([0, 1, 1]),
-        torch.tensor([0.0, 1e200, 2e200], dtype=torch.float64),
-    )
-    message = (
-        r"the loss must be finite in torch.float64, got nan from reward proxies of up to 2e\+200"
-    )
+    labels = torch.tensor([0, 1, 1])
+    squares = torch.tensor([0.0, 1e200, 2e200], dtype=torch.float64)
+    message = r"must be finite in torch.float64, got nan from reward proxies of up to 2e\+200"
     with pytest.raises(ValueError, match=message):
         pacs_loss(squares, labels, 3, score="grpo")
     assert pacs_loss(squares, labels, 3, score="rloo")[0].isfinite()
-    with pytest.raises(ValueError, match=r"the loss must be finite in torch.float32, got inf"):
-        pacs_loss(
-            torch.tensor([3e38, 3e38, -3e38]),
-            torch.tensor([0, 0, 1]),
-            3,
-            score="naive",
-            denominator=1.0,
-        )
     # from a policy that has become NaN, which the trainer reports itself
     broken = torch.tensor([0.0, torch.nan, 1.0])
     assert pacs_loss(broken, labels, 3)[0].isnan()
 
 
 def test_metrics_and_parts():
+    """Of labels in any dtype, and inputs of any strides."""
     proxies, labels = example()
     of_all, metrics = pacs_loss(proxies, labels, 6)
     r = proxies.view(4, 6)
     psi = (r - (r.sum(1, keepdim=True) - r) / 5).flatten()
-    assert metrics["accuracy"].item() == pytest.approx(
-        float(((psi > 0) == (labels > 0)).double().mean())
-    )
-    assert metrics["reward_proxy"].item() == pytest.approx(float(proxies.mean()))
-    assert metrics["score_correct"].item() == pytest.approx(float(psi[labels > 0].mean()))
-    assert metrics["score_wrong"].item() == pytest.approx(float(psi[labels == 0].mean()))
-    torch.testing.assert_close(
-        metrics["cross_entropy"], binary_cross_entropy_with_logits(psi, labels, reduction="none")
-    )
-    parts = [
-        pacs_loss(proxies[a : a + 12], labels[a : a + 12], 6, denominator=24.0)[0].item()
-        for a in (0, 12)
-    ]
+    for name, expected in (
+        ("accuracy", ((psi > 0) == (labels > 0)).double().mean()),
+        ("reward_proxy", proxies.mean()),
+        ("score_correct", psi[labels > 0].mean()),
+        ("score_wrong", psi[labels == 0].mean()),
+        ("cross_entropy", binary_cross_entropy_with_logits(psi, labels, reduction="none")),
+    ):
+        torch.testing.assert_close(metrics[name], expected)
+    parts = [slice(0, 12), slice(12, 24)]
+    parts = [pacs_loss(proxies[x], labels[x], 6, denominator=24.0)[0].item() for x in parts]
     assert sum(parts) == pytest.approx(of_all.item(), rel=1e-12)
     assert pacs_loss(torch.zeros(0), torch.zeros(0), 4)[0].item() == 0
-    assert pacs_loss(proxies, labels.bool(), 6)[0].item() == of_all.item()
+    strided = torch.stack([proxies, proxies], 1)[:, 1]
+    for given in (labels.bool(), labels.to(torch.uint8), labels.bfloat16()):
+        assert pacs_loss(strided, given, 6)[0].item() == of_all.item()
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_log_ratio_reward(monkeypatch, has_kernels):
+    """Of any strides, and integers."""
     monkeypatch.setattr("maxrl_fast.ops.pacs.has_kernels", lambda _: has_kernels)
-    logp, ref = torch.randn(2, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    logp.requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    logp, ref = torch.randn(10, 2, generator=generator, dtype=torch.float64).T
     bounds, wanted = torch.tensor([0, 3, 3, 4, 10]), torch.tensor([1.0, 2.0, 3.0, 4.0])
-    logp.data[8] = torch.nan  # masked tokens may be anything
+    logp[8] = torch.nan  # masked tokens may be anything
+    logp.requires_grad_()
     for mask in (torch.tensor([True] * 7 + [False] * 3), torch.arange(10) != 8):
         difference = (logp - ref).detach().where(mask, 0.0)
-        actual = log_ratio_reward(logp, ref, bounds, 2.5, mask=mask)
-        assert actual.tolist() == pytest.approx(
-            [2.5 * float(difference[a:b].sum()) for a, b in pairwise(bounds)], rel=1e-12
-        )
+        actual = log_ratio_reward(logp, ref, bounds.int(), 2.5, mask=mask)
+        sums = [2.5 * float(difference[a:b].sum()) for a, b in pairwise(bounds)]
+        assert actual.tolist() == pytest.approx(sums, rel=1e-12)
         expected = 2.5 * wanted.repeat_interleave(bounds.diff()) * mask
         assert torch.autograd.grad(actual, logp, wanted.double())[0].tolist() == expected.tolist()
     assert log_ratio_reward(ref, logp.detach().nan_to_num(), bounds).isfinite().all()
@@ -171,17 +159,3 @@ def test_long_sequences_are_summed_in_float64():
     logp = torch.full((1_000_000,), -0.1)
     proxies = log_ratio_reward(logp, torch.zeros_like(logp), torch.tensor([0, 1_000_000]))
     assert proxies.item() == pytest.approx(1e6 * float(logp[0]), rel=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("beta", "correct"), [(1.0, [1, 0, 0, 1, 0]), (0.3, [0, 1, 0]), (2.0, [1, 1]), (1.0, [0, 0, 0])]
-)
-def test_pacs_first_update_is_the_slope_of_the_loss_where_all_log_ratios_are_0(beta, correct):
-    labels = torch.tensor(correct, dtype=torch.float64)
-    log_ratios = torch.zeros(len(labels), dtype=torch.float64, requires_grad=True)
-    loss, _ = pacs_loss(beta * log_ratios, labels, len(labels))
-    actual = group_advantage(labels, "pacs_first_update", beta=beta)
-    torch.testing.assert_close(
-        actual, -len(labels) * torch.autograd.grad(loss, log_ratios)[0], rtol=1e-12, atol=1e-12
-    )
-    assert bool(actual.any()) == (0 < sum(correct) < len(correct))

@@ -73,12 +73,10 @@ class PretendGpu(TorchDispatchMode):
         if inputs:  # scalars that C++ has put there
             args, kwargs = tree_map(self._from_meta, (args, kwargs))
         goes_to_gpu = device is not None and torch.device(device).type == "cuda"
-        if name in ("_pin_memory", "is_pinned") and not inputs:
-            return (
-                _pinned(args[0])
-                if name == "_pin_memory"
-                else hasattr(args[0], "is_pretended_pinned")
-            )
+        if name == "_pin_memory" and not inputs:
+            return _pinned(args[0])
+        if name == "is_pinned" and not inputs:
+            return hasattr(args[0], "is_pretended_pinned")
         if not inputs and not goes_to_gpu:
             return func(*args, **kwargs)
         if func.namespace == "maxrl_fast":  # the package's own code, down to its launch
@@ -91,19 +89,15 @@ class PretendGpu(TorchDispatchMode):
         if name == "_local_scalar_dense":
             self.waits.append("a value is read")
             return _value(inputs[0]).item()
-        if inputs and (
-            (device is not None and not goes_to_gpu)
-            or (name == "copy_" and not isinstance(args[0], FakeTensor))
-        ):
+        is_read = name == "copy_" and not isinstance(args[0], FakeTensor)
+        if inputs and (is_read or (device is not None and not goes_to_gpu)):
             values = _value(inputs[0])
             is_awaited = name != "copy_" or args[2:] != (True,)
             if is_awaited or not hasattr(args[0], "is_pretended_pinned"):
                 self.waits.append("a tensor is copied to the host")
-            return (
-                args[0].copy_(values)
-                if name == "copy_"
-                else values.to(kwargs.get("dtype") or values.dtype)
-            )
+            if name == "copy_":
+                return args[0].copy_(values)
+            return values.to(kwargs.get("dtype") or values.dtype)
         if _depends_on_values(name, args, kwargs):
             self.waits.append(f"the shape of {name} depends on values")
             self.launches[name] += 1
@@ -127,19 +121,15 @@ class PretendGpu(TorchDispatchMode):
             self._storages.add(storage)
             self._allocated(storage.nbytes())
             weakref.finalize(storage, self._allocated, -storage.nbytes())
-        if (
-            not func.is_view
-            and name not in _WITHOUT_KERNEL
-            and any(x.numel() for x in outputs or inputs)
-        ):
+        is_kernel = not func.is_view and name not in _WITHOUT_KERNEL
+        if is_kernel and any(x.numel() for x in outputs or inputs):
             self.launches[name] += 1
         small = all(x.numel() < _LARGEST_KNOWN for x in outputs)
         has_values = not name.startswith(("empty", "new_empty", "_flash"))
         if small and has_values and all(map(_is_known, inputs)):
-            values = tree_leaves(self._on_host(func, args, kwargs))
-            for output, value in zip(
-                outputs, (x for x in values if isinstance(x, Tensor)), strict=True
-            ):
+            leaves = tree_leaves(self._on_host(func, args, kwargs))
+            values = [x for x in leaves if isinstance(x, Tensor)]
+            for output, value in zip(outputs, values, strict=True):
                 output.known = value
         else:
             for x in _written(func, args, kwargs):
@@ -151,10 +141,9 @@ class PretendGpu(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _from_meta(self, x: Any) -> Any:
-        is_meta = (
-            isinstance(x, Tensor) and not isinstance(x, FakeTensor) and x.device.type == "meta"
-        )
-        return self._put(torch.empty(x.shape, dtype=x.dtype), known=False) if is_meta else x
+        if isinstance(x, FakeTensor) or not isinstance(x, Tensor) or x.device.type != "meta":
+            return x
+        return self._put(torch.empty(x.shape, dtype=x.dtype), known=False)
 
     def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation on the values of its inputs, 1 where they are not known."""
@@ -181,9 +170,8 @@ class PretendGpu(TorchDispatchMode):
         """
         if isinstance(x, Tensor):
             return self._put(x.clone())
-        return type(x)(
-            **{name: self.put(y) if isinstance(y, Tensor) else y for name, y in vars(x).items()}
-        )
+        fields = vars(x).items()
+        return type(x)(**{name: self.put(y) if isinstance(y, Tensor) else y for name, y in fields})
 
     @contextlib.contextmanager
     def watch(self) -> Iterator["PretendGpu"]:
@@ -220,14 +208,9 @@ def _pinned(x: Tensor) -> Tensor:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
-    given = {
-        argument.name: x for argument, x in zip(func._schema.arguments, args, strict=False)
-    } | kwargs
-    names = [
-        argument.name
-        for argument in func._schema.arguments
-        if argument.alias_info and argument.alias_info.is_write
-    ]
+    parameters = func._schema.arguments
+    given = {x.name: value for x, value in zip(parameters, args, strict=False)} | kwargs
+    names = [x.name for x in parameters if x.alias_info and x.alias_info.is_write]
     return [x for x in tree_leaves([given.get(name) for name in names]) if isinstance(x, Tensor)]
 
 
@@ -279,9 +262,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     monkeypatch.setattr(dispatch, "has_cuda_kernels", lambda device: True)
     monkeypatch.setattr(_C, "LOSS_WORKSPACE", 64, raising=False)
     monkeypatch.setattr(flash, "_is_recent", lambda device: True)
-    properties = SimpleNamespace(
-        multi_processor_count=132, total_memory=141 * 10**9, major=9, minor=0
-    )
+    sizes = {"multi_processor_count": 132, "total_memory": 141 * 10**9, "major": 9, "minor": 0}
+    properties = SimpleNamespace(**sizes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for name in ("_lazy_init", "graph_pool_handle", "Stream"):
@@ -303,11 +285,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
             return run_on_host(call, kernel, **arguments)
         pretended.launches[kernel] += 1
         for tensor in call._kept:  # its results, such as advantages
-            if (
-                not _is_known(tensor)
-                and tensor.dtype in (torch.float32, torch.float64)
-                and tensor.numel() < _LARGEST_KNOWN
-            ):
+            is_real = tensor.dtype in (torch.float32, torch.float64)
+            if is_real and tensor.numel() < _LARGEST_KNOWN and not _is_known(tensor):
                 tensor.known = torch.ones(tensor.shape, dtype=tensor.dtype)
         return None
 

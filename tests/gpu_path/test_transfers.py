@@ -25,7 +25,7 @@ def test_values_come_to_the_host_in_one_read(gpu):
 
 
 def test_indices_go_to_the_device_in_one_copy_that_nothing_waits_for(gpu):
-    given = [torch.arange(5), torch.zeros(0, dtype=torch.int64), torch.arange(6).view(2, 3)]
+    given = [torch.arange(5), torch.zeros(0).long(), torch.arange(6).view(2, 3)]
     with gpu.watch():
         results = to_device(GPU, *given)
     assert not gpu.waits

@@ -7,6 +7,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.ops.group_advantage_kernel import forget_tables
+from tests.ops.test_group_advantage import call, inputs_of
 
 OP = torch.ops.maxrl_fast.group_advantage.default
 SHAPES = [(1, 1), (3, 8), (5, 31), (4, 33), (2, 257), (300, 16), (3, 1024), (2, 3000), (1, 4096)]
@@ -62,7 +63,7 @@ def test_kernel_equals_the_function(device, name):
 @pytest.mark.parametrize("name", FORMULAS.values())
 def test_a_group_does_not_depend_on_its_width_nor_ranks_on_the_order(device, name):
     generator = torch.Generator().manual_seed(5)
-    rewards = torch.randn(3, 70, generator=generator).double()
+    rewards = (4 * torch.randn(3, 70, generator=generator)).round().double()  # with ties
     order = torch.randperm(70, generator=generator)
     wide, valid = torch.zeros(3, 300).double(), torch.arange(300).expand(3, 300) < 70
     wide[:, :70] = rewards
@@ -100,25 +101,12 @@ def test_bad_values_become_nan(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_equal_those_of_the_cpu(name):
-    generator, row = torch.Generator().manual_seed(1), ops.ESTIMATORS[name]
+    generator = torch.Generator().manual_seed(1)
     rewards = torch.randint(0, 2, (30,), generator=generator).float()
-    known = {
-        "lengths": torch.randint(0, 9, (30,), generator=generator),
-        "logprobs": -torch.rand(30, generator=generator),
-        "greedy_correct": rewards > 0,
-        "greedy_rewards": rewards / 2,
-        "log_ratios": torch.randn(30, generator=generator),
-        "reward_parts": torch.stack([rewards, torch.randn(30, generator=generator)]),
-    }
-    given = {"offsets": torch.tensor([0, 12, 12, 20, 30])}
-    given |= {"valid": torch.rand(30, generator=generator) < 0.8}
-    given |= {key: known[key] for key in row.inputs}
-    options = {key: 0.1 for key, option in row.options.items() if option.default is None}
-    options |= {"k": 2} if row.size is not None and row.size.required else {}
-    expected = ops.group_advantage(rewards, name, **given, **options)
-    on_gpu = {key: tensor.cuda() for key, tensor in given.items()}
-    actual = ops.group_advantage(rewards.cuda(), name, **on_gpu, **options)
-    close(actual, expected, rtol=1e-5, atol=1e-6)
+    given = inputs_of(name, (30,)) | {"offsets": torch.tensor([0, 12, 12, 20, 30])}
+    given["valid"] = torch.rand(30, generator=generator) < 0.8
+    actual = call(name, rewards.cuda(), **{key: tensor.cuda() for key, tensor in given.items()})
+    close(actual, call(name, rewards, **given), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -49,8 +49,3 @@ def test_outputs_and_gradients_differ_only_by_rounding(case, kernel, heads, dtyp
         assert result.dtype == dtype
         error = float((result.double().cpu() - expected).norm() / expected.norm())
         assert 0 < error < 2 * torch.finfo(dtype).eps
-
-
-def test_float32_uses_the_reference():
-    assert flash.kernel_for(torch.device("cuda"), torch.float32, 64) is flash.PADDED_REFERENCE
-    assert flash.kernel_for(torch.device("cuda"), torch.bfloat16, 64) in KERNELS

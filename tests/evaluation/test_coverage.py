@@ -42,9 +42,7 @@ def test_a_k_out_of_range_is_refused():
     with pytest.raises(ValueError, match="got 0"):
         max_at_k(torch.ones(2, 3), 0)
     with pytest.raises(ValueError, match="got 4"):
-        majority_at_k(
-            torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool), [1, 4], 0
-        )
+        majority_at_k(torch.zeros(2, 3).long(), torch.ones(2, 3) > 0, [1, 4], 0)
 
 
 def test_the_curve_is_the_mean_at_every_k():
@@ -80,10 +78,8 @@ def majority_by_hand(answers, right, k):
     """Return maj@k as the mean over all subsets of size k. Answers that tie for the most votes
     share a subset equally.
     """
-    worth = {
-        a: Fraction(sum(r for b, r in zip(answers, right, strict=True) if b == a), answers.count(a))
-        for a in set(answers)
-    }
+    pairs = [*zip(answers, right, strict=True)]
+    worth = {a: Fraction(sum(r for b, r in pairs if b == a), answers.count(a)) for a in answers}
     total = Fraction(0)
     for subset in combinations(answers, k):
         votes = {a: subset.count(a) for a in subset if a != -1} or {-1: 1}
@@ -106,12 +102,11 @@ def test_majority_at_k_is_the_mean_over_all_subsets(monkeypatch):
     monkeypatch.setattr(coverage, "NUM_DRAWS", 40000)
     answers, right = (torch.tensor(x) for x in zip(*GROUPS, strict=True))
     actual = majority_at_k(answers, right.bool(), range(1, 8), seed=0)
-    for (group, correct), values in zip(GROUPS, actual.tolist(), strict=True):
+    for group, values in zip(GROUPS, actual.tolist(), strict=True):
         for k, value in enumerate(values, start=1):
             # One draw is in [0, 1]: four standard errors of the mean are at most 0.01.
-            assert value == pytest.approx(
-                majority_by_hand(group, correct, k), abs=1e-12 if k in (1, 7) else 0.01
-            )
+            limit = 1e-12 if k in (1, 7) else 0.01
+            assert value == pytest.approx(majority_by_hand(*group, k), abs=limit)
     again = majority_at_k(answers, right.bool(), [2, 3], seed=0)
     assert torch.equal(again, majority_at_k(answers, right.bool(), [2, 3], seed=0))
     assert not torch.equal(again, majority_at_k(answers, right.bool(), [2, 3], seed=1))
@@ -123,14 +118,11 @@ def test_the_interval_of_a_fraction_is_binomial():
     probability = [comb(num, i) * p**i * (1 - p) ** (num - i) for i in range(num + 1)]
     below = [sum(probability[: i + 1]) for i in range(num + 1)]
     for confidence in (0.5, 0.95):
-        low, high = (
-            next(i for i, b in enumerate(below) if b >= tail) / num
-            for tail in ((1 - confidence) / 2, (1 + confidence) / 2)
-        )
         [interval] = bootstrap(values, 20000, confidence, seed=3)
         assert interval["mean"] == pytest.approx(p, abs=1e-12)
-        assert interval["low"] == pytest.approx(low, abs=1.01 / num)
-        assert interval["high"] == pytest.approx(high, abs=1.01 / num)
+        for name, tail in (("low", (1 - confidence) / 2), ("high", (1 + confidence) / 2)):
+            expected = next(i for i, b in enumerate(below) if b >= tail) / num
+            assert interval[name] == pytest.approx(expected, abs=1.01 / num)
 
 
 def test_the_bootstrap_is_seeded_and_draws_the_same_prompts_for_all_columns(monkeypatch):

@@ -8,8 +8,8 @@ from math import sqrt
 import pytest
 import torch
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.diversity import EmbeddingDiversity, NGramDiversity
+from tests.tables import refused
 
 
 def by_pairs(responses):
@@ -18,40 +18,39 @@ def by_pairs(responses):
         for r in responses
     ]
 
-    def cosine(a, b):
-        return sum(a[x] * b[x] for x in a) / sqrt(
-            sum(x * x for x in a.values()) * sum(x * x for x in b.values())
-        )
+    def product(a, b):
+        return sum(a[x] * b[x] for x in a)
 
-    pairs = [cosine(a, b) for a, b in combinations(vectors, 2)]
-    return 1 - sum(pairs) / len(pairs)
+    pairs = [*combinations(vectors, 2)]
+    cosines = [product(a, b) / sqrt(product(a, a) * product(b, b)) for a, b in pairs]
+    return 1 - sum(cosines) / len(pairs)
 
 
 def measured(responses):
     return NGramDiversity()(responses, ["" for _ in responses])
 
 
-def test_equal_responses_have_diversity_0_and_disjoint_ones_1():
-    assert measured([[5, 6, 7]] * 4) == pytest.approx(0, abs=1e-12)
-    assert measured([[1, 2], [3, 4], [5, 6, 7, 8]]) == pytest.approx(1, abs=1e-12)
-
-
-def test_responses_that_share_a_token():
-    # (1), (2), (1 2) against (1), (3), (1 3): one of three dimensions is shared.
-    assert measured([[1, 2], [1, 3]]) == pytest.approx(2 / 3)
-    # Order matters beyond single tokens: (1), (2), (1 2) against (1), (2), (2 1).
-    assert measured([[1, 2], [2, 1]]) == pytest.approx(1 / 3)
-    # Counts matter: 3, 2, 1 of the grams (1), (1 1), (1 1 1) against 1 of (1).
-    assert measured([[1, 1, 1], [1]]) == pytest.approx(1 - 3 / sqrt(14))
+@pytest.mark.parametrize(
+    ("responses", "expected"),
+    [
+        ([[5, 6, 7]] * 4, 0),
+        ([[1, 2], [3, 4], [5, 6, 7, 8]], 1),
+        # (1), (2), (1 2) against (1), (3), (1 3): one of three dimensions is shared
+        ([[1, 2], [1, 3]], 2 / 3),
+        ([[1, 2], [2, 1]], 1 / 3),  # (2 1) is not (1 2)
+        # counts matter: 3, 2, 1 of the grams (1), (1 1), (1 1 1) against 1 of (1)
+        ([[1, 1, 1], [1]], 1 - 3 / sqrt(14)),
+    ],
+)
+def test_diversity_by_hand(responses, expected):
+    assert measured(responses) == pytest.approx(expected, abs=1e-12)
 
 
 def test_n_gram_diversity_is_the_mean_over_all_pairs():
     rng = random.Random(0)
     for size in (2, 3, 8):
-        responses = [
-            [rng.choice((0, 7, 150000, 150001)) for _ in range(rng.randint(1, 12))]
-            for _ in range(size)
-        ]
+        lengths, tokens = [rng.randint(1, 12) for _ in range(size)], (0, 7, 150000, 150001)
+        responses = [rng.choices(tokens, k=length) for length in lengths]
         assert measured(responses) == pytest.approx(by_pairs(responses), rel=1e-10)
 
 
@@ -83,36 +82,29 @@ def test_embeddings_are_means_over_tokens_without_the_padding(embedder):
 
     diversity = EmbeddingDiversity(embedder, torch.device("cpu"))
     model = BertModel.from_pretrained(embedder).eval()
-    texts = {
-        "up down": [2, 3],
-        "left": [4],
-        "right right up left down": [5, 5, 2, 4, 3],
-        " ".join(["up"] * 20): [2] * 8,
-    }
+    texts = {"up down": [2, 3], "left": [4], "right right up left down": [5, 5, 2, 4, 3]}
+    texts[" ".join(["up"] * 20)] = [2] * 8
     with torch.no_grad():
-        alone = {
-            text: model(torch.tensor([ids])).last_hidden_state[0].mean(0)
-            for text, ids in texts.items()
-        }
+        hidden = {text: model(torch.tensor([ids])).last_hidden_state for text, ids in texts.items()}
+    alone = {text: x[0].mean(0) for text, x in hidden.items()}
     for text, vector in zip(texts, diversity.embed(list(texts)), strict=True):
         torch.testing.assert_close(vector, alone[text], rtol=1e-4, atol=1e-5)
     drawn = ["up down", "left", "left", "right right up left down"]
-    pairs = [
-        torch.cosine_similarity(alone[a], alone[b], 0).item() for a, b in combinations(drawn, 2)
-    ]
-    assert diversity([[0]] * 4, drawn) == pytest.approx(1 - sum(pairs) / 6, abs=1e-5)
-    assert 1 - sum(pairs) / 6 > 0.05
+    pairs = [torch.cosine_similarity(alone[a], alone[b], 0) for a, b in combinations(drawn, 2)]
+    expected = 1 - float(sum(pairs)) / 6
+    assert diversity([[0]] * 4, drawn) == pytest.approx(expected, abs=1e-5)
+    assert expected > 0.05
     assert diversity([[0]] * 2, ["left", "left"]) == pytest.approx(0, abs=1e-6)
 
 
 def test_embedding_models_that_cannot_be_read_are_refused(embedder, tmp_path):
-    with pytest.raises(InputError, match="--embeddings must be the directory of a model, got"):
-        EmbeddingDiversity(tmp_path / "none", torch.device("cpu"))
-    for file in embedder.iterdir():
-        if file.suffix == ".json":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(InputError, match="cannot read the model of --embeddings"):
-        EmbeddingDiversity(tmp_path, torch.device("cpu"))
+    cpu, message = torch.device("cpu"), "cannot read the model of --embeddings"
+    with refused("--embeddings must be the directory of a model, got"):
+        EmbeddingDiversity(tmp_path / "none", cpu)
+    for file in embedder.glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with refused(message):
+        EmbeddingDiversity(tmp_path, cpu)
     torch.save({}, tmp_path / "pytorch_model.bin")  # a pickle is not read either
-    with pytest.raises(InputError, match="cannot read the model of --embeddings"):
-        EmbeddingDiversity(tmp_path, torch.device("cpu"))
+    with refused(message):
+        EmbeddingDiversity(tmp_path, cpu)

@@ -1,7 +1,5 @@
 """Low-rank adapters: their outputs, which weights are trained, and which are exported."""
 
-import copy
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -20,9 +18,8 @@ BATCH = one_batch(
 )
 
 
-def adapted(targets=ALL, **changes):
-    """Return a decoder with adapters whose update is not zero."""
-    model = tiny_decoder(**changes)
+def adapted(model, targets=ALL):
+    """Return the decoder with adapters whose update is not zero."""
     add_adapters(model, 3, 6.0, targets, seed=0)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -37,16 +34,11 @@ def test_new_adapters_do_not_change_outputs_and_only_they_are_trained():
     add_adapters(model, 3, 6.0, "q_proj, down_proj", seed=0)
     assert torch.equal(response_logits(model, BATCH, torch.float32), logits)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trained) == 2 * 2 * 2
-    assert all(
-        name.endswith(("q_proj.lora_a", "q_proj.lora_b", "down_proj.lora_a", "down_proj.lora_b"))
-        for name in trained
-    )
-    optimized = sum(
-        p.numel()
-        for group in make_optimizer(model, beta2=0.99, weight_decay=0.01).param_groups
-        for p in group["params"]
-    )
+    assert {".".join(name.split(".")[-2:]) for name in trained} == {
+        *"q_proj.lora_a q_proj.lora_b down_proj.lora_a down_proj.lora_b".split()
+    }
+    groups = make_optimizer(model, beta2=0.99, weight_decay=0.01).param_groups
+    optimized = sum(p.numel() for group in groups for p in group["params"])
     assert optimized == 2 * (3 * (32 + 32) + 3 * (48 + 32))
 
 
@@ -54,65 +46,50 @@ def test_new_adapters_do_not_change_outputs_and_only_they_are_trained():
     "changes", [{}, {"model_type": "qwen3"}, {"model_type": "llama", "tie_word_embeddings": False}]
 )
 def test_merged_weights_give_the_same_outputs(tmp_path, changes):
-    model = adapted(**changes)
-    plain = tiny_decoder(**changes)
-    base = response_logits(plain, BATCH, torch.float32)
+    model, plain = adapted(tiny_decoder(**changes)), tiny_decoder(**changes)
+    name, v = "model.layers.1.self_attn.v_proj.weight", model.model.layers[1].self_attn.v_proj
     logits = response_logits(model, BATCH, torch.float32)
-    assert (logits - base).abs().max() > 0.5
+    assert (logits - response_logits(plain, BATCH, torch.float32)).abs().max() > 0.5
     by_name = dict(model.weights())
-    expected = plain.state_dict()["model.layers.1.self_attn.v_proj.weight"] + 2.0 * (
-        model.model.layers[1].self_attn.v_proj.lora_b
-        @ model.model.layers[1].self_attn.v_proj.lora_a
-    )
-    torch.testing.assert_close(by_name["model.layers.1.self_attn.v_proj.weight"], expected.detach())
+    expected = plain.state_dict()[name] + 2.0 * (v.lora_b @ v.lora_a)
+    torch.testing.assert_close(by_name[name], expected.detach())
     plain.load_state_dict(by_name, strict=False)
-    torch.testing.assert_close(
-        response_logits(plain, BATCH, torch.float32), logits, rtol=1e-4, atol=1e-4
-    )
+    actual = response_logits(plain, BATCH, torch.float32)
+    torch.testing.assert_close(actual, logits, rtol=1e-4, atol=1e-4)
 
     save_checkpoint(tmp_path / "merged", model.config, model.weights(), {}, (2,))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    merged = theirs.state_dict()["model.layers.1.self_attn.v_proj.weight"]
-    assert torch.equal(merged, by_name["model.layers.1.self_attn.v_proj.weight"])
+    assert torch.equal(theirs.state_dict()[name], by_name[name])
     decoder = DeviceDecoder(model, torch.float32)
     decoder.load_weights(model)
-    torch.testing.assert_close(
-        decoder.model.weights["model.layers.1.self_attn.v_proj.weight"], merged
-    )
+    torch.testing.assert_close(decoder.model.weights[name], by_name[name])
 
 
 def test_adapter_gradients_follow_from_the_merged_matrix():
     """dA = s B^T dW and dB = s dW A^T."""
-    model = adapted("q_proj")
-    plain = tiny_decoder()
+    model, plain = adapted(tiny_decoder(), "q_proj"), tiny_decoder()
     plain.load_state_dict(dict(model.weights()), strict=False)
     for m in (model, plain):
         response_logits(m, BATCH, torch.float32).log_softmax(-1)[:, 3].sum().backward()
     for layer, other in zip(model.model.layers, plain.model.layers, strict=True):
         q, by_matrix = layer.self_attn.q_proj, other.self_attn.q_proj.weight.grad
         assert by_matrix.abs().max() > 0.1
-        torch.testing.assert_close(
-            q.lora_a.grad, 2.0 * q.lora_b.T @ by_matrix, rtol=1e-3, atol=1e-4
-        )
-        torch.testing.assert_close(
-            q.lora_b.grad, 2.0 * by_matrix @ q.lora_a.T, rtol=1e-3, atol=1e-4
-        )
+        expected = 2.0 * q.lora_b.T @ by_matrix, 2.0 * by_matrix @ q.lora_a.T
+        for actual, wanted in zip((q.lora_a.grad, q.lora_b.grad), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-4)
         assert q.weight.grad is None
 
 
 def test_the_reference_shares_frozen_weights():
-    model = adapted()
+    model = adapted(tiny_decoder())
     reference = model.copied().requires_grad_(False)
     assert reference.model.embed_tokens.weight is model.model.embed_tokens.weight
-    assert (
-        reference.model.layers[0].mlp.up_proj.lora_a is not model.model.layers[0].mlp.up_proj.lora_a
-    )
-    assert model.model.layers[0].mlp.up_proj.lora_a.requires_grad
+    own, copied = (x.model.layers[0].mlp.up_proj.lora_a for x in (model, reference))
+    assert copied is not own
+    assert own.requires_grad
     assert not any(p.requires_grad for p in reference.parameters())
-    assert torch.equal(
-        response_logits(copy.deepcopy(model), BATCH, torch.float32),
-        response_logits(reference, BATCH, torch.float32),
-    )
+    logits = (response_logits(x, BATCH, torch.float32) for x in (model, reference))
+    assert torch.equal(*logits)
 
 
 def test_unknown_targets_are_refused():

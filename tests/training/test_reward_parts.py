@@ -5,7 +5,7 @@ options they refuse.
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.rewards import Failure, RewardSource, Scores
+from maxrl_fast.rewards import RewardSource, Scores
 from maxrl_fast.rewards.combined import WeightedRewards
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import MazeTask
@@ -19,17 +19,13 @@ NAN = float("nan")
 
 
 class Source(RewardSource):
-    """Gives these values, NaN where it does not apply and None where it fails."""
+    """Gives these values, NaN where it does not apply."""
 
     def __init__(self, name, values):
         self.name, self.values = name, values
 
     def score(self, rows, max_failures=None, on_progress=lambda: None, group=1):
-        failures = [
-            Failure(i, "exception", "no") for i, value in enumerate(self.values) if value is None
-        ]
-        parts = [{"half": 0.0 if value is None else value / 2} for value in self.values]
-        return Scores([value or 0.0 for value in self.values], failures, 0, parts)
+        return Scores(self.values, [], 0, [{"half": value / 2} for value in self.values])
 
 
 def collect(first, second, needs_parts=True):
@@ -58,18 +54,3 @@ def test_each_reward_is_kept_beside_the_sum():
         )
         assert torch.equal(begun.advantages(torch.arange(6)), by_hand.flatten())
         assert by_hand.abs().max() > 0.1
-
-
-def test_a_rollout_with_a_failed_reward_is_left_out():
-    step = collect([0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [4.0, 2.0, 0.0, None, 6.0, 2.0])
-    assert step.valid.tolist() == [[True, True, True], [False, True, True]]
-    advantages = GroupObjective("gdpo", {}).begin(step, None).advantages(torch.arange(6))
-    own = ops.group_advantage(
-        step.rewards.flatten()[[0, 1, 2, 4, 5]],
-        "gdpo",
-        reward_parts=step.reward_terms.movedim(-1, 0).flatten(1)[:, [0, 1, 2, 4, 5]],
-        reward_weights=[1, 0.5],
-        offsets=torch.tensor([0, 3, 5]),
-    )
-    torch.testing.assert_close(advantages[[0, 1, 2, 4, 5]], own)
-    assert advantages[3] == 0

@@ -185,9 +185,11 @@ def run(
     given |= {name: value for name, value in options.items() if value is not None}
     task, reward, environment = (given.pop(x, None) for x in ("task", "reward", "environment"))
     for name in ("data", "test_data", "sft_data"):
-        if not isinstance(given.get(name), str | os.PathLike | None):
+        value = given.get(name)
+        files = value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(file, str | os.PathLike | None) for file in files):
             out = given.get("out") or given.get("resume") or "runs/run"
-            given[name] = _stored(name, given[name], Path(out).absolute().parent)
+            given[name] = _stored(name, value, Path(out).absolute().parent)
     names, functions, own_task = _named(task, reward)
     own_class = None if environment is None or isinstance(environment, str) else environment
     if environment is not None:

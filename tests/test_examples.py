@@ -212,7 +212,8 @@ def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(
     lines = [{key: f"{i} {value}" for key, value in recipe.line.items()} for i in range(60)]
     data = written(tmp_path / "data.jsonl", lines)
     text = (EXAMPLES / name).read_text()
-    (tmp_path / name).write_text(f"data = '{data}'\n" + re.sub("(?m)^hub = .*\n", "", text))
+    own = re.sub("(?m)^((test_)?hub|eval_prompts) = .*\n", "", text)
+    (tmp_path / name).write_text(f"data = '{data}'\n{own}")
     config = ["--config", str(tmp_path / name)]
     assert train.main([*config, *folders, "--dry-run", recipe.machine]) == 0
     rows = capsys.readouterr().out.splitlines()

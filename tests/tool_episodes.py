@@ -48,7 +48,7 @@ def tool_task(
     options = {"reward_workers": 2, "reward_seconds": 5.0, "reward": rewards, **options}
     name = environment if ":" in environment else f"{ENVIRONMENTS}:{environment}"
     task = TaskOptions(
-        "dataset", data=data, environment=name, max_turns=max_turns, max_prompt_tokens=2000
+        "dataset", data=(data,), environment=name, max_turns=max_turns, max_prompt_tokens=2000
     )
     rewards = RewardOptions(**options)
     return build_task(task, 0, policy, rewards, environment=cls, needs_reward=needs_reward)

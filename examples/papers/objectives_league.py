@@ -34,7 +34,7 @@ from maxrl_fast.config.parse import parse_options
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.job.build import RunContext, build_evaluator, build_trainer
+from maxrl_fast.job.build import RunContext, build_evaluators, build_trainer
 from maxrl_fast.job.build_policy import build_policy, build_reference, build_run_engine
 from maxrl_fast.job.build_task import build_run_task, build_scorer
 from maxrl_fast.runtime.files import write_json
@@ -282,7 +282,7 @@ def build(options: dict[str, Any]) -> tuple[Trainer, Evaluator]:
     trainer, _ = build_trainer(context)
     trainer.learner.set_reference()
     engine.load_weights(model)
-    return trainer, build_evaluator(context)
+    return trainer, build_evaluators(context)["test"]
 
 
 def steps(trainer: Trainer, tokens: int) -> Iterator[StepRecord]:

@@ -67,7 +67,7 @@ def describe_run(
         f"{config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; results in "
         f"{config.run.out}",
         *([f"responses end with {task.stops}"] if isinstance(task, TextTask) else []),
-        str(evaluation_schedule(config)),
+        str(evaluation_schedule(config, task)),
         _describe_rates(config, has_warm_start=saved is None and config.warm_start.sft_steps > 0),
     ]
 

@@ -44,11 +44,16 @@ from maxrl_fast.config.parse import (
     read_run,
     refuse_unknown,
 )
-from maxrl_fast.config.resolve import absolute_function, num_held_out, resolve_place, response_limit
+from maxrl_fast.config.resolve import (
+    absolute_function,
+    num_held_out,
+    resolve_place,
+    response_limit,
+)
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.source import Source, find_source, free_folder
-from maxrl_fast.tasks import Task
+from maxrl_fast.tasks import Task, held_out_sets
 
 PROG = "python -m maxrl_fast.evaluate"
 # options that an evaluation takes from the run
@@ -62,7 +67,7 @@ class MeasureOptions:
     checkpoint: Annotated[str | None, Note.POSITIONAL, Default("", "CHECKPOINT")] = None
     """Checkpoint directory, hf://ORG/NAME of the hub, or the folder of a run."""
     eval_prompts: Annotated[Count, Default("256, or all that are held out")] = DERIVED
-    """Number of prompts: the first of the split."""
+    """Number of prompts: the first of the split, or of each held-out set."""
     samples: Annotated[
         int,
         AT_LEAST_1,
@@ -183,9 +188,10 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     flags, words = read_flags(words, options)
     if flag := flags.get("model", flags.get("checkpoint")):
         raise InputError(f"CHECKPOINT is given without a flag, as in `{PROG} DIR`, got {flag.name}")
-    rewards = flags["reward"].value if "reward" in flags else []
-    if not words and len(rewards) > 1 and ":" not in rewards[-1]:
-        words = [rewards.pop()]  # a CHECKPOINT after the rewards, each of which has a colon
+    for name, x in flags.items():  # CHECKPOINT after several values; rewards have a colon
+        several = isinstance(x.value, list) and name != "compare" and x.value[1:]
+        if several and not words and (name != "reward" or ":" not in several[-1]):
+            words = [x.value.pop()] if name == "reward" or Path(several[-1]).is_dir() else []
     refuse_unknown(flags, words[1:], options)
     if asks_for_help or "compare" in flags:
         config = configure(EvaluationConfig(), options, flags, flags)
@@ -210,6 +216,8 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
         **{name: convert(options_of(Config)[name], x) for name, x in of_run.items()}
     )
     shared = {name: x for name, x in of_run.items() if name in OF_RUN}
+    if (sets := {"test_data", "test_hub"}) & flags.keys():  # in place of all of the run
+        shared = {name: shared[name] for name in shared.keys() - sets}
     if "task" in flags and absolute_function(str(flags["task"].value)) != run.task.task:
         shared = {}  # another task uses none of its options
     config = configure(EvaluationConfig(), options, {**shared, **flags}, flags)
@@ -240,11 +248,12 @@ def resolve(
         warn: as of `response_limit`.
     """
     measure, sampling, place = config.measure, config.sampling, config.place
-    available = task.num_test_prompts if measure.split == "test" else None
     device, dtype = resolve_place(place.device, place.dtype)
     worked_out = {
-        "eval_prompts": num_held_out(measure.eval_prompts, available, "eval_prompts"),
-        "k": tuple(sorted(set(measure.k))) or tuple(powers_of_two(measure.samples)),
+        "eval_prompts": num_held_out(measure.eval_prompts, task)
+        if measure.split == "test"
+        else measure.eval_prompts or 256,
+        "k": tuple(sorted(set(measure.k))),
         "max_new_tokens": response_limit(sampling.max_new_tokens, task, source.checkpoint, warn),
         "seed": sampling.seed or 0,
         "out": free_folder(place.out, source.name),
@@ -254,3 +263,21 @@ def resolve(
         "threads": place.threads or torch.get_num_threads(),
     }
     return ResolvedEvaluationConfig(**vars(config.replace(**worked_out)))
+
+
+def set_configs(config: ResolvedEvaluationConfig, task: Task) -> list[ResolvedEvaluationConfig]:
+    """Return that of each set; of several, with its name as a folder."""
+    measure = config.measure
+    sets = {"train": (measure.eval_prompts, measure.samples)}
+    if measure.split == "test":
+        sets = held_out_sets(task, measure.eval_prompts, measure.samples)
+    return [
+        config.replace(
+            split=name,
+            eval_prompts=num_prompts,
+            samples=n,
+            k=tuple(k for k in measure.k if k <= n) or tuple(powers_of_two(n)),
+            out=config.place.out / name if len(sets) > 1 else config.place.out,
+        )
+        for name, (num_prompts, n) in sets.items()
+    ]

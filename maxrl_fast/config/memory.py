@@ -27,7 +27,7 @@ from maxrl_fast.rollout.sampling import LOGIT_BYTES, ROWS
 from maxrl_fast.rollout.vllm_shared import MAX_SEQUENCES
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.tuning import chunk_bytes
-from maxrl_fast.tasks import Task
+from maxrl_fast.tasks import Task, held_out_sets
 from maxrl_fast.training.critic import num_critic_weights
 from maxrl_fast.training.sharding import gradients_fit
 
@@ -102,7 +102,8 @@ def _of_engine(
         return {}
     is_vllm, is_native = options.rollout == "vllm", model.backend == "native"
     in_cpp = not is_vllm and not is_gpu and is_native
-    least = 256 if is_vllm else 32 * config.evaluation.eval_samples
+    samples = max(n for _, n in held_out_sets(task, 1, config.evaluation.eval_samples).values())
+    least = 256 if is_vllm else 32 * samples
     most = MAX_SEQUENCES if is_vllm else MAX_BATCH[machine.device]
     rows = min(max(options.samples_of_engine(machine.processes), least), most)
     dtype: torch.dtype = getattr(torch, config.run.dtype)

@@ -69,6 +69,8 @@ TopP = Annotated[
     ),
 ]
 
+HUB_SETS = "NAME[:CONFIG][@SPLIT][=INT] ..."
+
 
 def is_day(text: str) -> bool:
     try:
@@ -129,16 +131,20 @@ class TaskOptions:
     task_args: Annotated[str, when.CUSTOM_TASK, Note.JSON] = ""
     """Arguments of your own task's class as a JSON object, such as {"length": 6}.
     """
-    data: Annotated[Path | None, Default("none", "FILE"), when.DATASET] = None
-    """JSON Lines or Parquet file of prompts: text, or chat messages; the other keys are arguments
+    data: Annotated[tuple[Path, ...], Default("none", "FILE ..."), when.DATASET] = ()
+    """JSON Lines or Parquet files of prompts: text, or chat messages; the other keys are arguments
     of the reward function.
     """
-    test_data: Annotated[Path | None, Default("none, a tenth of --data", "FILE"), when.DATASET] = (
-        None
-    )
-    """JSON Lines or Parquet file of held-out prompts."""
-    hub: Annotated[str | None, Default("the task's", "NAME[:CONFIG]"), when.DATASET] = None
-    """Data set of the Hugging Face hub in place of --data; its train split is used."""
+    hub: Annotated[tuple[str, ...], Default("the task's", HUB_SETS), when.DATASET] = ()
+    """Data sets of the hub, by their split train. =INT, also of a file: an epoch has each line so
+    often."""
+    test_data: Annotated[tuple[Path, ...], Default("none", "FILE ..."), when.DATASET] = ()
+    """Files of held-out prompts, a set each. Without them and --test-hub: the test splits of --hub,
+    or else a tenth of the training prompts."""
+    test_hub: Annotated[tuple[str, ...], Default("the task's", HUB_SETS), when.DATASET] = ()
+    """Held-out sets of the hub, by their split test, or by a name: aime24, aime25, beyond_aime,
+    amc23, minerva, olympiad, math500, gsm8k, gsm8k_platinum, gpqa_diamond. =INT, also of a
+    file: its samples per prompt."""
     prompt_key: Annotated[
         str | None, Default("prompt; question for gsm8k, problem for math"), when.DATASET
     ] = None
@@ -550,7 +556,7 @@ class EvaluationOptions:
     are three between them, on as many prompts as need at most 5% of the samples of training; none
     if those are fewer than 32."""
     eval_prompts: Annotated[Count, Default("256, or all that are held out")] = DERIVED
-    """Number of held-out prompts."""
+    """Number of held-out prompts of each set."""
     eval_samples: Count = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
     diagnose_every: Annotated[CountOrZero, Resume.FREE] = 0

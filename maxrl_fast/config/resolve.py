@@ -26,7 +26,7 @@ from maxrl_fast.runtime.device import memory_bytes, resolve_device, resolve_dtyp
 from maxrl_fast.runtime.files import is_locked, temporary_path
 from maxrl_fast.runtime.loading import is_file
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import Task
+from maxrl_fast.tasks import Task, held_out_sets
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.training.objectives.registry import objective_defaults
@@ -103,9 +103,7 @@ def resolve(
         or loss_of(loss).aggregation
         or objective.aggregation,
         "model_backend": _backend(config.model),
-        "eval_prompts": num_held_out(
-            config.evaluation.eval_prompts, task.num_test_prompts, "eval_prompts"
-        ),
+        "eval_prompts": num_held_out(config.evaluation.eval_prompts, task),
         **_run(config, ranks, has_gpus),
     }
     return ResolvedConfig(**vars(config.replace(**worked_out)))
@@ -180,13 +178,14 @@ def default_rates(model: ModelOptions) -> tuple[float, float]:
     return (1e-4, 1e-5) if model.lora_rank else (1e-5, 1e-6)
 
 
-def num_held_out(wanted: int | None, available: int | None, name: str) -> int:
-    """Return the number of held-out prompts to evaluate on: by default 256, or all there are."""
-    available = available or 2**63  # None: as many as asked for
+def num_held_out(wanted: int | None, task: Task) -> int:
+    """Return the number of held-out prompts of a set to evaluate on: by default 256, or all."""
+    available = max(size for size, _ in held_out_sets(task, 2**63, 1).values())
     number = wanted or min(256, available)
     if number > available:
         raise InputError(
-            f"{name} must be at most the {available} prompts that are held out, got {number}", name
+            f"eval_prompts must be at most the {available} prompts that are held out, got {number}",
+            "eval_prompts",
         )
     return number
 
@@ -196,7 +195,7 @@ class EvaluationSchedule:
     """When a run evaluates between its first step and its last."""
 
     every: int  # steps; 0: never
-    num_prompts: int  # of such an evaluation
+    num_prompts: int  # of each held-out set
 
     def __str__(self) -> str:
         if not self.every:
@@ -207,7 +206,7 @@ class EvaluationSchedule:
         )
 
 
-def evaluation_schedule(config: ResolvedConfig) -> EvaluationSchedule:
+def evaluation_schedule(config: ResolvedConfig, task: Task) -> EvaluationSchedule:
     """Return the schedule of --eval-every, or the default one, whose cost is counted in samples: a
     sample of training costs more than one of an evaluation, because it is also learned from.
     """
@@ -215,7 +214,8 @@ def evaluation_schedule(config: ResolvedConfig) -> EvaluationSchedule:
     if options.eval_every is not None:
         return EvaluationSchedule(options.eval_every, options.eval_prompts)
     trained = steps * config.rollout.prompts * config.rollout.rollouts
-    affordable = int(EVALUATION_SHARE * trained / (3 * options.eval_samples))
+    samples = sum(n for _, n in held_out_sets(task, 1, options.eval_samples).values())
+    affordable = int(EVALUATION_SHARE * trained / (3 * samples))
     if affordable < min(FEWEST_EVALUATED, options.eval_prompts):
         return EvaluationSchedule(0, 0)
     return EvaluationSchedule(math.ceil(steps / 4), min(affordable, options.eval_prompts))
@@ -254,6 +254,8 @@ def _absolute(config: Config) -> dict[str, Any]:
         value = values[name]
         if isinstance(value, Path) and option.find(Resume) != Resume.NOT_COMPARED:
             found[name] = value.absolute()
+        elif option.kind == tuple[Path, ...]:
+            found[name] = tuple(path.absolute() for path in value)
         elif value is not None and Note.MAY_NAME_CODE in option.notes:
             found[name] = absolute_function(value)
     if config.model.model is not None and not config.model.model.startswith(HUB):

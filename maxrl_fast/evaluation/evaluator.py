@@ -1,8 +1,9 @@
 """Evaluation on held-out prompts: the rewards of all samples, from which every estimate follows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -80,6 +81,13 @@ class Evaluation:
             "reward_errors": float(self.rewards.isnan().double().mean()),
         }
 
+    @classmethod
+    def joined(cls, sets: Iterable["Evaluation"]) -> "Evaluation":
+        """Return that of several sets, on samples that all have."""
+        ids, rewards = zip(*((x.ids, x.rewards) for x in sets), strict=True)
+        fewest = min(x.shape[1] for x in rewards)
+        return cls(torch.cat(ids), torch.cat([x[:, :fewest] for x in rewards]), 0, 0)
+
     def pass_counts(self) -> dict[str, Any]:
         """Return the correct samples by ascending prompt id, for pass_rates.jsonl; if any reward is
         neither 0 nor 1, the mean and the maximum reward."""
@@ -95,6 +103,20 @@ class Evaluation:
             "num_prompts": len(self.ids),
             **{name: x[order].tolist() for name, x in {"ids": self.ids, **counts}.items()},
         }
+
+
+def over_sets(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the numbers of a held-out set; of several, means or sums, and each as SET/NUMBER."""
+    joined = {**next(iter(records.values()))}
+    if len(records) == 1:
+        return joined
+    for name, value in joined.items():
+        own = [record[name] for record in records.values() if name in record]
+        if isinstance(value, dict):
+            joined[name] = {k: fmean(x[k] for x in own) for k in value if all(k in x for x in own)}
+        else:
+            joined[name] = sum(own) if name.startswith("num_") else fmean(own)
+    return joined | {f"{x}/{name}": value for x in records for name, value in records[x].items()}
 
 
 @dataclass(frozen=True)

@@ -239,6 +239,8 @@ def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:
     if options["environment"] is None:
         given.remove("max_turns")
     settings = {name: options[name] for name in (*MATCHED, *given)}
+    if options["split"] != "train":
+        settings["split"] = "test"
     # Custom tasks, rewards and environments by the name of their file, wherever it is.
     for name in {"task", "reward", "environment"} & settings.keys():
         value = settings[name]

@@ -15,7 +15,7 @@ from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.rewards.combined import MajorityVote
 from maxrl_fast.rollout import Engine
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import Task
+from maxrl_fast.tasks import Task, held_out_sets
 from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.scorer import Scorer
@@ -201,18 +201,24 @@ def build_trainer(context: RunContext) -> tuple[Trainer, WarmStart]:
     return trainer, build_warm_start(config, task, policy, ranks, module)
 
 
-def build_evaluator(context: RunContext) -> Evaluator:
-    config, task = context.config, context.task
-    return Evaluator(
-        context.engine,
-        task,
-        context.scorer,
-        build_sampling(config, task),
-        num_prompts=config.evaluation.eval_prompts,
-        num_samples=config.evaluation.eval_samples,
-        seed=config.run.seed,
-        device=context.device,
-        ranks=context.ranks,
-        shares_engine=config.rollout.vllm_tensor_parallel > 1,
-        beat=context.clock.beat,
-    )
+def build_evaluators(context: RunContext) -> dict[str, Evaluator]:
+    """Return the evaluator of each held-out set, by its name."""
+    config, task, options = context.config, context.task, context.config.evaluation
+    sets = held_out_sets(task, options.eval_prompts, options.eval_samples)
+    return {
+        name: Evaluator(
+            context.engine,
+            task,
+            context.scorer,
+            build_sampling(config, task),
+            num_prompts=num_prompts,
+            num_samples=num_samples,
+            seed=config.run.seed,
+            device=context.device,
+            split=name,
+            ranks=context.ranks,
+            shares_engine=config.rollout.vllm_tensor_parallel > 1,
+            beat=context.clock.beat,
+        )
+        for name, (num_prompts, num_samples) in sets.items()
+    }

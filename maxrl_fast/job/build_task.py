@@ -75,9 +75,10 @@ def build_task(
     sft_data: Path | None = None,
     max_new_tokens: int | None = None,
     needs_reward: bool = True,
+    test_only: bool = False,
 ) -> Task:
     """Build the task. `max_new_tokens` is the longest demonstration in `sft_data`, a file for the
-    warm start.
+    warm start. test_only: read only held-out sets, if they are given.
     """
     name, spec = options.task, dataset_spec(options.task)
     if name.startswith(OBJECT):
@@ -92,11 +93,12 @@ def build_task(
         return custom_task(name, options.task_args, seed, model)
     if spec is None and not name.startswith(GYM):
         raise InputError(unknown_task(name))
-    if spec is not None and options.data is not None and options.hub is not None:
-        raise InputError(f"--task {name} takes --data or --hub, got both")
-    if is_reward(name) and options.data is None and options.hub is None:
+    given = [options.data, options.hub]
+    if test_only:
+        given += [options.test_data, options.test_hub]
+    if is_reward(name) and not any(given):
         raise InputError(needs_data(name))
-    if spec is not None and options.data is None and options.hub is None and spec.hub is None:
+    if spec is not None and not any(given) and spec.hub is None:
         raise InputError(f"--task {name} needs --data FILE or --hub NAME")
     has_reward = rewards.reward or options.environment
     if needs_reward and spec is not None and not has_reward and spec.reward is None:
@@ -120,8 +122,10 @@ def build_task(
         return GymTask(name.removeprefix(GYM), seed, model, config=options.gym_config, **text)
     text |= {
         "data": options.data,
-        "test_data": options.test_data,
         "hub": options.hub,
+        "test_data": options.test_data,
+        "test_hub": options.test_hub,
+        "test_only": test_only,
         "prompt_key": options.prompt_key,
         "answer_key": options.answer_key,
         "sft_data": sft_data,

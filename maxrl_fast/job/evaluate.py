@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 import maxrl_fast
-from maxrl_fast.config.evaluation import EvaluationConfig, ResolvedEvaluationConfig, resolve
+from maxrl_fast.config.evaluation import (
+    EvaluationConfig,
+    ResolvedEvaluationConfig,
+    resolve,
+    set_configs,
+)
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import Interval, bootstrap, powers_of_two
 from maxrl_fast.evaluation.diversity import Diversity, EmbeddingDiversity, NGramDiversity
@@ -78,17 +83,32 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     """Sample the checkpoint, and the baseline if it is a checkpoint, and report."""
     task = _task(parsed, source)
     config = resolve(parsed, source, task, screen.warning)
-    measure, out, clock = config.measure, config.place.out, Stopwatch()
+    configs = set_configs(config, task)
     torch.set_num_threads(config.place.threads)
-    contents = contents_of(task, measure.split, measure.eval_prompts)
-    settings, num_distinct = settings_of(config.flat(), contents), len(set(contents))
-    policy = _policy(config, source, task, None)
-    baseline = _baseline(config, settings, policy)
     diversity: Diversity = NGramDiversity()
-    if measure.embeddings is not None:
-        diversity = EmbeddingDiversity(measure.embeddings, torch.device(config.place.device))
+    if config.measure.embeddings is not None:
+        diversity = EmbeddingDiversity(config.measure.embeddings, torch.device(config.place.device))
+    policy = _policy(max(configs, key=_batch), source, task, None)
+    baseline = _baseline(configs[0], policy)
+    with _scorer(config, task) as scorer:
+        for i, own in enumerate(configs):
+            baseline = _baseline(own, policy) if i else baseline
+            _evaluate_set(own, policy, baseline, diversity, scorer, screen)
+    return 0
+
+
+def _evaluate_set(
+    config: ResolvedEvaluationConfig,
+    policy: Policy,
+    baseline: Policy | Outcome | None,
+    diversity: Diversity,
+    scorer: Scorer,
+    screen: Screen,
+) -> None:
+    source, task = policy.source, policy.task
+    measure, out, clock = config.measure, config.place.out, Stopwatch()
+    settings, num_distinct = _settings(config, task)
     with (
-        _scorer(config, task) as scorer,
         locked(out),
         # Renamed in the reverse order: where eval.json is, everything is.
         stored(out / RESULTS) as results,
@@ -135,15 +155,17 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():
         screen.info(f"{name:<12}{out / file_name}")
-    return 0
+
+
+def _settings(config: EvaluationConfig, task: Task) -> tuple[dict[str, Any], int]:
+    contents = contents_of(task, config.measure.split, config.measure.eval_prompts)
+    return settings_of(config.flat(), contents), len(set(contents))
 
 
 def _task(config: EvaluationConfig, source: Source) -> Task:
-    """Build the task of a checkpoint; of --test-data no other file is read."""
-    options = config.task
-    if options.test_data is not None and config.measure.split == "test":
-        options = dataclasses.replace(options, data=options.test_data, hub=None)
-    return build_task(options, config.place.task_seed or 0, source.checkpoint, config.reward)
+    """Build the task of a checkpoint; with held-out sets that are given no other data is read."""
+    seed, is_test = config.place.task_seed or 0, config.measure.split != "train"
+    return build_task(config.task, seed, source.checkpoint, config.reward, test_only=is_test)
 
 
 @contextlib.contextmanager
@@ -187,7 +209,7 @@ def _policy(
     config: ResolvedEvaluationConfig, source: Source, task: Task, like: Policy | None
 ) -> Policy:
     """Return a checkpoint's policy, with the engine of `like` if the sizes are equal."""
-    sampling, measure = config.sampling, config.measure
+    sampling = config.sampling
     model = load_policy(
         source.checkpoint,
         task=config.task.task,
@@ -205,15 +227,13 @@ def _policy(
         task,
         getattr(torch, config.place.dtype),
         max_new_tokens=sampling.max_new_tokens,
-        max_batch=min(measure.eval_prompts, _chunk(config)) * measure.samples,
+        max_batch=_batch(config),
         kv_cache_gb=sampling.kv_cache_gb,
     )
     return Policy(source, task, model, engine)
 
 
-def _baseline(
-    config: ResolvedEvaluationConfig, settings: dict[str, Any], policy: Policy
-) -> Policy | Outcome | None:
+def _baseline(config: ResolvedEvaluationConfig, policy: Policy) -> Policy | Outcome | None:
     """Return the policy of --baseline, still to be sampled, or the outcome of a finished
     evaluation.
     """
@@ -221,8 +241,9 @@ def _baseline(
     if path is None:
         return None
     baseline: Policy | Outcome
-    if (Path(path) / RESULTS).exists():
-        baseline = read_outcome(Path(path))
+    folders = [Path(path) / measure.split, Path(path)]  # of one of several sets, of the only one
+    if folder := next((x for x in folders if (x / RESULTS).exists()), None):
+        baseline = read_outcome(folder)
         theirs = baseline.settings
     else:
         source = find_source(path, "--baseline")
@@ -230,8 +251,7 @@ def _baseline(
             wanted = f"--baseline must be another checkpoint than {evaluated}"
             raise InputError(f"{wanted}, which is evaluated")
         task = _task(config, source)
-        contents = contents_of(task, measure.split, measure.eval_prompts)
-        theirs = settings_of(config.flat(), contents)
+        theirs, _ = _settings(config, task)
         baseline = _policy(config, source, task, policy)
         ours, other = policy.model.state_dict(), baseline.model.state_dict()
         if ours.keys() == other.keys() and all(
@@ -240,7 +260,7 @@ def _baseline(
         ):
             wanted = f"--baseline must be another policy than {evaluated}"
             raise InputError(f"{wanted}, got {source.checkpoint}, which has the same weights")
-    if found := differences(theirs, settings):
+    if found := differences(theirs, _settings(config, policy.task)[0]):
         raise InputError(
             f"--baseline {path} must be of the same prompts, samples and sampling; it differs in "
             f"{'; '.join(found)}"
@@ -281,6 +301,10 @@ def _introduction(
 def _chunk(config: ResolvedEvaluationConfig) -> int:
     """Return the number of prompts sampled at a time."""
     return max(1, ROLLOUTS[config.place.device] // config.measure.samples)
+
+
+def _batch(config: ResolvedEvaluationConfig) -> int:
+    return min(config.measure.eval_prompts, _chunk(config)) * config.measure.samples
 
 
 def _sample(

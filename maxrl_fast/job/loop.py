@@ -6,16 +6,16 @@ from typing import Any
 from torch import Tensor
 
 from maxrl_fast.config.resolve import evaluation_schedule
-from maxrl_fast.evaluation.evaluator import Evaluation
+from maxrl_fast.evaluation.evaluator import Evaluation, over_sets
 from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records, sample_lines
 from maxrl_fast.evaluation.scores import label_of, score_of
-from maxrl_fast.job.build import RunContext, build_evaluator
+from maxrl_fast.job.build import RunContext, build_evaluators
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.health import Health, HealthWarning, SlowRewards
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.job.run_files import RunFiles
-from maxrl_fast.job.screen import Screen
+from maxrl_fast.job.screen import Screen, Stage
 from maxrl_fast.runtime.output import take_errors
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.diagnostics import diagnostics_record
@@ -45,8 +45,8 @@ class RunLoop:
     def __post_init__(self) -> None:
         self.clock, self.ranks = self.context.clock, self.context.ranks
         self.options = self.context.config.evaluation
-        self.schedule = evaluation_schedule(self.context.config)
-        self.evaluator, flat = build_evaluator(self.context), self.context.config.flat()
+        self.schedule = evaluation_schedule(self.context.config, self.context.task)
+        self.evaluators, flat = build_evaluators(self.context), self.context.config.flat()
         self.health = Health(needs_no_rewards=bool(flat["kl_coef"]) and has_teacher(flat))
         self.expects_binary = self.context.objective.needs.expects_binary
 
@@ -75,7 +75,7 @@ class RunLoop:
             checkpoints.save(progress, learner)
         with checkpoints.kept(progress, learner):
             self._evaluate_if_due()
-        slow_rewards = SlowRewards(self.evaluator.scorer.faster)
+        slow_rewards = SlowRewards(self.context.scorer.faster)
         every = self.options.diagnose_every
         with (
             self.screen.stage("train", self.num_steps, done=progress.step) as stage,
@@ -159,50 +159,61 @@ class RunLoop:
         self.screen.warning(f"step {n}: {warning.message}")
 
     def _evaluate_if_due(self) -> None:
-        step, evaluator, every = self.progress.step, self.evaluator, self.schedule.every
+        step, every, most = self.progress.step, self.schedule.every, self.schedule.num_prompts
         is_end = step in (0, self.num_steps)
         if step in self.progress.evaluations or not (is_end or (every and step % every == 0)):
             return
-        if not is_end:
-            evaluator = replace(evaluator, num_prompts=self.schedule.num_prompts)
-        scorer, learner = evaluator.scorer, self.trainer.learner
-        with (
-            self.clock("evaluation"),
-            self.screen.stage("evaluate", evaluator.num_prompts, lines=1) as stage,
-        ):
-            scorer.pop_metrics()
-            kept = KeptSamples(evaluator.task, step)
+        task, scorer, learner = self.context.task, self.context.scorer, self.trainer.learner
+        done, samples = dict[str, Evaluation](), list[dict[str, Any]]()
+        rates = dict[str, dict[str, float]]()
+        is_whole = True
+        for name, evaluator in self.evaluators.items():
+            if not is_end and most < evaluator.num_prompts:
+                evaluator, is_whole = replace(evaluator, num_prompts=most), False
+            with (
+                self.clock("evaluation"),
+                self.screen.stage("evaluate", evaluator.num_prompts, lines=1) as stage,
+            ):
+                scorer.pop_metrics()
+                kept = KeptSamples(task, step)
 
-            def after_chunk(done: int) -> None:
-                stage.advance(done)
-                if warning := scorer.failures(self.ranks, f"evaluation at step {step}")[1]:
-                    self.screen.warning(warning)
-                self.checkpoints.stop_point(self.progress, learner)
+                def after_chunk(done: int, stage: Stage = stage) -> None:
+                    stage.advance(done)
+                    if warning := scorer.failures(self.ranks, f"evaluation at step {step}")[1]:
+                        self.screen.warning(warning)
+                    self.checkpoints.stop_point(self.progress, learner)
 
-            evaluation = evaluator.evaluate(after_chunk, kept.take)
+                done[name] = evaluator.evaluate(after_chunk, kept.take)
+            samples += kept.records
+            rates[name] = scorer.pop_metrics().over(self.ranks)
         if not self.progress.evaluations and self.ranks.is_first:
-            for prompt in prompt_records(evaluator.task, evaluator.split, evaluator.num_prompts):
-                self.files.write("eval_prompts", prompt)
-        record = self.progress.evaluations[step] = evaluation.record()
-        rates = scorer.pop_metrics().over(self.ranks)
-        self.files.write("eval", {"step": step, **record, **rates})
-        is_whole = evaluator.num_prompts == self.evaluator.num_prompts
+            for name, x in done.items():
+                for prompt in prompt_records(task, name, len(x.rewards)):
+                    self.files.write("eval_prompts", prompt)
+        record = over_sets({name: evaluation.record() for name, evaluation in done.items()})
+        self.progress.evaluations[step] = record
+        self.files.write("eval", {"step": step, **record, **over_sets(rates)})
         if is_whole:  # those of a part are not compared by prompt
-            self.files.write("pass_rates", {"step": step, **evaluation.pass_counts()})
-        self.files.write_samples(kept.records, step)
-        self._show(step, evaluation, kept.records)
+            joined = Evaluation.joined(done.values())
+            self.files.write("pass_rates", {"step": step, **joined.pass_counts()})
+        self.files.write_samples(samples, step)
+        self._show(step, done, samples)
         self.checkpoints.mark_best(self.progress, learner)
 
-    def _show(self, step: int, evaluation: Evaluation, samples: list[dict[str, Any]]) -> None:
+    def _show(self, step: int, done: dict[str, Evaluation], samples: list[dict[str, Any]]) -> None:
         """Print an evaluation, one at an end also on the prompts of those between, and a sample."""
         score, screen = score_of(self.progress.evaluations.values()), self.screen
-        total, between = self.evaluator.num_prompts, self.schedule
-        sizes = [len(evaluation.rewards)]
-        sizes += [between.num_prompts] if between.every and between.num_prompts < sizes[0] else []
-        for size in sizes:
-            scores = evaluation.first(size).record()[score].items()
-            shown = "  ".join(f"{label_of(score, k)} {x:.3f}" for k, x in scores)
+        most, between = max(len(x.rewards) for x in done.values()), self.schedule
+        limits = [most]
+        limits += [between.num_prompts] if between.every and between.num_prompts < most else []
+        total = sum(x.num_prompts for x in self.evaluators.values())
+        for limit in limits:
+            records = {name: x.first(limit).record() for name, x in done.items()}
+            size = sum(record["num_prompts"] for record in records.values())
             which = f"  ({size} of {total} prompts)" if size < total else ""
-            screen.info(f"step {step}: {shown}{which}")
+            sets = [(f"{name}  ", record) for name, record in records.items() if len(records) > 1]
+            for name, record in [*sets, ("mean of sets  " * bool(sets), over_sets(records))]:
+                shown = (f"{label_of(score, k)} {x:.3f}" for k, x in record[score].items())
+                screen.info(f"step {step}: {name}{'  '.join(shown)}{which}")
         for line in sample_lines(samples[0], screen.console.width) if samples else ():
             screen.info(line)

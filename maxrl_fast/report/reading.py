@@ -48,6 +48,7 @@ class Folder:
     score: str = PASS  # or MAX
     # for each evaluation: step, and rows of k, score, low, high
     coverage: list[dict[str, Any]] = field(default_factory=list)
+    sets: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # of held-out sets by name
     warnings: list[dict[str, Any]] = field(default_factory=list)
     points: dict[str, list[Any]] = field(
         default_factory=lambda: {key: [] for key in ("step", "id", "pass_rate", "grad_norm")}
@@ -109,9 +110,11 @@ def _read_run(path: Path, folder: Folder) -> None:
     folder.eval_steps = [steps[i] for i in whole]
     folder.eval_metrics = {name: [values[i] for i in whole] for name, values in columns.items()}
     folder.score = score_of([records[i] for i in whole])
-    for i in whole:
-        if rows := coverage_rows(records[i].get(folder.score, records[i].get(PASS))):
-            folder.coverage.append({"step": steps[i], "rows": rows})
+    keys = {key.removesuffix(PASS) for i in whole for key in records[i] if key.endswith(PASS)}
+    for key, i in itertools.product(sorted(keys), whole):
+        if rows := coverage_rows(records[i].get(key + folder.score, records[i].get(key + PASS))):
+            own = folder.sets.setdefault(key[:-1], []) if key else folder.coverage
+            own.append({"step": steps[i], "rows": rows})
     _read_weight(path, folder)
     _read_pass_rates(path, folder)
     _read_warnings(path, folder)

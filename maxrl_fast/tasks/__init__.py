@@ -26,7 +26,8 @@ class Task(Protocol):
     answer_limit: int | None
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
-        """Return prompts `start` to `start + count - 1` of `split`, "train" or "test"."""
+        """Return prompts `start` to `start + count - 1` of `split`, "train", "test" or, if the task
+        has it, a key of `held_out`, a dict of sizes."""
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
         """Return training prompts by index and one correct response to each, for supervised
@@ -48,6 +49,13 @@ class Task(Protocol):
 
     def tokenizer_files(self) -> dict[str, Any]:
         """Return JSON contents by file name, for checkpoints that `transformers` can load."""
+
+
+def held_out_sets(task: Task, most: int, num_samples: int) -> dict[str, tuple[int, int]]:
+    """Return the prompts, up to `most`, and the samples of each held-out set."""
+    sizes: dict[str, int | None] = getattr(task, "held_out", {"test": task.num_test_prompts})
+    samples: dict[str, int] = getattr(task, "set_samples", {})
+    return {x: (min(n or most, most), samples.get(x, num_samples)) for x, n in sizes.items()}
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@ set, GSM8K, mathematics.
 """
 
 import hashlib
+import itertools
 import json
 import zlib
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,10 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import DatasetSpec
-from maxrl_fast.tasks.jsonl import Line, read_demonstrations, read_hub, read_lines
+from maxrl_fast.tasks.jsonl import Line, read_demonstrations
+from maxrl_fast.tasks.sources import TEST, Part, read_sources
 from maxrl_fast.tasks.text_answers import text_answers
 from maxrl_fast.tasks.text_codec import TextTask, prompts_of
-
-TEST_SHARE = 10  # about one prompt in this many is held out if no test prompts are given
 
 Fields = dict[str, Any]
 
@@ -28,7 +29,7 @@ class DatasetTask(TextTask):
     """The lines of a data set, reshuffled in every epoch. Training prompt i is line i mod n of the
     order of epoch i // n, which depends only on the seed and the epoch. Arguments are the options
     of these names; what is not given is as in `spec`. Demonstrations are asked as the prompts of
-    `data` are."""
+    training are. The split "test" is all held-out sets."""
 
     num_test_prompts: int | None
 
@@ -38,9 +39,11 @@ class DatasetTask(TextTask):
         seed: int,
         model: Path,
         *,
-        data: Path | None = None,
-        test_data: Path | None = None,
-        hub: str | None = None,
+        data: Sequence[Path] = (),
+        hub: Sequence[str] = (),
+        test_data: Sequence[Path] = (),
+        test_hub: Sequence[str] = (),
+        test_only: bool = False,
         prompt_key: str | None = None,
         answer_key: str | None = None,
         prompt_suffix: str | None = None,
@@ -57,33 +60,39 @@ class DatasetTask(TextTask):
         self._seed, self._spec, self._key = seed, spec, prompt_key or spec.prompt_key
         self.max_new_tokens = spec.max_new_tokens
         self.reward, self.answer_limit = spec.reward, spec.answer_limit
-        source, lines, test = _read(spec, self._key, data, test_data, hub)
-        if not test:
-            parts: tuple[list[Line], list[Line]] = [], []
-            for place, line in lines:
-                prompt = json.dumps(line[self._key]).encode()
-                parts[zlib.crc32(prompt) % TEST_SHARE == 0].append((place, line))
-            lines, test = parts
+        given = data, hub, test_data, test_hub
+        train, held_out = read_sources(spec, self._key, *given, test_only)
+        source = ", ".join(str(x) for x, _ in train or held_out.values())
         odd: list[str] = []
-        lines, test = (self._columns(part, answer_key, odd) for part in (lines, test))
-        self._lines = {"train": self._encoded(lines), "test": self._encoded(test)}
-        for split, kept in self._lines.items():
-            if not kept:
+        lines = {"train": [x for part in train for x in self._columns(part, answer_key, odd)]}
+        lines |= {name: self._columns(part, answer_key, odd) for name, part in held_out.items()}
+        kept = {name: self._encoded(part) for name, part in lines.items()}
+        for split, own in kept.items():
+            if not own and (train or split != "train"):
                 raise InputError(
                     f"{source} must have prompts of at most {max_prompt_tokens} tokens for the "
-                    f"{split} split, got none in {len(lines)} training lines and {len(test)} test "
-                    "lines"
+                    f"{split} split, got none in {len(lines[split])} lines"
                 )
-        num_long = len(lines) + len(test) - sum(map(len, self._lines.values()))
-        self.prompt_length = max(len(tokens) for kept in self._lines.values() for tokens, _ in kept)
+        num_long = sum(map(len, lines.values())) - sum(map(len, kept.values()))
+        self.prompt_length = max(len(tokens) for own in kept.values() for tokens, _ in own)
         # The token ids too: another chat template or tokenizer encodes the same lines otherwise.
-        contents = [[line for _, line in part] for part in (lines, test)]
-        encoded = [[tokens for tokens, _ in part] for part in self._lines.values()]
+        contents = [[line for _, line in part] for part in lines.values()]
+        encoded = [[tokens for tokens, _ in own] for own in kept.values()]
+        self.set_samples = {name: x.number for name, (x, _) in held_out.items() if x.number}
+        self.held_out = {name: len(kept[name]) for name in held_out}
+        starts = itertools.accumulate(self.held_out.values(), initial=0)
+        self._starts = dict(zip(held_out, starts, strict=False))
+        self._lines = {
+            "train": kept["train"],
+            TEST: [line for name in held_out for line in kept[name]],
+        }
         self.num_train_prompts = len(self._lines["train"])
-        self.num_test_prompts = len(self._lines["test"])
+        self.num_test_prompts = len(self._lines[TEST])
         self.name = (
             f"{source}: {self.num_train_prompts} prompts and {self.num_test_prompts} held out"
         )
+        if len(held_out) > 1:
+            self.name += f" ({', '.join(f'{n} of {x}' for x, n in self.held_out.items())})"
         if num_long:
             self.name += f", {num_long} longer than {max_prompt_tokens} tokens left out"
         if odd:
@@ -138,15 +147,17 @@ class DatasetTask(TextTask):
             return self.prompt(prompt + self._suffix)
         return prompt + self._suffix if isinstance(prompt, str) else prompt
 
-    def _columns(self, lines: list[Line], answer_key: str | None, odd: list[str]) -> list[Line]:
+    def _columns(self, part: Part, answer_key: str | None, odd: list[str]) -> list[Line]:
         """Return lines as the reward function gets them, without those whose answer cannot be read;
         `odd` gets their errors.
         """
         found: list[Line] = []
+        source, lines = part
+        gold = source.form.gold or self._spec.gold
+        answer_key = None if source.form.gold else answer_key
         for place, line in lines:
-            columns = {**line, "prompt": self._asked(line[self._key])}
+            columns = {**line, "prompt": self._asked(line[source.key])}
             try:
-                gold = self._spec.gold
                 answer = {} if gold is None else {"answer": gold(line, answer_key)}
                 found.append((place, columns | answer))
             except InputError as error:
@@ -173,7 +184,9 @@ class DatasetTask(TextTask):
         return lines[self._order(i // len(lines), len(lines))[i % len(lines)]]
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
-        lines, indices = self._lines[split], range(start, start + count)
+        start += self._starts.get(split, 0)
+        lines = self._lines["train" if split == "train" else TEST]
+        indices = range(start, start + count)
         chosen = [self._shuffled(lines, i) if split == "train" else lines[i] for i in indices]
         return prompts_of([tokens for tokens, _ in chosen], indices, [line for _, line in chosen])
 
@@ -200,18 +213,3 @@ class DatasetTask(TextTask):
 
     def answer(self, response: str) -> str:
         return self._spec.answer(response)
-
-
-def _read(
-    spec: DatasetSpec, key: str, data: Path | None, test_data: Path | None, hub: str | None
-) -> tuple[str, list[Line], list[Line]]:
-    """There are no test lines if they are split off later."""
-    test = [] if test_data is None else read_lines(test_data, key, "--test-data")
-    if data is not None:
-        return data.name, read_lines(data, key), test
-    hub, test_hub = (hub, None) if hub else (spec.hub, spec.test_hub)
-    assert hub is not None  # a spec without a hub requires `data`
-    lines = read_hub(hub, "train", key)
-    if not test and test_hub is not None:
-        test = read_hub(test_hub, "test", key)
-    return hub, lines, test

@@ -2,6 +2,7 @@
 answered and scored.
 """
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -10,6 +11,7 @@ from typing import Any
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.verifiers import boxed
 
+AsLine = Callable[[dict[str, Any]], dict[str, Any]]
 GoldAnswer = Callable[[dict[str, Any], str | None], str]  # (line, key of --answer-key)
 
 
@@ -39,7 +41,7 @@ class DatasetSpec:
         prompt_key: the default of --prompt-key.
         is_question: text is the user message of a chat template; otherwise the whole prompt.
         suffix: text added to prompts that are text.
-        hub, test_hub: the default data sets of the Hugging Face hub, as NAME or NAME:CONFIG.
+        hub, test_hub: the default data sets, by their names in NAMED_SETS.
         gold: returns the correct answer of a line; None: only the user's reward reads answers.
         form: how a response gives the answer that `gold` returns.
         reward: the function that scores responses; None: the user must name one.
@@ -109,6 +111,45 @@ def math_answer(line: dict[str, Any], key: str | None) -> str:
     return _answer_text(line, key or "answer")
 
 
+def _first_answer(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "answer": (row.get("final_answer") or [None])[0]}
+
+
+def _with_choices(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a question of GPQA with its answers in a fixed order."""
+    right = row["Correct Answer"]
+    choices = [right, *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
+    choices.sort(key=lambda text: zlib.crc32(text.encode()))
+    listed = "".join(f"\n{x}) {text}" for x, text in zip("ABCD", choices, strict=True))
+    problem = f"{row['Question']}\n{listed}\n\nAnswer with the letter."
+    return {"problem": problem, "answer": "ABCD"[choices.index(right)]}
+
+
+@dataclass(frozen=True)
+class NamedSet:
+    """NAME[:CONFIG][@SPLIT] of the hub; prompts and answers as of DatasetSpec; a row as a line."""
+
+    hub: str
+    prompt_key: str | None = "problem"
+    gold: GoldAnswer | None = math_answer
+    as_line: AsLine | None = None
+
+
+UNNAMED = NamedSet("", None, None)
+NAMED_SETS = {
+    "aime24": NamedSet("HuggingFaceH4/aime_2024@train"),
+    "aime25": NamedSet("math-ai/aime25"),
+    "beyond_aime": NamedSet("ByteDance-Seed/BeyondAIME"),
+    "amc23": NamedSet("math-ai/amc23", "question"),
+    "minerva": NamedSet("math-ai/minervamath", "question"),
+    "olympiad": NamedSet("math-ai/olympiadbench", "question", as_line=_first_answer),
+    "math": NamedSet("nlile/hendrycks-MATH-benchmark"),
+    "math500": NamedSet("HuggingFaceH4/MATH-500"),
+    "gsm8k": NamedSet("openai/gsm8k:main", "question", gsm8k_answer),
+    "gsm8k_platinum": NamedSet("madrylab/gsm8k-platinum:main", "question", gsm8k_answer),
+    "gpqa_diamond": NamedSet("Idavidrein/gpqa:gpqa_diamond@train", as_line=_with_choices),
+}
+
 _MATHEMATICS = DatasetSpec(
     is_question=True,
     form=BOX,
@@ -123,8 +164,8 @@ DATASETS = {
         _MATHEMATICS,
         prompt_key="question",
         suffix=" Let's think step by step and output the final answer within \\boxed{}.",
-        hub="openai/gsm8k:main",
-        test_hub="madrylab/gsm8k-platinum:main",
+        hub="gsm8k",
+        test_hub="gsm8k_platinum",
         gold=gsm8k_answer,
     ),
     # MaxRL on POLARIS, PACS on DeepScaleR, and MATH itself.
@@ -132,8 +173,8 @@ DATASETS = {
         _MATHEMATICS,
         prompt_key="problem",
         suffix="\nPlease reason step by step, and put your final answer within \\boxed{}.",
-        hub="nlile/hendrycks-MATH-benchmark",
-        test_hub="HuggingFaceH4/MATH-500",
+        hub="math",
+        test_hub="math500",
         gold=math_answer,
         max_new_tokens=2048,
     ),

@@ -5,7 +5,7 @@ names the invalid line.
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -16,7 +16,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import why_unreachable
 from maxrl_fast.model.tokenizer import REASONING, Message, Prompt
 from maxrl_fast.runtime.files import check_regular, printable
-from maxrl_fast.tasks.dataset_specs import keys_of
+from maxrl_fast.tasks.dataset_specs import AsLine, keys_of
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
@@ -52,9 +52,12 @@ def _read_objects(path: Path, option: str) -> list[tuple[str, Any]]:
     return lines
 
 
-def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
+def read_hub(
+    name: str, splits: Sequence[str], prompt_key: str, as_line: AsLine | None = None
+) -> list[list[Line]]:
     """Return the rows of a data set of the Hugging Face hub, NAME or NAME:CONFIG, with their
-    places; where the hub cannot be reached, from the cache of `datasets`."""
+    places: of the first split, and of others if it has them; where the hub cannot be reached, from
+    the cache of `datasets`."""
     try:
         import datasets
 
@@ -68,18 +71,24 @@ def read_hub(name: str, split: str, prompt_key: str) -> list[Line]:
     # Otherwise it retries for 24 s, and then looks into its cache.
     datasets.config.HF_HUB_OFFLINE = bool(offline)
     try:
-        rows = datasets.load_dataset(repository, config or None, split=split)
+        found = datasets.load_dataset(repository, config or None)
     except Exception as error:  # errors of the network, the hub, or the parsers of its files
         cause = f"{type(error).__name__}: {error}".partition("\n")[0]
         if offline:
             cause = f"it cannot be reached ({offline}), and the cache has no copy"
         raise InputError(
-            f"cannot load {split} data of {name} from the hub: {cause}; --data FILE reads a local "
-            "copy"
+            f"cannot load {splits[0]} data of {name} from the hub: {cause}; --data FILE and "
+            "--test-data FILE read a local copy"
         ) from error
-    places = (f"{name}, {split} row {i}" for i in itertools.count(1))
-    pairs = zip(places, rows, strict=False)
-    return [(place, _checked(row, place, prompt_key)) for place, row in pairs]
+    if splits[0] not in found:
+        raise InputError(f"{name} has no split {splits[0]}, but {', '.join(found)} (NAME@SPLIT)")
+    lines = []
+    for split in dict.fromkeys(x for x in splits if x in found):
+        places = (f"{name}, {split} row {i}" for i in itertools.count(1))
+        rows = map(as_line, found[split]) if as_line else found[split]
+        pairs = zip(places, rows, strict=False)
+        lines.append([(place, _checked(row, place, prompt_key)) for place, row in pairs])
+    return lines
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:

@@ -50,7 +50,8 @@ def correction(*flags):
     ],
 )
 def test_evaluations_between_the_ends_cost_a_twentieth_of_the_samples(flags, wanted):
-    schedule = evaluation_schedule(resolve(parse(flags.split()), MazeTask(9)))
+    task = MazeTask(9)
+    schedule = evaluation_schedule(resolve(parse(flags.split()), task), task)
     assert (schedule.every, schedule.num_prompts) == wanted
 
 
@@ -297,7 +298,7 @@ def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_pat
     def taken(*flags):
         config, _ = evaluation.parse([str(tmp_path), *flags])
         limit, seed = config.sampling.max_new_tokens, config.sampling.seed
-        return str(config.task.data), limit, seed, config.place.task_seed
+        return str(config.flat()["data"]), limit, seed, config.place.task_seed
 
     assert taken() == ("/d", 7, 3, 3)
     assert taken("--data", "/e", "--seed", "4") == ("/e", 7, 4, 3)

@@ -79,7 +79,7 @@ SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b i
 
 
 def task_of(path, policy, seed=0, **options):
-    return DatasetTask(DATASETS["dataset"], seed, policy, data=path, **options)
+    return DatasetTask(DATASETS["dataset"], seed, policy, data=(path,), **options)
 
 
 def texts(task, split, start, count):
@@ -114,7 +114,7 @@ def test_equal_prompts_are_in_the_same_split(tmp_path, policy):
     )
     assert not train_texts & test_texts
     given = task_of(
-        tmp_path / "twice.jsonl", policy, test_data=written(tmp_path / "test.jsonl", SUMS[:2])
+        tmp_path / "twice.jsonl", policy, test_data=(written(tmp_path / "test.jsonl", SUMS[:2]),)
     )
     assert (given.num_test_prompts, len(given._lines["train"])) == (2, 180)
 
@@ -122,7 +122,7 @@ def test_equal_prompts_are_in_the_same_split(tmp_path, policy):
 def test_chat_messages_use_the_template_and_columns_are_kept(tmp_path, policy):
     messages = [{"role": "user", "content": "1+1="}]
     path = written(tmp_path / "chat.jsonl", [{"question": messages, "answer": "2"}])
-    task = task_of(path, policy, prompt_key="question", test_data=path)
+    task = task_of(path, policy, prompt_key="question", test_data=(path,))
     prompts = task.prompts("train", 0, 1)
     assert (
         task.tokenizer.decode(prompts.tokens)
@@ -138,10 +138,7 @@ def test_long_prompts_are_left_out_and_reported(tmp_path, policy):
     task = task_of(path, policy, max_prompt_tokens=30)
     assert task.prompt_length == 30
     assert task.name.endswith(", 10 longer than 30 tokens left out")
-    with refused(
-        "must have prompts of at most 3 tokens for the train split, got none in 1 training "
-        "lines and 0 "
-    ):
+    with refused("must have prompts of at most 3 tokens for the train split, got none in 1 lines"):
         task_of(
             written(tmp_path / "one.jsonl", [{"prompt": "too long!"}]), policy, max_prompt_tokens=3
         )
@@ -187,8 +184,8 @@ def test_the_text_of_a_prompt_cannot_forge_special_tokens(tmp_path, layout, text
     path = written(tmp_path / "data.jsonl", [{"prompt": prompt} for prompt in prompts])
     message = f"data.jsonl, line 2: a prompt must not have the special token {token!r} of the"
     with refused(re.escape(message)):
-        task_of(path, policy, test_data=path)
-    task = task_of(path, policy, test_data=path, allow_special_tokens=True)
+        task_of(path, policy, test_data=(path,))
+    task = task_of(path, policy, test_data=(path,), allow_special_tokens=True)
     honest, allowed = (task.prompts("test", i, 1).tokens.tolist() for i in range(2))
     number = task.tokenizer.convert_tokens_to_ids(token)
     assert allowed.count(number) == honest.count(number) + 1
@@ -204,7 +201,7 @@ def test_prompts_with_words_spaces_and_think_tags_that_are_tokens_are_accepted(t
         tmp_path / "data.jsonl",
         [{"prompt": prompt}, {"prompt": [{"role": "user", "content": prompt}]}],
     )
-    task = task_of(path, policy, test_data=path)
+    task = task_of(path, policy, test_data=(path,))
     text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
     assert [task.tokenizer.decode(task.prompts("test", i, 1).tokens) for i in range(2)] == [
         prompt,
@@ -269,7 +266,6 @@ def test_other_kinds_of_files_are_refused(tmp_path):
     ("flags", "message"),
     table("""
     --task gsm8k | --task gsm8k needs --model DIR, whose tokenizer reads text
-    --task math --data x --hub y | --task math takes --data or --hub, got both
     --task gym:gcd | --task gym:gcd needs --model DIR
     --task gym:gcd --gym-config [1] | --gym-config must be a JSON object
     --task dataset | needs --data FILE

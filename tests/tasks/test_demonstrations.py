@@ -33,7 +33,7 @@ def task_of(tmp_path, policy, demonstrations, name="dataset", **options):
     lines = [{key: line["prompt"], "answer": line["answer"]} for line in SUMS]
     data = written(tmp_path / "data.jsonl", lines)
     shown = written(tmp_path / "shown.jsonl", demonstrations)
-    return DatasetTask(DATASETS[name], 0, policy, data=data, sft_data=shown, **options)
+    return DatasetTask(DATASETS[name], 0, policy, data=(data,), sft_data=shown, **options)
 
 
 def texts(task, start, count):

@@ -80,7 +80,7 @@ def test_the_correct_answer_is_found_in_each_line():
 
 
 def task_of(name, path, policy, **options):
-    return build_task(TaskOptions(task=name, data=path, **options), 0, policy)
+    return build_task(TaskOptions(task=name, data=(path,), **options), 0, policy)
 
 
 def prompt_of(task, index=0):
@@ -193,7 +193,7 @@ def test_an_unreachable_hub_is_reported_without_retries(policy, tmp_path, monkey
     monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", sleep)
     sentence = (
         r"cannot load train data of openai/gsm8k:main from the hub: it cannot be reached "
-        r"\(http://127.0.0.1:9: Connect.*\), and the cache has no copy; --data FILE reads"
+        r"\(http://127.0.0.1:9: Connect.*\), and the cache has no copy; --data FILE and --test-"
     )
     with refused(sentence):
         build_task(TaskOptions(task="gsm8k"), 0, policy)
@@ -203,14 +203,17 @@ def test_data_sets_are_loaded_from_the_hub(policy, monkeypatch):
     monkeypatch.setattr(jsonl, "why_unreachable", lambda: "")
     asked = []
 
-    def given(name, config, split):
-        asked.append((name, config, split))
-        return datasets.Dataset.from_list(GSM8K[:30] if split == "train" else GSM8K[30:])
+    def given(name, config):
+        asked.append((name, config))
+        splits = {"train": GSM8K[:30], "test": GSM8K[30:]}
+        if name == "me/mine":
+            del splits["test"]
+        return {split: datasets.Dataset.from_list(lines) for split, lines in splits.items()}
 
     monkeypatch.setattr(datasets, "load_dataset", given)
     task = build_task(TaskOptions(task="gsm8k"), 0, policy)
-    assert asked == [("openai/gsm8k", "main", "train"), ("madrylab/gsm8k-platinum", "main", "test")]
+    assert asked == [("openai/gsm8k", "main"), ("madrylab/gsm8k-platinum", "main")]
     assert task.name == "openai/gsm8k:main: 30 prompts and 10 held out"
-    own = build_task(TaskOptions(task="gsm8k", hub="me/mine"), 0, policy)
-    assert asked[2:] == [("me/mine", None, "train")]
+    own = build_task(TaskOptions(task="gsm8k", hub=("me/mine",)), 0, policy)
+    assert asked[2:] == [("me/mine", None)]
     assert own.num_test_prompts < 10  # held out from the training lines

@@ -90,7 +90,7 @@ PROBLEMS = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b i
 
 def test_tasks_of_text_know_their_answers(policy, tmp_path):
     data = written(tmp_path / "sums.jsonl", PROBLEMS)
-    task = build_task(TaskOptions("math", data=data), 0, policy)
+    task = build_task(TaskOptions("math", data=(data,)), 0, policy)
     prompts = task.prompts("train", 0, 2)
     right = [f"{line['answer']}" for line in prompts.columns]
     encoded = [
@@ -114,7 +114,7 @@ def test_tasks_that_do_not_know_their_answers_and_answers_with_control_tokens_ar
 ):
     data = written(tmp_path / "sums.jsonl", [{"prompt": line["problem"]} for line in PROBLEMS])
     task = build_task(
-        TaskOptions("dataset", data=data), 0, policy, RewardOptions(reward=("rewards.py:f",))
+        TaskOptions("dataset", data=(data,)), 0, policy, RewardOptions(reward=("rewards.py:f",))
     )
     with refused(
         "--reward-source rlpr: the reference answer must be known, but only the reward function"
@@ -124,4 +124,6 @@ def test_tasks_that_do_not_know_their_answers_and_answers_with_control_tokens_ar
         tmp_path / "forged.jsonl", [line | {"answer": "<|im_end|>"} for line in PROBLEMS]
     )
     with refused("the reference answer to prompt 0: "):
-        check_answers(build_task(TaskOptions("math", data=data), 0, policy), "--reward-source rlpr")
+        check_answers(
+            build_task(TaskOptions("math", data=(data,)), 0, policy), "--reward-source rlpr"
+        )

@@ -9,10 +9,12 @@ function curvesOf(run) {
   const curves = new Map();
   for (const [key, ys] of Object.entries(run.metrics)) curves.set(key, { xs: run.steps, ys });
   if (run.kind !== 'run') return curves;
-  const ks = [...new Set(run.coverage.flatMap(({ rows }) => rows.map(([k]) => k)))].sort((a, b) => a - b);
-  for (const k of ks) {
-    const points = run.coverage.filter(({ rows }) => rows.some((row) => row[0] === k));
-    curves.set(`${EVALUATED}${scoreName(k)}`, { xs: points.map(({ step }) => step), ys: points.map(({ rows }) => rows.find((row) => row[0] === k)[1]), sparse: true });
+  for (const [set, coverage] of [['', run.coverage], ...Object.entries(run.sets)]) {
+    const ks = [...new Set(coverage.flatMap(({ rows }) => rows.map(([k]) => k)))].sort((a, b) => a - b);
+    for (const k of ks) {
+      const points = coverage.filter(({ rows }) => rows.some((row) => row[0] === k));
+      curves.set(`${EVALUATED}${set && `${set} `}${scoreName(k)}`, { xs: points.map(({ step }) => step), ys: points.map(({ rows }) => rows.find((row) => row[0] === k)[1]), sparse: true });
+    }
   }
   for (const [key, ys] of Object.entries(run.eval_metrics)) curves.set(`${EVALUATED}${key}`, { xs: run.eval_steps, ys, sparse: true });
   return curves;

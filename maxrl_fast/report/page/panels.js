@@ -31,17 +31,24 @@ function progressOf(run) {
 
 function makeCoverage(body, app) {
   let mode = 'ends';
+  let set = ''; // the mean over the held-out sets, or the only one
+  const sets = [...new Set(app.runs.flatMap((run) => Object.keys(run.sets)))];
   const host = el('div', { class: 'plot' });
   const numbers = el('div', {});
+  const ofSet = (run) => (set ? run.sets[set] ?? [] : run.coverage);
+  const chooser = select('held-out set', 'set', [['', 'mean over sets'], ...sets.map((name) => [name, name])], set, (value) => {
+    set = value;
+    render();
+  });
   const choice = segmented('Evaluations', [['ends', 'First and last'], ['step', 'At the step']], mode, (value) => {
     mode = value;
     render();
   });
-  body.append(...(app.hasSteps ? [choice] : []), host, numbers);
+  body.append(...(app.hasSteps ? [choice] : []), ...(sets.length ? [chooser] : []), host, numbers);
 
   function chosen() {
     return app.lines().flatMap((line) => {
-      const picked = line.runs.filter((run) => run.coverage.length).map(({ coverage }) => {
+      const picked = line.runs.map(ofSet).filter((coverage) => coverage.length).map((coverage) => {
         const until = coverage.filter(({ step }) => step === null || step <= app.step);
         return mode === 'step' ? until.slice(-1) : coverage.length > 1 ? [coverage[0], coverage[coverage.length - 1]] : coverage;
       });

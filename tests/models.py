@@ -10,6 +10,7 @@ from torch import Tensor
 
 from maxrl_fast.model.checkpoint import SHARD_BYTES, new_files, write_policy
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
+from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.training.packing import MicroBatch
 from maxrl_fast.training.passes import run_batch
 
@@ -24,6 +25,7 @@ TINY = DecoderConfig(
     max_position_embeddings=512,
     rope_theta=100.0,
 )
+ADAPTED = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 # of a short stream
 TOKENS, POSITIONS = torch.tensor([3, 9, 0, 31, 7, 7]), torch.tensor([0, 4, 5, 6, 100, 511])
 
@@ -52,6 +54,16 @@ def tiny_decoder(seed: int = 0, **changes: object) -> Decoder:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(0.3 * noise if parameter.dim() == 2 else 0.7 + 0.2 * noise)
+    return model
+
+
+def adapted(model: Decoder, targets: str = ADAPTED) -> Decoder:
+    """Return the decoder with adapters whose update is not zero."""
+    add_adapters(model, 3, 6.0, targets, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_b"):
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
     return model
 
 

@@ -19,8 +19,7 @@ from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts, one_batch
 from tests.kernels.devices import CPU, Device, emulated_gpu
-from tests.model.test_linear import adapted
-from tests.models import tiny_decoder
+from tests.models import adapted, tiny_decoder
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

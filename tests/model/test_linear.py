@@ -9,23 +9,12 @@ from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.training.optimizer import make_optimizer
 from tests.batches import make_prompts, one_batch
-from tests.models import response_logits, save_checkpoint, tiny_decoder
+from tests.models import adapted, response_logits, save_checkpoint, tiny_decoder
 from tests.tables import refused
 
-ALL = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 BATCH = one_batch(
     make_prompts([[5, 6, 7, 8], [9, 1]]), Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8]])
 )
-
-
-def adapted(model, targets=ALL):
-    """Return the decoder with adapters whose update is not zero."""
-    add_adapters(model, 3, 6.0, targets, seed=0)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if name.endswith("lora_b"):
-            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
-    return model
 
 
 def test_new_adapters_do_not_change_outputs_and_only_they_are_trained():

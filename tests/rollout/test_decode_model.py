@@ -9,8 +9,7 @@ import torch
 
 from maxrl_fast.model import flash
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
-from tests.model.test_linear import ALL, adapted
-from tests.models import POSITIONS, TOKENS, tiny_decoder
+from tests.models import POSITIONS, TOKENS, adapted, tiny_decoder
 
 FAMILIES = [
     {},
@@ -50,7 +49,7 @@ def test_hidden_states_equal_the_decoders(family):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_every_weight_is_loaded_in_place_under_its_name(family):
-    model, old = adapted(ALL, **family), tiny_decoder(seed=1, **family)
+    model, old = adapted(tiny_decoder(**family)), tiny_decoder(seed=1, **family)
     decoder = DeviceDecoder(model, torch.bfloat16)
     decoder.load_weights(old)
     addresses = {name: weight.data_ptr() for name, weight in decoder.model.weights.items()}

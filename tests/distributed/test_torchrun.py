@@ -209,7 +209,7 @@ def test_a_run_resumes_with_other_numbers_of_ranks_and_other_sharding(tmp_path):
     output = run_job(out, 2, *flags, *"--sharding full --steps 2".split())
     assert "one of 2 processes" in output
     assert output.count("maxrl_fast 0") == 1  # only rank 0 logs
-    # rank 0 keeps the samples of its own share
+    # rank 0 keeps the samples of its share
     kept = [line for line in read(out, "samples") if line["step"] == 0]
     assert kept == read(alone, "samples")[:16]
     assert len(list((out / "latest" / "state").iterdir())) == 2

@@ -1,4 +1,4 @@
-"""What the losses from hidden states and the output matrix have of their own.
+"""Losses from hidden states and the output matrix: what the losses from logits do not have.
 
 tests/ops/test_token_loss.py compares them with definitions, and the fuzz tests draw sizes.
 """

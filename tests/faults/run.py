@@ -4,8 +4,7 @@
 Every *.toml in this folder, or the one given by --file, is a list of
 
     [[fault]]
-    name = "sapo: tau of the wrong sign of A"
-    what = "one sentence, by which somebody can plant the fault again after the code was rewritten"
+    name = "sapo: tau of the wrong sign of A"  # says enough to plant it again in other code
     file = "csrc/token_loss.h"
     old = "x.advantage > 0.0 ? 0 : 1"     # must occur exactly once in the file
     new = "x.advantage < 0.0 ? 0 : 1"
@@ -170,17 +169,14 @@ def main() -> int:
     parser.add_argument(
         "--list",
         action="store_true",
-        help="print names, files and what the faults are, and plant none",
+        help="print names and files, and plant none",
     )
     options = parser.parse_args()
     faults = read_faults(
         [options.file] if options.file else sorted(HERE.glob("*.toml")), options.only
     )
     if options.list:
-        print(
-            *(f"{fault['name']}\n    {fault['file']}: {fault['what']}" for fault in faults),
-            sep="\n",
-        )
+        print(*(f"{fault['name']}: {fault['file']}" for fault in faults), sep="\n")
         return 0
     # so that the copy is removed, as at an interrupt
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

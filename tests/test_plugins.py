@@ -25,12 +25,20 @@ ROOT = Path(__file__).parents[1]
 SORT, NAIVE = ROOT / "examples" / "sort_task.py", ROOT / "examples" / "naive_engine.py"
 ARGS = ("--task-args", '{"length": 3}')
 SIZES = [*base()[2:], "--objective", "maxrl"]  # without --maze-size
+OWN = """
+
+def centred(rewards):
+    return rewards - rewards.mean(1, keepdim=True)
+
+
+def soft(t, *, tau: float = 1.0):
+    return -t.advantages * (4 / tau) * torch.sigmoid(tau * (t.ratio - 1))
+"""
 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    centred = "\n\ndef centred(rewards):\n    return rewards - rewards.mean(1, keepdim=True)\n"
-    written(tmp_path / "sorting_plugin.py", SORT.read_text() + centred)
+    written(tmp_path / "sorting_plugin.py", SORT.read_text() + OWN)
     written(tmp_path / "naive_plugin.py", NAIVE.read_text())
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -154,6 +162,28 @@ def test_a_module_that_is_absent_or_lacks_the_name_is_refused(option, site, caps
         )
 
 
+BAD = """
+def constant(t): return t.advantages * t.logprobs.detach()
+def right(t, *, tau: float = 1.0): return -t.advantages * tau * t.logprobs
+"""
+
+
+# what functions must return: tests/ops/test_users_loss.py
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    table(r"""
+    nothing | must be FILE.py:FUNCTION: .*bad.py has no nothing
+    constant | loss constant must have a gradient in the logprobs or the entropy
+    right --loss-options tua=2 | loss right takes the options tau, got 'tua'; did you mean 'tau'?
+    right --clip-low .1 | clip_low is not used by loss right, got 0.1
+    """),
+)
+def test_a_function_that_is_no_loss_is_refused_before_any_work(tmp_path, capsys, flags, message):
+    file = written(tmp_path / "bad.py", BAD)
+    said = refused(capsys, "--loss", *f"{file}:{flags}".split())
+    assert re.search(message, said), said
+
+
 def engine_of(name, **options):
     task = build_task(TaskOptions(maze_size=5), 0)
     return build_engine(
@@ -181,6 +211,7 @@ def test_modules_train_as_their_files_do_and_resume(site, tmp_path, capsys):
     files = SORT, site / "sorting_plugin.py", NAIVE
     for name, (task, objective, engine) in (("modules", modules), ("files", files)):
         flags = f"--task {task}:SortTask --objective {objective}:centred --sft-steps 120"
+        flags += f" --loss {objective}:soft --loss-options tau=.8"
         flags += f" --rollout {engine}:NaiveEngine --out {tmp_path / name}"
         assert train.main([*SIZES, *ARGS, *flags.split()]) == 0
         said = "log-probs of the rollout engine differ from the policy's by"
@@ -203,7 +234,7 @@ def test_modules_train_as_their_files_do_and_resume(site, tmp_path, capsys):
     assert train.main([*resume, "--task-args", '{"length": 4}']) == 2
     said = capsys.readouterr().err
     assert "task_args: " in said
-    for name in ("task", "objective", "rollout"):
+    for name in ("task", "objective", "loss", "rollout"):
         assert f"the file of --{name}: changed" in said
 
 

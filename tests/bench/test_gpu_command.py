@@ -1,4 +1,4 @@
-"""The command `make gpu`, tested without a GPU: its table, time limits, results and refusals."""
+"""The command `make gpu`, tested without a GPU: its steps, time limits, results and refusals."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import counters, gpu, gpu_build
+from bench import gpu, gpu_build
 from bench.gpu_run import run_step
 from bench.gpu_steps import (
     LIMIT_SECONDS,
@@ -23,67 +23,10 @@ from bench.gpu_steps import (
     dry_steps,
     gpu_steps,
 )
-from bench.gpu_table import SECTIONS, lines, rows
+from bench.gpu_table import SECTIONS
 from tests.rewards.pools import eventually, is_alive
-from tests.tables import refused
 
 ROOT = Path(__file__).parents[2]
-GPU = {"device": "cuda", "dtype": "torch.bfloat16"}
-
-
-def done(**figures):
-    return {"state": "done", "why": "", "figures": {"machine": GPU, **figures}}
-
-
-LOSS = {
-    **{"tokens": 16384, "vocabulary": 32000, "host_microseconds": None},
-    "milliseconds": {"copy": 2.0, "ours": 2.5, "eager": 40.0},
-    "of_copy_bandwidth": {"ours": 0.8},
-    "times_ours": {"ours": 1.0, "liger-kernel GRPO": 1.65},
-    "peak_bytes_per_element": {"ours": 2.0, "ours, in place": 0.001},
-    "failed": {"TRL": "RuntimeError: CUDA out of memory"},
-}
-NATIVE = {"native": {"tokens_per_second": 6.1e6, "milliseconds": 121.0}}
-RECORDS = {
-    "tests": {"state": "failed", "why": "exit code 1", "figures": {"failed": 2, "passed": 310}},
-    "racecheck": {"state": "absent", "why": "compute-sanitizer is not on the PATH"},
-    "ceilings": done(copy_bytes_per_second=4.25e12, matrix_flops_per_second=7.8e14),
-    "train": done(chains={"lora": [{"code": 2, "seconds_since_start": 3.0, "command": "resume"}]}),
-    "token_loss": done(
-        **{"logits": {"bfloat16": LOSS}, "failed": {"pacs float32": "RuntimeError: no kernel"}},
-        **{name: {} for name in ("other_vocabularies", "linear", "linear_products")},
-        **{name: {} for name in ("linear_logprobs", "divergence")},
-    ),
-    "qwen_1.5b": {"state": "past its limit", "why": "killed after 40 s", "figures": None},
-    "rollout_compiled": done(
-        cases={
-            "maze17x32": {"prompts": 32, "samples": 128, "floor_milliseconds": 9, "sides": NATIVE}
-        }
-    ),
-}
-
-
-def test_the_table_of_recorded_steps():
-    table = {row.figure: row for row in rows(RECORDS)}
-    for figure, expected in {
-        "tests": ("FAILED, 2 failed, 310 passed", False),
-        "racecheck": ("not run", None),
-        "copy bandwidth": ("4,250 GB/s", None),
-        "bfloat16 GEMM": ("780.0 TFLOP/s", None),
-        "train, lora": ("FAILED: resume", False),
-        "loss, pacs float32": ("FAILED", False),
-        "loss, 16384 x 32000 bfloat16": ("80% of a copy", False),
-        "  liger-kernel's GRPO loss": ("1.65 x ours", False),
-        "  TRL": ("failed", None),
-        "qwen_1.5b": ("FAILED", False),
-        "rollout, 4,096 rows": ("6,100,000 tokens/s", True),
-    }.items():
-        assert (table[figure].value, table[figure].reached) == expected
-    assert table["qwen_1.5b"].beside == "past its limit: killed after 40 s"
-    text = lines(rows(RECORDS))
-    assert len(text) == len(rows(RECORDS)) + 1
-    assert text[0].split() == ["figure", "measured", "aim", "reached", "floor", "or", "peer"]
-    assert "NO" in text[1]
 
 
 def test_the_steps_of_each_part_fit_into_its_limit_and_every_figure_has_a_section():
@@ -129,34 +72,6 @@ def test_the_steps_of_tests_have_every_file_and_the_race_checks_every_kernel():
     }
     tools = [step.command[step.command.index("--tool") + 1] for step in gpu_steps()["races"][1:]]
     assert tools == ["memcheck", "racecheck", "synccheck"]
-
-
-def test_after_a_failed_build_no_step_runs(tmp_path, capsys):
-    fails = [sys.executable, "-c", "raise SystemExit('no compiler')"]
-    steps = [Step("build", fails, 60, has_figures=False), Step("later", fails, 60)]
-    result = {"steps": {}, "machine": {"commit": None}}
-    gpu.run_all(steps, result, tmp_path / "results.json", 1.0)
-    states = {name: record["state"] for name, record in result["steps"].items()}
-    assert states == {"build": "failed", "later": "absent"}
-    assert "not run, the extension was not built" in capsys.readouterr().out
-
-
-NCU = """==PROF== Connected to process 17
-some output
-"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
-"0","17","KERNEL","gpu__time_duration.sum","ns","1,200,000"
-"0","17","KERNEL","launch__registers_per_thread","register/thread","60"
-"1","17","KERNEL","gpu__time_duration.sum","ns","1,000,000"
-"2","17","void maxrl::cuda::sample_rows(int)","gpu__time_duration.sum","ns","3500"
-""".replace("KERNEL", "void maxrl::cuda::softmax_rows<float>(int)")
-
-
-def test_the_counters_of_a_kernel_are_medians_over_its_launches():
-    rows, sample = counters.kernels(NCU).values()
-    assert rows == {"launches": 2, "nanoseconds": 1.1e6, "registers": 60}
-    assert sample == {"launches": 1, "nanoseconds": 3500}
-    with refused("no table"):
-        counters.kernels("==ERROR== the profiler cannot be used here")
 
 
 def test_a_carried_extension_is_used_only_where_it_fits(tmp_path, monkeypatch):
@@ -233,30 +148,3 @@ def test_the_dry_run_writes_its_results(tmp_path):
     assert "== ceilings" in (tmp_path / "results" / "gpu_dry_run_figures.log").read_text()
     kept = gpu.earlier_steps(tmp_path / "results" / "gpu_dry_run_figures.json")
     assert kept["ceilings"]["is_earlier"]
-
-
-def refusal(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["gpu", *arguments])
-    code, error = gpu.main(), capsys.readouterr().err
-    assert code == 2
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    return error
-
-
-def test_bad_input_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "needs a GPU" in refusal(monkeypatch, capsys)
-    cpu = monkeypatch, capsys, "--device", "cpu"
-    refusal(*cpu, "--stretch", "0")
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(RESULTS, str(tmp_path / "file"))
-    assert RESULTS in refusal(*cpu)
-    monkeypatch.setenv(RESULTS, str(tmp_path))
-    monkeypatch.setenv(gpu.WHEELS, str(tmp_path))
-    assert "must be a folder of wheels" in refusal(*cpu)
-    monkeypatch.delenv(gpu.WHEELS)
-    (tmp_path / "gpu_dry_run_smoke.json").write_text("[]")
-    assert "which cannot be read" in refusal(*cpu, "--only", "build")
-    wanted = "--only must name steps of --part races, build, memcheck, racecheck, synccheck; got"
-    assert wanted in refusal(*cpu, "--part", "races", "--only", "ceilings")

@@ -16,7 +16,6 @@ from maxrl_fast.job.build_task import build_task
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.rollout.cpu_decoder import CpuDecoder, arithmetic_of
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
@@ -136,60 +135,12 @@ def test_sharding_divides_the_training_state():
     assert "gathered weights" not in whole
 
 
-def test_what_the_engine_frees_does_not_count_in_the_update():
-    model, machine = big(), Machine("cuda", 4, 80 * 10**9)
-    weights = 2 * sum(p.numel() for p in model.parameters())
-    flags = "--dtype bfloat16 --kv-cache-gb 10 --prompts 64 --rollouts 256".split()
-    config = resolve(parse(["--rollout", "vllm", *flags]), MazeTask(9)).replace(sharding="none")
-    vllm, shared = (
-        estimate_memory(config.replace(vllm_tensor_parallel=n), MazeTask(9), model, machine)
-        for n in (1, 2)
-    )
-    assert shared["rollout weights (bfloat16)"][1] == weights / 2
-    assert vllm["key/value cache of vLLM"] == (1e10, 1e10, 0)
-    assert vllm["rollout weights (bfloat16)"] == (weights, weights, 0)
-    native = estimated(model, machine, *flags)
-    assert native["rollout weights (bfloat16)"] == (weights, weights, weights)
-    name = "key/value cache of at most 4096 samples"  # it is below a tenth of the memory
-    assert native[name][2] > 0
-    filtered = estimated(model, machine, *flags, "--top-p", "0.9")
-    assert filtered[name][1] - native[name][1] == 48 * 128 * model.config.vocab_size
-    small = estimated(model, Machine("cuda", 4, 8 * 10**9), *flags)
-    assert small[name][2] == 0
-
-
-def test_adapters_leave_the_frozen_weights_without_gradients_and_moments():
-    model = big("--lora-rank", "4")
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    flags = "--lora-rank 4 --kl-coef 0.1 --dtype bfloat16".split()
-    memory = estimated(model, Machine("cuda", 1, 24 * 10**9), *flags)
-    names = ("gradients", "Adam moments", "reference policy")
-    assert [memory[f"{name} (float32)"][2] / trained for name in names] == [4, 8, 4]
-
-
 def test_other_machines_are_refused(capsys):
     for text in ("8x", "0x80", "8x80GB"):
         assert train.main([f"--dry-run={text}"]) == 2
         assert "GPUs x GB of each, such as 8x80" in capsys.readouterr().err
     with refused("--dry-run 8x80 is for GPUs, got --device cpu"):
         resolve(parse(["--dry-run", "8x80", "--device", "cpu"]), MazeTask(9), has_gpus=True)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_decoder_of_a_cpu_has_the_numbers_that_its_processor_multiplies(dtype):
-    # keys are padded
-    model = build_policy(resolve(parse(["--heads", "8"]), MazeTask(9)), MazeTask(9), is_empty=True)
-    flags = f"--dtype {dtype} --prompts 4 --rollouts 64 --eval-samples 1 --max-new-tokens 20"
-    memory = estimated(model, Machine("cpu", 1, 10**10), *flags.split())
-    arithmetic = arithmetic_of(getattr(torch, dtype))
-    used = "float32" if arithmetic == "float32" else "bfloat16"
-    embedding, element = model.model.embed_tokens.weight.numel(), getattr(torch, used).itemsize
-    # the embedding is tied to the output matrix, and kept in float32
-    weights = sum(p.numel() for p in model.parameters())
-    assert memory[f"rollout weights ({used})"] == (element * weights + 4 * embedding,) * 3
-    of = CpuDecoder(model.config, arithmetic).cache_bytes
-    cache = 4 * of(MazeTask(9).prompt_length) + 256 * of(20)
-    assert memory["key/value cache of at most 256 samples"] == (cache,) * 3
 
 
 SEVEN_BILLION = (

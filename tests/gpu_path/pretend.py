@@ -9,7 +9,6 @@ which reads them goes on as on a GPU; other values read as 1.
 """
 
 import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -46,16 +45,13 @@ _CUDA_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 class PretendGpu(TorchDispatchMode):
     """Counts what runs while it is entered.
 
-    `launches` counts kernels by name, `waits` lists what makes the host wait for the device,
-    `live_bytes` of tensors exist, and `peak_bytes` existed at once. What has only tensors of the
-    host runs as always, and is not counted.
+    `launches` counts kernels by name, `waits` lists what makes the host wait for the device. What
+    has only tensors of the host runs as always, and is not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.launches, self.waits = Counter[str](), list[str]()
-        self.live_bytes = self.peak_bytes = 0
-        self._storages = weakref.WeakSet[torch.UntypedStorage]()
         self._fake, self._before = FakeTensorMode(allow_non_fake_inputs=True), list[bool]()
 
     def __torch_dispatch__(
@@ -117,10 +113,6 @@ class PretendGpu(TorchDispatchMode):
         with self._fake:
             result = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        for storage in {x.untyped_storage() for x in outputs} - set(self._storages):
-            self._storages.add(storage)
-            self._allocated(storage.nbytes())
-            weakref.finalize(storage, self._allocated, -storage.nbytes())
         is_kernel = not func.is_view and name not in _WITHOUT_KERNEL
         if is_kernel and any(x.numel() for x in outputs or inputs):
             self.launches[name] += 1
@@ -135,10 +127,6 @@ class PretendGpu(TorchDispatchMode):
             for x in _written(func, args, kwargs):
                 x.__dict__.pop("known", None)
         return result
-
-    def _allocated(self, num_bytes: int) -> None:
-        self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _from_meta(self, x: Any) -> Any:
         if isinstance(x, FakeTensor) or not isinstance(x, Tensor) or x.device.type != "meta":

@@ -1,8 +1,8 @@
-"""Whole calls of the native engine on a GPU that does not exist (pretend.py): devices, captures,
-and where the host waits.
-"""
+"""Calls of the native engine on a GPU that does not exist (pretend.py): devices, and waits."""
 
 import contextlib
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,29 +38,9 @@ def append(length, done, keys, rows):
     done[rows] |= length[rows] == length_of(keys[rows])
 
 
-class Graph:
-    """Replays a step, which its capture has run once, with the tensors and the number of rows that
-    it was captured with."""
-
-    def __init__(self, step, gpu, steps):
-        waits = len(gpu.waits)
-        step()
-        assert len(gpu.waits) == waits, (
-            f"a step must not wait, or it cannot be captured: {gpu.waits[waits:]}"
-        )
-        self.state = steps[-1]
-
-    def replay(self):
-        append(*self.state)
-
-
 @pytest.fixture
-def captures():
-    return []
-
-
-@pytest.fixture
-def engine(gpu, captures, monkeypatch):
+def engine(gpu, monkeypatch):
+    """With graphs that replay a step with the tensors and the number of rows of their capture."""
     sample_and_append, steps = decode_sample.sample_and_append, []
 
     def sampled(logits, sampling, keys, stops, last, length, done, tokens, logprobs, rows=None):
@@ -69,9 +49,11 @@ def engine(gpu, captures, monkeypatch):
         append(*steps[-1])
 
     def captured(step, stream, pool):
-        captures.append(Graph(step, gpu, steps))
         assert stream is engine.decoder.stream is not None
-        return captures[-1]
+        waits = len(gpu.waits)
+        step()
+        assert len(gpu.waits) == waits, f"a captured step must not wait: {gpu.waits[waits:]}"
+        return SimpleNamespace(replay=partial(append, *steps[-1]))
 
     monkeypatch.setattr(decode_sample, "sample_and_append", sampled)
     monkeypatch.setattr(decode_slots, "captured", captured)
@@ -82,14 +64,14 @@ def engine(gpu, captures, monkeypatch):
     return engine
 
 
-def sample(gpu, engine, num_samples, sampling=SAMPLING):
+def sample(gpu, engine, num_samples):
     """Sample, check the responses' lengths, and return how often the host waited."""
     lengths, ids = torch.tensor([30, 7, 41, 12]), torch.arange(NUM_PROMPTS)
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     prompts = gpu.put(Prompts(torch.arange(90) % 32, bounds, ids))
     with gpu:
         gpu.waits.clear()
-        rollouts = engine.generate(RolloutRequest(prompts, num_samples, sampling, 3, 1))
+        rollouts = engine.generate(RolloutRequest(prompts, num_samples, SAMPLING, 3, 1))
         num_waits, lengths = len(gpu.waits), rollouts.lengths.cpu()
     samples = torch.arange(NUM_PROMPTS * num_samples)
     keys = sample_keys(3, 1, samples // num_samples, samples % num_samples)
@@ -98,19 +80,7 @@ def sample(gpu, engine, num_samples, sampling=SAMPLING):
     return num_waits
 
 
-def test_captured_steps_serve_later_calls_larger_grids_and_other_sampling(gpu, engine, captures):
-    greedy = SAMPLING.greedy
-    calls = [(16, SAMPLING), (16, SAMPLING), (40, SAMPLING), (40, SAMPLING), (16, greedy)]
-    for number, (num_samples, sampling) in enumerate([*calls, (16, greedy)]):
-        captures.clear()
-        sample(gpu, engine, num_samples, sampling)
-        if number % 2:  # a call like the one before
-            assert not captures
-        else:  # as few batch sizes as are used
-            assert 0 < len(captures) <= 6
-
-
-def test_prompts_that_wait_for_a_slot_are_admitted_later(gpu, engine, captures):
+def test_prompts_that_wait_for_a_slot_are_admitted_later(gpu, engine):
     engine.max_batch = 7
     for num_samples in (3, 10):
         sample(gpu, engine, num_samples)

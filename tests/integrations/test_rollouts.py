@@ -22,18 +22,6 @@ def test_every_estimator_is_computed_within_shuffled_uneven_groups(name, binary)
     torch.testing.assert_close(actual, expected[:, None] * batch.mask, rtol=1e-5, atol=1e-6)
 
 
-def test_the_advantages_are_those_of_the_definition():
-    batch = uneven.rollouts(binary=False)
-    actual = rollout_advantages(
-        "maxpo", {"k": uneven.K}, batch.rewards, batch.prompts, batch.lengths
-    )
-    for key in set(batch.prompts):
-        members = [i for i, other in enumerate(batch.prompts) if other == key]
-        if len(members) > uneven.K:
-            expected = uneven.maxpo_from_subsets(batch.rewards[members].tolist(), uneven.K)
-            assert actual[members].tolist() == pytest.approx(expected, abs=1e-5)
-
-
 def test_a_rollout_without_a_reward_is_left_out_of_its_group():
     batch = uneven.rollouts()
     missing = torch.zeros(len(batch.rewards), dtype=torch.bool)

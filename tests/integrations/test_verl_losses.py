@@ -2,13 +2,10 @@
 test-integrations`.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from maxrl_fast import ops
-from tests.batches import collected
 
 pytestmark = pytest.mark.integrations
 
@@ -79,47 +76,6 @@ def assert_same(actual, expected):
     # verl adds 1e-8 to its counts
     torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-9)
     assert expected.abs().max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("name", "level", "low", "high"),
-    [
-        ("tis", "token", None, 1.3),
-        ("tis_sequence", "sequence", None, 1.3),
-        ("icepop", "token", 0.7, 1.5),
-        ("mis", "sequence", 0.6, 1.5),
-    ],
-)
-def test_corrections_are_the_weights_of_rollout_correction(name, level, low, high):
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
-
-    from maxrl_fast.records import Rollouts, Samples
-    from maxrl_fast.training.correction import CORRECTIONS
-
-    logits, targets, engine, _, mask = rollouts()
-    logp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    log_ratio = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, logp - engine)
-    threshold = high if low is None else f"{low}_{high}"
-    expected, metrics = compute_rollout_correction_weights(
-        log_ratio, mask.double(), level, threshold
-    )
-    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
-    sampled = Samples(None, Rollouts(targets, cu_seqlens, engine, torch.zeros(S, dtype=torch.bool)))
-    given = {"importance_cap": high} if low is None else {"low": low, "high": high}
-    correction = CORRECTIONS[name].function(**given)
-    learner = SimpleNamespace(model=None, passes=SimpleNamespace(logprobs=lambda *_: logp))
-    weighted = correction.apply(collected(sampled, torch.zeros(1, S)), learner)
-    own = weighted.metrics
-    torch.testing.assert_close(
-        weighted.rollouts.importance_weights, expected[mask], rtol=1e-7, atol=1e-9
-    )
-    assert len(expected[mask].unique()) > 2
-    assert (expected[mask] == (high if low is None else 0)).any()
-    if level == "token":  # verl's mean for sequences is over responses
-        assert own["importance_weight"] == pytest.approx(float(expected[mask].mean()), rel=1e-6)
-        assert own["importance_sample_size"] == pytest.approx(
-            metrics["rollout_is_eff_sample_size"], rel=1e-5
-        )
 
 
 def policy_loss(name, **options):

@@ -2,7 +2,6 @@
 time.
 """
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -82,19 +81,3 @@ def one_group_at_a_time(name, rewards, prompts, lengths, **options):
                 rewards[members][None], name, **options, **inputs
             )[0]
     return advantages
-
-
-def maxpo_from_subsets(rewards, k):
-    """Return S_i - S_-i, the mean best reward of the groups of k with and without i, from all
-    subsets.
-    """
-    n = len(rewards)
-    best = {
-        subset: max(rewards[i] for i in subset) for subset in itertools.combinations(range(n), k)
-    }
-
-    def mean(of):
-        values = [value for subset, value in best.items() if of(subset)]
-        return sum(values) / len(values)
-
-    return [mean(lambda s, i=i: i in s) - mean(lambda s, i=i: i not in s) for i in range(n)]

@@ -102,11 +102,11 @@ def test_variants_equal_ordinary_attention(case, variant):
 
 
 def emulated(calls):
-    """Return the varlen functions of torch and of flash-attn, computed by padding, with the
-    signatures of the real ones. `calls` gets the window of each call.
+    """Return torch's varlen functions, computed by padding, with the signatures of the real ones.
+    `calls` gets the window of each call.
     """
 
-    def spec(cu_q, cu_k, max_q, max_k, dropout_p, causal, left, right, softcap=0.0):
+    def spec(cu_q, cu_k, max_q, max_k, dropout_p, causal, left, right):
         calls.append(left)
         assert dropout_p == 0.0
         assert cu_q.dtype == cu_k.dtype == torch.int32
@@ -114,7 +114,7 @@ def emulated(calls):
         assert max_k == cu_k.diff().max()
         assert right == (0 if left >= 0 else -1)
         lengths = cu_q.diff().long(), cu_k.diff().long()
-        return VarlenSpec(*lengths, CPU, causal=causal, window=left + 1, softcap=softcap)
+        return VarlenSpec(*lengths, CPU, causal=causal, window=left + 1)
 
     def forward(q, k, v, own, *others):
         o, lse = PADDED_REFERENCE.forward(q, k, v, own)
@@ -147,38 +147,7 @@ def emulated(calls):
         def __getattr__(self, name: str):
             return getattr(REAL_ATEN, name)
 
-    class Package:
-        @staticmethod
-        def _flash_attn_varlen_forward(
-            q, k, v, cu_q, cu_k, max_q, max_k, *, dropout_p, softmax_scale, causal,
-            window_size_left=-1, window_size_right=-1, softcap=0.0,
-        ):  # fmt: skip
-            assert softmax_scale == q.shape[-1] ** -0.5
-            window = window_size_left, window_size_right
-            own = spec(cu_q, cu_k, max_q, max_k, dropout_p, causal, *window, softcap)
-            return forward(q, k, v, own, torch.empty(0), torch.empty(2))
-
-        @staticmethod
-        def _flash_attn_varlen_backward(
-            grad, q, k, v, o, lse, dq, dk, dv, cu_q, cu_k, max_q, max_k, *,
-            dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
-            alibi_slopes, deterministic,
-        ):  # fmt: skip
-            assert (softmax_scale, alibi_slopes) == (q.shape[-1] ** -0.5, None)
-            window = window_size_left, window_size_right
-            own = spec(cu_q, cu_k, max_q, max_k, dropout_p, causal, *window, softcap)
-            for given, x in zip((dq, dk, dv), backward(grad, q, k, v, o, lse, own), strict=True):
-                given.copy_(x)
-
-    return Aten(), Package
-
-
-def check_calls(case, variant, calls, monkeypatch, kernel):
-    monkeypatch.setattr(attention, "has_kernel", lambda *_: False)
-    monkeypatch.setattr(flash, "kernel_for", lambda *_: kernel)
-    check(case, variant)
-    window = VARIANTS[variant][0]
-    assert calls == [window - 1] * 2 or (not window and set(calls) == {-1})
+    return Aten()
 
 
 PLAIN = [(case, "plain") for case in ("uneven groups", "prefixes of prefixes", "only sequences")]
@@ -196,19 +165,12 @@ def test_torchs_kernel_gets_the_stream_and_the_window(case, variant, monkeypatch
     names = "out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused"
     assert " ".join(a.name for a in schema.arguments[4:14]) == names
     calls: list[int] = []
-    monkeypatch.setattr(flash.torch.ops, "aten", emulated(calls)[0])
-    check_calls(case, variant, calls, monkeypatch, flash.TORCH_VARLEN)
-
-
-@pytest.mark.parametrize(
-    ("case", "variant"),
-    [*PLAIN, *(("uneven groups", x) for x in ("window 3", "soft cap", "all three"))],
-)
-def test_flash_attn_gets_the_stream_the_window_and_the_soft_cap(case, variant, monkeypatch):
-    calls: list[int] = []
-    package = emulated(calls)[1]
-    monkeypatch.setattr(flash, "_flash_attn", lambda: package)
-    check_calls(case, variant, calls, monkeypatch, flash.FLASH_ATTN)
+    monkeypatch.setattr(flash.torch.ops, "aten", emulated(calls))
+    monkeypatch.setattr(attention, "has_kernel", lambda *_: False)
+    monkeypatch.setattr(flash, "kernel_for", lambda *_: flash.TORCH_VARLEN)
+    check(case, variant)
+    window = VARIANTS[variant][0]
+    assert calls == [window - 1] * 2 or (not window and set(calls) == {-1})
 
 
 def test_which_kernel_runs(monkeypatch):

@@ -199,18 +199,6 @@ def test_a_large_offset_keeps_full_precision():
     assert ops.rloo_advantage(integers).tolist() == [[-1.0, 1.0]]
 
 
-@pytest.mark.parametrize("name", ["maxpo", "grpo", "bon_max_second"])
-def test_results_do_not_depend_on_threads(name):
-    """Of so many groups that several threads take them."""
-    r = (torch.rand(40, 30, 8, generator=torch.Generator().manual_seed(1)) < 0.4).float()
-    a, threads = call(name, r), torch.get_num_threads()
-    try:
-        torch.set_num_threads(3 if threads == 1 else 1)
-        assert torch.equal(call(name, r), a)
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("name", KERNELS)
 def test_large_and_small_float64_rewards_have_the_advantages_of_ordinary_ones(name):
     """A power of two changes no bit of a result, so the results must be bitwise equal."""

@@ -110,16 +110,6 @@ def test_chunks_fill_whole_waves_of_tiles():
     ):
         assert chunk_tokens(num_tokens, most, 4096, 132) == chunk
 
-    def waves(num_tokens, size):
-        parts = [min(size, num_tokens - start) for start in range(0, num_tokens, size)]
-        return sum(-(-(-(-part // 128) * 5) // 132) for part in parts)  # H = 1100: 5 tiles of 256
-
-    for num_tokens in (9000, 40_000, 123_457):
-        chunk = chunk_tokens(num_tokens, 7000, 1100, 132)
-        assert chunk % 128 == 0
-        others = [waves(num_tokens, size) for size in range(3584, 7001, 128)]
-        assert waves(num_tokens, chunk) <= min(others)
-
 
 def test_the_loss_compiles_as_one_graph():
     """Also for another number of tokens, and with rows that are left out, whose number the compiler

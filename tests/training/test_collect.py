@@ -1,16 +1,18 @@
-"""Dynamic sampling: groups whose rewards are all equal are replaced by others, and a resumed run is
-bitwise identical.
-"""
+"""What a step collects: dynamic sampling, each of several rewards, and the overlong punishment."""
 
 import pytest
 import torch
 
-from maxrl_fast.records import Rollouts, pack
+from maxrl_fast import ops
+from maxrl_fast.records import Rollouts, Samples, pack
 from maxrl_fast.rewards import RewardSource, Scores
+from maxrl_fast.rewards.combined import WeightedRewards
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
 from maxrl_fast.tasks.scorer import Scorer
-from maxrl_fast.training.collect import Needs, RolloutCollector, is_mixed
+from maxrl_fast.training.collect import LengthPenalty, Needs, RolloutCollector, is_mixed
+from maxrl_fast.training.objectives.group import GroupObjective
+from tests import batches
 from tests.job.test_resume import resumes_bitwise
 from tests.test_train import base, read
 
@@ -48,7 +50,7 @@ def collected(table, max_batches, source=None, **options):
     task = NumberedTask(5)
     task.table = table
     scorer, sampling = Scorer(task, source), Sampling(1.0, 32, task.stop_ids)
-    options |= {"num_prompts": 2, "num_rollouts": 2, "max_batches": max_batches}
+    options = {"num_prompts": 2, "num_rollouts": 2, "max_batches": max_batches} | options
     return RolloutCollector(task, NumberedEngine(), scorer, sampling, **options).collect(3, 0)
 
 
@@ -105,7 +107,7 @@ class CountingSource(RewardSource):
 def test_components_and_greedy_rewards_stay_with_their_groups_when_others_are_replaced():
     table = [ALL_WRONG, MIXED, ALL_RIGHT, MIXED[::-1], MIXED]
     # those of greedy responses have components too, which are not those of the rollouts
-    step = collected(table, 5, CountingSource(table), needs=Needs(greedy=True))
+    step = collected(table, 5, CountingSource(table), needs=Needs(greedy=True, components=True))
     assert step.prompts.ids.tolist() == [1, 3]
     parts = [{"prompt": i, "sample": n} for i in (1.0, 3.0) for n in (0.0, 1.0)]
     assert [*step.components] == parts
@@ -129,3 +131,67 @@ def test_a_run_with_dynamic_sampling_resumes_bitwise(tmp_path, monkeypatch):
         ids = {rollout["id"] for rollout in kept if rollout["step"] == record["step"]}
         assert ids <= {*range(start, start + record["num_prompts_sampled"])}
         start += record["num_prompts_sampled"]
+
+
+class Source(RewardSource):
+    """Gives these values, NaN where it does not apply."""
+
+    def __init__(self, name, values):
+        self.name, self.values = name, values
+
+    def score(self, rows, max_failures=None, on_progress=lambda: None, group=1):
+        return Scores(self.values, [], 0, [{"half": value / 2} for value in self.values])
+
+
+def test_each_reward_is_kept_beside_the_sum():
+    first, second = [0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [4.0, 2.0, NAN, 8.0, 6.0, 2.0]
+    sources = [Source("a.py:first", first), Source("a.py:second", second)]
+    step, without = (
+        collected([], 1, WeightedRewards(sources, [1.0, 0.5]), num_rollouts=3, needs=Needs(parts=x))
+        for x in (True, False)
+    )
+    assert step.rewards.tolist() == [[2.0, 2.0, 1.0], [4.0, 3.0, 2.0]]
+    expected = torch.tensor([first, second]).view(2, 2, 3)
+    assert torch.equal(step.reward_terms.movedim(-1, 0).nan_to_num(9), expected.nan_to_num(9))
+    assert step.term_weights == (1.0, 0.5)
+    assert without.reward_terms is None
+    for name in ("gdpo", "hero"):
+        objective = GroupObjective(name, {})
+        assert objective.needs == Needs(parts=True)
+        begun = objective.begin(step, None)
+        by_hand = ops.group_advantage(
+            step.rewards, name, reward_parts=expected, reward_weights=[1.0, 0.5]
+        )
+        assert torch.equal(begun.advantages(torch.arange(6)), by_hand.flatten())
+        assert by_hand.abs().max() > 0.1
+
+
+def soft_punishment(length, longest, cache):
+    """Return R_length of DAPO, eq. 13, case by case."""
+    if length <= longest - cache:
+        return 0.0
+    return ((longest - cache) - length) / cache if length <= longest else -1.0
+
+
+@pytest.mark.parametrize(("limit", "buffer"), [(20, 5), (7, 7), (9, 1)])
+def test_the_penalty_is_that_of_dapo(limit, buffer):
+    lengths = torch.arange(limit + 1)
+    expected = torch.tensor([soft_punishment(length, limit, buffer) for length in range(limit + 1)])
+    torch.testing.assert_close(LengthPenalty(limit, buffer)(lengths), expected)
+    torch.testing.assert_close(LengthPenalty(limit, buffer, 0.25)(lengths), 0.25 * expected)
+    assert expected[-1] == -1
+
+
+def test_only_the_rewards_of_the_objective_are_punished():
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    valid = torch.tensor([[True, True], [False, True]])
+    rollouts = Rollouts.given([[1] * length for length in (2, 8, 10, 9)])
+    samples = Samples(batches.make_prompts([[1], [2]]), rollouts)
+    before = batches.collected(samples, rewards, valid)
+    collector = RolloutCollector(None, None, None, None, 2, 2, length_penalty=LengthPenalty(10, 4))
+    batch = collector._shaped(before)
+    # where the reward is not known it stays 0
+    assert batch.rewards.tolist() == [[1.0, -0.5], [0.0, -0.75]]
+    assert batch.metrics["overlong_penalty"] == pytest.approx(-(0.5 + 1 + 0.75) / 4)
+    assert torch.equal(batch.task_rewards, rewards)  # kept rollouts
+    assert batch.all_rewards.nan_to_num().equal(rewards)  # metrics and dynamic sampling

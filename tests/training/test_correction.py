@@ -119,14 +119,6 @@ def step(model, rollouts, correction, updates=1, lr=0.0, **options):
     return trainer.step(1, 0).metrics
 
 
-def test_without_a_correction_the_ratio_is_to_the_engine():
-    rollouts, off = disturbed(model := tiny_decoder())
-    metrics = step(model, rollouts, None)
-    assert metrics["ratio"] == pytest.approx(float(off.exp().mean()), rel=1e-3)
-    assert metrics["logprob_diff"] == pytest.approx(float(off.abs().mean()), rel=1e-3)
-    assert not {"importance_weight", "frac_sequences_masked"} & metrics.keys()
-
-
 def distances_of(model, rollouts):
     """Return mean_t(log pi_old - log pi) of each response, in float64."""
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()

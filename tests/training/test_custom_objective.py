@@ -2,6 +2,7 @@
 training starts.
 """
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -9,26 +10,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from maxrl_fast import train
 from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.parse import parse, parse_options
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.training.objectives.objective import Needs
 from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
 from tests.tables import refused
-from tests.test_train import base, read
 from tests.training.test_learner import PROMPTS, sampled
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_advantage.py"
 FUNCTIONS = """
 import torch
 
-def all_inputs(rewards, k, lengths, logprobs, valid, prompts):
+def all_inputs(rewards, k, lengths, logprobs, valid, prompts, texts, components):
     assert lengths.shape == logprobs.shape == valid.shape == rewards.shape
     assert len(prompts) == len(rewards)
-    return rewards - rewards.mean(1, keepdim=True)
+    values = [[parts.get("half", 0.0) for parts in row] for row in components]
+    values = torch.tensor(values) + torch.tensor([[len(x) for x in group] for group in texts])
+    return rewards - rewards.mean(1, keepdim=True) + values
 
 def fails(rewards):
     raise KeyError("no idea")
@@ -53,9 +55,14 @@ def test_samples_without_a_reward_have_no_advantage(file):
     assert step.advantages(samples.scored_indices).tolist() == [1, 1, 0, 1, 0, 1]
     # all that a function may ask for, with which it checks its shapes
     flags = ["--objective", f"{file}:all_inputs", "--k", "2"]
-    step = objective_of(parse(flags)).begin(samples, None)
-    centred = samples.rewards - samples.rewards.mean(1, keepdim=True)
-    assert torch.equal(step.advantages(samples.sequences), (centred * valid).flatten())
+    parts = tuple({"half": i / 2} for i in range(6))
+    samples = dataclasses.replace(samples, texts=("", "b", "cc", "ddd", "", "f"), components=parts)
+    objective = objective_of(parse(flags))
+    assert objective.needs == Needs(texts=True, components=True)
+    values = torch.tensor([[0, 1.5, 3], [4.5, 2, 3.5]])
+    values += samples.rewards - samples.rewards.mean(1, keepdim=True)
+    actual = objective.begin(samples, None).advantages(samples.sequences)
+    torch.testing.assert_close(actual, (values * valid).flatten())
 
 
 @pytest.mark.parametrize(
@@ -180,39 +187,3 @@ def test_advantages_of_another_shape_are_refused_in_a_sentence(tmp_path):
         per_token_objective(tmp_path, "one_short")
     with refused("may ask for k and valid besides them, and must return"):
         per_token_objective(tmp_path, "with_ratios")
-
-
-REWARD = """
-def dense(prompt, response):
-    words = len(response.split())
-    return {"reward": words / 4, "half": words / 8}
-"""
-
-OWN = """
-import torch
-
-def by_rewards(rewards):
-    return rewards - rewards.mean(1, keepdim=True)
-
-def by_inputs(rewards, texts, components):
-    counts = torch.tensor([[len(text.split()) / 8 for text in group] for group in texts])
-    values = torch.tensor([[parts.get("half", 0.0) for parts in row] for row in components])
-    return by_rewards(counts + values)
-"""
-
-
-@pytest.mark.slow
-def test_a_run_gives_the_texts_and_components(tmp_path):
-    """The advantages from them are those from the rewards: the runs are bitwise the same."""
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "mine.py").write_text(OWN)
-    weights = set()
-    for name in ("by_rewards", "by_inputs"):
-        flags = (
-            f"--objective {tmp_path}/mine.py:{name} --out {tmp_path}/{name} --dynamic-sampling 2"
-        )
-        flags += f" --reward {tmp_path}/reward.py:dense"
-        assert train.main([*base(), *flags.split()]) == 0
-        assert all(x["grad_norm"] > 0 for x in read(tmp_path / name / "metrics.jsonl"))
-        weights.add((tmp_path / name / "latest" / "model.safetensors").read_bytes())
-    assert len(weights) == 1

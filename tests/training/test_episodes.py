@@ -2,18 +2,15 @@
 learned from.
 """
 
-import dataclasses
-
 import pytest
 import torch
 
 from maxrl_fast.records import Samples
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objectives.registry import make_objective
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.passes import run_batch
-from tests.batches import collected, make_prompts
+from tests.batches import make_prompts
 from tests.models import tiny_decoder
 from tests.random_episodes import naive_logprobs, random_parts, rollouts_of
 from tests.training.test_packing import tries
@@ -121,30 +118,3 @@ def test_updates_learn_from_sampled_tokens_alone(loss, budget):
     logprobs = learner.passes.logprobs(model, samples, torch.tensor([1, 5, 6]))
     wanted = torch.cat([own[s] for s in (1, 5, 6)]).detach()
     torch.testing.assert_close(logprobs, wanted, rtol=1e-4, atol=1e-4)
-
-
-def one_turn(samples):
-    """Return the same sampled tokens in one turn."""
-    return Samples(samples.prompts, dataclasses.replace(samples.rollouts, inserted=None))
-
-
-NAMES = "opo reinforce_pp_tokens remax self unlikeliness differential_smoothing"
-
-
-@pytest.mark.parametrize("name", NAMES.split())
-def test_objectives_see_what_they_see_of_the_same_tokens_in_one_turn(name):
-    _, _, samples = samples_of(7)
-    rewards = torch.tensor([[0.0, 1, 1, 0], [0, 0, 0, 1], [1, 1, 1, 0]])
-    greedy = torch.tensor([0.0, 1.0, 1.0])
-    found = []
-    for part in (samples, one_turn(samples)):
-        objective = make_objective(name, {}, NUM_ROLLOUTS)
-        step = objective.begin(collected(part, rewards, greedy_rewards=greedy), None)
-        batch = step.batch
-        found.append(step.advantages(batch.sequences))
-        assert (batch.rollouts.inserted is None) == (part is not samples)
-        found.append(batch.rollouts.importance_weights)
-    assert torch.equal(found[0], found[2])
-    assert found[0].abs().max() > 0.01
-    assert (found[1] is None) == (found[3] is None)
-    assert found[1] is None or torch.equal(found[1], found[3])

@@ -63,16 +63,6 @@ def test_taking_does_not_wait_for_the_batch_after_it():
     assert_prompts(ahead.take(3, 3), 3, 3)
 
 
-@pytest.mark.parametrize(("start", "count"), [(50, 2), (2, 3)])
-def test_a_batch_that_does_not_follow_is_made_when_it_is_asked_for(start, count):
-    task = RecordedTask()
-    ahead = PromptPrefetcher(task)
-    ahead.take(0, 2)
-    assert_prompts(ahead.take(start, count), start, count)
-    assert_prompts(ahead.take(start + count, count), start + count, count)
-    assert (start, count, False) in task.calls
-
-
 def test_an_error_is_raised_for_the_batch_that_has_it_and_no_other():
     ahead = PromptPrefetcher(RecordedTask(fails_at=2))
     assert_prompts(ahead.take(0, 2), 0, 2)

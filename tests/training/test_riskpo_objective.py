@@ -1,6 +1,4 @@
-"""RiskPO: its advantages paper by paper as the authors write them, the tracked quantiles, and a run
-that resumes.
-"""
+"""RiskPO: its advantages paper by paper as the authors write them, and the tracked quantiles."""
 
 import statistics
 from types import SimpleNamespace

@@ -141,8 +141,12 @@ def test_every_objective_is_in_the_league_or_is_left_out_for_a_reason(monkeypatc
     assert {*league.LEAGUE} ^ {*league.LEFT_OUT} == {*OBJECTIVES}
 
 
-def test_the_recipe_has_the_papers_settings():
-    config = parse(["--config", str(FOLDER / "maze_paper.toml"), "--out", "none"])
+def test_the_recipe_has_the_papers_settings(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    recipe = ["--config", str(FOLDER / "maze_paper.toml"), "--out", "none"]
+    for flags in load("maze_table").OBJECTIVES.values():
+        check(parse([*recipe, *flags]))
+    config = parse(recipe)
     check(config)
     task = MazeTask(config.task.maze_size)
     config = resolve(config, task)

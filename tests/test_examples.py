@@ -155,6 +155,13 @@ QWEN3_2B = sizes(2048, 6144, 28, 16, 8, 128, **QWEN3)
 QWEN2_7B = sizes(
     3584, 18944, 28, 28, 4, 128, model_type="qwen2", vocab_size=152064, max_position_embeddings=4096
 )
+LLAMA_3B = sizes(
+    *(3072, 8192, 28, 24, 8, 128),
+    model_type="llama",
+    vocab_size=128256,
+    tie_word_embeddings=True,
+    max_position_embeddings=131072,
+)
 SMOLLM2 = sizes(
     *(960, 2560, 32, 15, 5, 64),
     model_type="llama",
@@ -184,6 +191,10 @@ RECIPES = {
     "math_maxpo.toml": Recipe(
         "maxpo", 1024, 8, {"problem": "1+1?", "solution": "\\boxed{2}"}, "8x80", QWEN2_7B
     ),
+    "llama_maxpo.toml": Recipe(
+        *("maxpo", 1024, 8, {"problem": "1+1?", "solution": "\\boxed{2}", "level": "Level 1"}),
+        *("8x80", LLAMA_3B),
+    ),
     "distill_qwen3.toml": Recipe("distill", 64, 4, GSM8K, "1x24", QWEN3_1B, QWEN3_2B),
     "qwen3_lora_24gb.toml": Recipe("maxrl", 32, 16, GSM8K, "1x24", QWEN3_2B),
     "gemma3_1b.toml": Recipe("maxrl", 64, 16, GSM8K, "1x80", GEMMA3),
@@ -209,7 +220,8 @@ def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(
         teacher = shutil.copytree(policy, tmp_path / "teacher")
         (teacher / "config.json").write_text(json.dumps(recipe.teacher))
         folders += ["--reference", str(teacher)]
-    lines = [{key: f"{i} {value}" for key, value in recipe.line.items()} for i in range(60)]
+    question = next(iter(recipe.line))
+    lines = [{**recipe.line, question: f"{i} {recipe.line[question]}"} for i in range(60)]
     data = written(tmp_path / "data.jsonl", lines)
     text = (EXAMPLES / name).read_text()
     own = re.sub("(?m)^((test_)?hub|eval_prompts) = .*\n", "", text)

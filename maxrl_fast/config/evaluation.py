@@ -218,6 +218,8 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     shared = {name: x for name, x in of_run.items() if name in OF_RUN}
     if (sets := {"test_data", "test_hub"}) & flags.keys():  # in place of all of the run
         shared = {name: shared[name] for name in shared.keys() - sets}
+    if {"data", "hub"} & flags.keys():  # the run's filter is about its own training sets
+        shared.pop("where", None)
     if "task" in flags and absolute_function(str(flags["task"].value)) != run.task.task:
         shared = {}  # another task uses none of its options
     config = configure(EvaluationConfig(), options, {**shared, **flags}, flags)

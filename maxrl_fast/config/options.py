@@ -145,6 +145,17 @@ class TaskOptions:
     """Held-out sets of the hub, by their split test, or by a name: aime24, aime25, beyond_aime,
     amc23, minerva, olympiad, math500, gsm8k, gsm8k_platinum, gpqa_diamond. =INT, also of a
     file: its samples per prompt."""
+    where: Annotated[
+        tuple[str, ...],
+        Default("all lines", "NAME=VALUE ..."),
+        when.DATASET,
+        Refusal(
+            "where must be NAME=VALUE, such as level=1, got {where}",
+            lambda c: not all(x.partition("=")[0] and "=" in x for x in as_list(c["where"])),
+        ),
+    ] = ()
+    """Train only on the lines with this value in column NAME, or one of these. A training set
+    without the column keeps all its lines; held-out sets do too."""
     prompt_key: Annotated[
         str | None, Default("prompt; question for gsm8k, problem for math"), when.DATASET
     ] = None

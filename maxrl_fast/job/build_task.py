@@ -107,12 +107,11 @@ def build_task(
         json_object("--gym-config", options.gym_config)
     if model is None:
         raise InputError(f"--task {name} needs --model DIR, whose tokenizer reads text")
-    text: dict[str, Any] = {
-        "prompt_suffix": options.prompt_suffix,
+    names = ["prompt_suffix", "plain_prompts", "max_prompt_tokens", "allow_special_tokens"]
+    if spec is not None:
+        names += ["data", "hub", "test_data", "test_hub", "where", "prompt_key", "answer_key"]
+    text: dict[str, Any] = {name: getattr(options, name) for name in names} | {
         "system": options.system_prompt,
-        "plain_prompts": options.plain_prompts,
-        "max_prompt_tokens": options.max_prompt_tokens,
-        "allow_special_tokens": options.allow_special_tokens,
         "template": options.chat_template,
         "arguments": json_object("--chat-template-kwargs", options.chat_template_kwargs),
         "day": options.template_date and date.fromisoformat(options.template_date),
@@ -121,13 +120,7 @@ def build_task(
     if spec is None:
         return GymTask(name.removeprefix(GYM), seed, model, config=options.gym_config, **text)
     text |= {
-        "data": options.data,
-        "hub": options.hub,
-        "test_data": options.test_data,
-        "test_hub": options.test_hub,
         "test_only": test_only,
-        "prompt_key": options.prompt_key,
-        "answer_key": options.answer_key,
         "sft_data": sft_data,
         "max_new_tokens": max_new_tokens,
         "needs_reward": needs_reward,

@@ -43,6 +43,7 @@ class DatasetTask(TextTask):
         hub: Sequence[str] = (),
         test_data: Sequence[Path] = (),
         test_hub: Sequence[str] = (),
+        where: Sequence[str] = (),
         test_only: bool = False,
         prompt_key: str | None = None,
         answer_key: str | None = None,
@@ -60,7 +61,7 @@ class DatasetTask(TextTask):
         self._seed, self._spec, self._key = seed, spec, prompt_key or spec.prompt_key
         self.max_new_tokens = spec.max_new_tokens
         self.reward, self.answer_limit = spec.reward, spec.answer_limit
-        given = data, hub, test_data, test_hub
+        given = data, hub, test_data, test_hub, where
         train, held_out = read_sources(spec, self._key, *given, test_only)
         source = ", ".join(str(x) for x, _ in train or held_out.values())
         odd: list[str] = []

@@ -112,14 +112,18 @@ def math_answer(line: dict[str, Any], key: str | None) -> str:
 
 
 def _first_answer(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, "answer": (row.get("final_answer") or [None])[0]}
+    answers = row.get("final_answer")
+    return {**row, "answer": answers[0] if isinstance(answers, list) and answers else answers}
 
 
 def _with_choices(row: dict[str, Any]) -> dict[str, Any]:
     """Return a question of GPQA with its answers in a fixed order."""
-    right = row["Correct Answer"]
-    choices = [right, *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
-    choices.sort(key=lambda text: zlib.crc32(text.encode()))
+    names = ["Question", "Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3))]
+    for name in names:
+        if not isinstance(row.get(name), str):
+            raise InputError(f"it must have text at {name!r}, got {row.get(name)!r:.80}")
+    right, *wrong = (row[name] for name in names[1:])
+    choices = sorted([right, *wrong], key=lambda text: zlib.crc32(text.encode()))
     listed = "".join(f"\n{x}) {text}" for x, text in zip("ABCD", choices, strict=True))
     problem = f"{row['Question']}\n{listed}\n\nAnswer with the letter."
     return {"problem": problem, "answer": "ABCD"[choices.index(right)]}

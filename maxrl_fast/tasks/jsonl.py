@@ -82,12 +82,16 @@ def read_hub(
         ) from error
     if splits[0] not in found:
         raise InputError(f"{name} has no split {splits[0]}, but {', '.join(found)} (NAME@SPLIT)")
-    lines = []
+    lines: list[list[Line]] = []
     for split in dict.fromkeys(x for x in splits if x in found):
         places = (f"{name}, {split} row {i}" for i in itertools.count(1))
-        rows = map(as_line, found[split]) if as_line else found[split]
-        pairs = zip(places, rows, strict=False)
-        lines.append([(place, _checked(row, place, prompt_key)) for place, row in pairs])
+        lines.append([])
+        for place, row in zip(places, found[split], strict=False):
+            try:
+                line = as_line(row) if as_line else row
+            except InputError as error:
+                raise InputError(f"{place}: {error}; {keys_of(row)}") from error
+            lines[-1].append((place, _checked(line, place, prompt_key)))
     return lines
 
 

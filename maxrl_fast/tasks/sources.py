@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.tasks.dataset_specs import NAMED_SETS, UNNAMED, DatasetSpec, NamedSet
+from maxrl_fast.tasks.dataset_specs import (
+    NAMED_SETS,
+    UNNAMED,
+    DatasetSpec,
+    NamedSet,
+    keys_of,
+    look_up,
+)
 from maxrl_fast.tasks.jsonl import Line, read_hub, read_lines
 
 TEST_SHARE = 10  # about one prompt in this many is held out if no test prompts are given
@@ -24,9 +31,10 @@ class Source:
     number: int | None
     form: NamedSet = UNNAMED
     split: str = ""  # "": train or test, by its use
+    kept: str = ""  # what --where has left of it, for messages
 
     def __str__(self) -> str:
-        return self.place.name if isinstance(self.place, Path) else self.place
+        return (self.place.name if isinstance(self.place, Path) else self.place) + self.kept
 
     def read(self, *splits: str) -> list[list[Line]]:
         """Return the lines of the first split, and of others if they exist."""
@@ -47,6 +55,7 @@ def read_sources(
     hub: Sequence[str],
     test_data: Sequence[Path],
     test_hub: Sequence[str],
+    where: Sequence[str],
     test_only: bool,
 ) -> tuple[list[Part], dict[str, Part]]:
     """Return training and held-out lines: given, or the task's, or of test splits, or a tenth."""
@@ -62,18 +71,54 @@ def read_sources(
         lines, *own = source.read("train", *[] if test else [TEST])
         parts.append((source, lines))
         held_out += [(replace(source, number=None), lines) for lines in own]
+    parts = _having(where, parts) if parts else parts
     held_out += [(source, source.read(TEST)[0]) for source in test]
     if not held_out:
         whole, parts = parts, []
         for source, lines in whole:
             parts.append((source, [x for x in lines if not _is_test(x[1][source.key])]))
             test_lines = [x for x in lines if _is_test(x[1][source.key])]
-            held_out.append((replace(source, number=None), test_lines))
+            held_out.append((replace(source, number=None, kept=""), test_lines))
     names = [x.name for x, _ in held_out] if held_out[1:] else [TEST]
     if len({*names}) < len(names):
         raise InputError(f"held-out sets must have different names, got {', '.join(names)}")
     parts = [(x, lines * (x.number or 1)) for x, lines in parts]
     return parts, dict(zip(names, held_out, strict=True))
+
+
+def _having(where: Sequence[str], parts: list[Part]) -> list[Part]:
+    """Return the lines with a value of --where in each of its columns. A set that does not have the
+    column keeps all its lines."""
+    wanted: dict[str, list[str]] = {}
+    for text in where:
+        column, _, value = text.partition("=")
+        wanted.setdefault(column, []).append(value)
+    for column, values in wanted.items():
+        shown, is_known = " or ".join(f"{column}={x}" for x in values), False
+        for i, (source, lines) in enumerate(parts):
+            own = [_text(look_up(line, column)) for _, line in lines]
+            if not any(own):
+                continue
+            left, is_known = [x for x, y in zip(lines, own, strict=True) if y in values], True
+            if not left:
+                known = ", ".join(sorted({x for x in own if x}))
+                raise InputError(
+                    f"--where {shown} must leave lines of {source}, got none; its values are "
+                    f"{known:.200}"
+                )
+            kept = f"{source.kept} ({len(left)} of {len(lines)} lines with {shown})"
+            parts[i] = replace(source, kept=kept), left
+        if not is_known:
+            raise InputError(
+                f"--where {shown} must name a column of a training set; a line of {source} does "
+                f"not have it: {keys_of(lines[0][1] if lines else {})}"
+            )
+    return parts
+
+
+def _text(value: object) -> str:
+    """Return a value of a column as --where gives it, "" for none."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
 
 def _is_test(prompt: object) -> bool:

@@ -70,7 +70,7 @@ def test_known_sets_have_their_keys_and_answers(policy, hub):
     assert task.set_samples == {"olympiad": 7}
     assert task.num_train_prompts == 3 * 40 + 3  # nothing is held out of the training sets
     ids, texts, answers = prompts(task, "olympiad")
-    assert (ids, answers) == ([2, 3], ["2", "2"])
+    assert (ids, answers) == ([2, 3], ["25", "25"])
     assert "0 F?\nPlease reason" in texts[0]
     ids, texts, answers = prompts(task, "gpqa_diamond")
     assert ids == [4, 5, 6, 7]
@@ -90,6 +90,34 @@ def test_the_test_split_of_a_set_is_held_out(policy, hub, tmp_path):
         task_of(policy, hub=("me/mine",), test_hub=("aime25", "aime25"))
     with refused(r"math-ai/aime25 has no split other, but test \(NAME@SPLIT\)"):
         task_of(policy, hub=("me/mine",), test_hub=("aime25@other",))
+
+
+def test_where_filters_the_training_sets_that_have_the_column(policy, hub, tmp_path):
+    levels = [1, "Level 1", True, None, 1.5] * 30
+    lines = [{"problem": f"{i}?", "answer": "1", "x": {"level": x}} for i, x in enumerate(levels)]
+    sets = {"data": (written(tmp_path / "some.jsonl", lines),), "hub": ("me/mine=3",)}
+    task = task_of(policy, where=("x.level=1", "x.level=Level 1"), test_hub=("aime25",), **sets)
+    shown = "some.jsonl (60 of 150 lines with x.level=1 or x.level=Level 1), me/mine"
+    assert task.name == f"{shown}: 180 prompts and 3 held out"
+    split = task_of(policy, data=sets["data"], where=("x.level=true", "answer=1"))
+    assert {x["x"]["level"] for x in split.prompts("train", 0, 30).columns} == {True}
+    assert split.num_train_prompts + split.num_test_prompts == 30
+    for where, message in (
+        ("level=1", "level=1 must name a column of a training set; a line of me/mine does not"),
+        (
+            "x.level=3",
+            "must leave lines of some.jsonl, got none; its values are 1, 1.5, Level 1, t",
+        ),
+    ):
+        with refused(message):
+            task_of(policy, where=(where,), **sets)
+
+
+def test_a_row_without_the_columns_of_its_set_is_refused_by_its_place(policy, hub, tmp_path):
+    file = tmp_path / "Idavidrein/gpqa/gpqa_diamond/train-00000-of-00001.parquet"
+    datasets.Dataset.from_list([GPQA]).to_parquet(file)
+    with refused("gpqa:gpqa_diamond, train row 1: it must have text at 'Question', got None; it h"):
+        task_of(policy, hub=("me/mine",), test_hub=("gpqa_diamond",))
 
 
 def test_a_recipe_trains_on_all_of_its_data_and_evaluates_on_its_papers_sets(

@@ -61,7 +61,7 @@ class TimedTrainer:
         )
 
     def tokens(self, last: int = 0) -> float:
-        return statistics.mean(record.tokens["rollout"] for record in self.records[-last:])
+        return statistics.mean(record.batch.num_tokens for record in self.records[-last:])
 
     def metric(self, name: str, last: int = 0) -> float:
         return statistics.mean(record.metrics[name] for record in self.records[-last:])

@@ -27,7 +27,7 @@ from maxrl_fast.evaluation.seeds import last_record, over_seeds, seeds_table
 from maxrl_fast.job.control import SIGNALS
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.report import command as report
-from maxrl_fast.runtime.files import locked, read_json, write_json
+from maxrl_fast.runtime.files import locked, read_json, storing, write_json
 from maxrl_fast.runtime.output import command
 from maxrl_fast.runtime.ranks import Ranks
 
@@ -248,11 +248,9 @@ class Sweep:
             if state["state"] == "finished" and state["options"]["steps"] == most[state["group"]]:
                 own[state["seed"]] = self._out / name
         summary = [over_seeds(group, own) for group, own in rows.items()]
-        try:
+        with storing(str(self._out / "sweep.json")):
             content = {"command": sys.argv, "runs": self._states, "summary": summary}
             write_json(self._out / "sweep.json", content)
-        except OSError as error:
-            raise StorageError(f"cannot write {self._out / 'sweep.json'}: {error}") from error
         return summary
 
     def _report(self, summary: list[dict[str, Any]]) -> int:

@@ -3,7 +3,6 @@ configuration.
 """
 
 import difflib
-import json
 import os
 import re
 import sys
@@ -28,7 +27,7 @@ from maxrl_fast.config.metadata import (
 from maxrl_fast.config.options import Config, known_options, options_with
 from maxrl_fast.config.resolve import absolute_function
 from maxrl_fast.errors import InputError
-from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable
+from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable, read_json
 from maxrl_fast.runtime.loading import is_code
 from maxrl_fast.training.objectives.registry import objective_presets
 
@@ -182,20 +181,10 @@ def read_run(out: Path, overriding: Mapping[str, RawOption]) -> dict[str, RawOpt
     A folder of another user prints a warning with the code that it names. Nothing is imported here.
     """
     file = out / "config.json"
-    try:
-        check_regular(file, JSON_BYTES)
-        options = json.loads(file.read_text())
-    except OSError as error:
-        why = f": {error}"
-        if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            why = f", which {'has no config.json' if out.exists() else 'does not exist'}"
-        raise InputError(f"--resume must be the folder of a run, got {out}{why}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{file} must be JSON, got {error}; restore it, or use another --out"
-        ) from error
-    if not isinstance(options, dict):
-        raise InputError(f"{file} must hold a JSON object, got {options!r:.80}")
+    if not file.exists():
+        why = "has no config.json" if out.exists() else "does not exist"
+        raise InputError(f"--resume must be the folder of a run, got {out}, which {why}")
+    options = read_json(file)
     left_out = {"versions", "command", *names_with(Config, Resume.NOT_COMPARED)}
     given = {
         key: RawOption(value, key, f"{file}: ")

@@ -27,7 +27,7 @@ from maxrl_fast.evaluation.kept_samples import sample_records
 from maxrl_fast.evaluation.scores import MAX, PASS
 from maxrl_fast.records import Samples, unpack
 from maxrl_fast.rollout import check_finite
-from maxrl_fast.runtime.files import check_regular
+from maxrl_fast.runtime.files import read_json
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.texts import response_texts
 
@@ -264,8 +264,7 @@ def read_outcome(folder: Path) -> Outcome:
     """Read the outcome from the folder of a finished evaluation."""
     path = folder / RESULTS
     try:
-        check_regular(path, RESULTS_BYTES)
-        fields = json.loads(path.read_bytes())
+        fields = read_json(path, RESULTS_BYTES)
         settings, diversity = fields["settings"], fields["diversity"]
         counts, most = fields["per_prompt"]["num_correct"], settings["samples"]
         if not counts or not all(type(c) is int and 0 <= c <= most for c in counts):

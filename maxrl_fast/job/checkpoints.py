@@ -16,11 +16,8 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError
 
 from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.errors import NonFiniteError, RewardError, StorageError
@@ -53,7 +50,6 @@ from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.stopwatch import Stopwatch
 
 START = "step-000000"  # written after the warm start; later policies are compared with it
-_stored = partial(storing, errors=(OSError, SafetensorError))
 
 
 class Checkpoints:
@@ -89,7 +85,7 @@ class Checkpoints:
             load_learner(saved.directory / "state", learner, self._ranks)
             set_random_states(saved.random)
             if self._ranks.is_first:
-                with _stored(str(self.out / "checkpoints")):
+                with storing(str(self.out / "checkpoints")):
                     rename_damaged_after(saved.directory)
 
     def safe_point(self, progress: Progress, learner: Learner, is_last: bool = False) -> None:
@@ -164,7 +160,7 @@ class Checkpoints:
         """Return the content of progress.json; "" on all ranks but the first."""
         if not self._ranks.is_first:
             return ""
-        with _stored(f"the checkpoint {directory}"):
+        with storing(f"the checkpoint {directory}"):
             fields = {
                 "progress": dataclasses.asdict(progress),
                 "decoder": dataclasses.asdict(sizes),
@@ -178,45 +174,31 @@ class Checkpoints:
 
     def _write(self, directory: Path, record: str, snapshot: Snapshot) -> None:
         """Write a checkpoint: the first rank in the background thread, or all ranks together."""
-        what, saved = f"the checkpoint {directory}", snapshot
-        with _stored(what), self._folder(directory, saved.is_sharded) as folder:
-            save_state(folder / "state", saved.tensors, self._ranks.rank)
-            if self._ranks.is_first:
+        ranks, saved = self._ranks, snapshot
+        wait_for_others = ranks.wait_for_all if saved.is_sharded else lambda: None
+        # the first rank renames it when all have written into it
+        own = atomic_directory(directory)
+        own = own if ranks.is_first else nullcontext(temporary_path(directory))
+        with storing(f"the checkpoint {directory}"), own as folder:
+            wait_for_others()
+            if not folder.is_dir():
+                raise StorageError(
+                    f"{self.out} must be a folder that all processes share, but rank {ranks.rank} "
+                    "does not see it"
+                )
+            save_state(folder / "state", saved.tensors, ranks.rank)
+            if ranks.is_first:
                 base = self._files.options["model"]
                 save_adapters(folder / "adapter", base, saved.adapter_config, saved.adapters)
                 write_policy(folder, saved.dtype, saved.weights, self._policy_files)
                 (folder / "progress.json").write_text(record)
-        self._finish(directory)
-
-    @contextmanager
-    def _folder(self, directory: Path, is_shared: bool) -> Iterator[Path]:
-        """Yield the temporary folder of a checkpoint, which the first rank creates, and renames
-        when all ranks have written into it.
-        """
-        if not is_shared:
-            with atomic_directory(directory) as folder:
-                yield folder
+            wait_for_others()
+            if ranks.is_first:
                 write_checksums(folder)
-            return
-        is_first = self._ranks.is_first
-        own = atomic_directory(directory) if is_first else nullcontext(temporary_path(directory))
-        with own as folder:
-            self._ranks.wait_for_all()
-            if not folder.is_dir():
-                raise StorageError(
-                    f"{self.out} must be a folder that all processes share, but rank "
-                    f"{self._ranks.rank} does not see it"
-                )
-            yield folder
-            self._ranks.wait_for_all()
-            if is_first:
-                write_checksums(folder)
-
-    def _finish(self, directory: Path) -> None:
         self.newest = directory
-        if self._ranks.is_first:
+        if ranks.is_first:
             self._link("latest", directory)
-            with _stored(str(self.out / "config.json")):
+            with storing(str(self.out / "config.json")):
                 self._files.write_config()  # options may have changed on resuming
             self._remove_old()
 
@@ -229,7 +211,7 @@ class Checkpoints:
                 self._background.submit(lambda: self._link("best", directory))  # after the save
 
     def _link(self, name: str, directory: Path) -> None:
-        with _stored(str(self.out / name)):
+        with storing(str(self.out / name)):
             replace_symlink(self.out / name, directory)
 
     def _remove_old(self) -> None:

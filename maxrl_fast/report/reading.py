@@ -17,7 +17,7 @@ from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.scores import MAX, PASS, score_of
 from maxrl_fast.report.samples import Number, Thinned, finite, read_samples, sample_of, text_of
-from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable
+from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable, read_json
 
 FILE_BYTES = 1 << 30
 ROLLOUT_BYTES = 1 << 32
@@ -155,17 +155,10 @@ def _object(path: Path, folder: Folder, most_bytes: int = JSON_BYTES) -> dict[st
         folder.notes.append(f"{path.name} is missing")
         return {}
     try:
-        check_regular(path, most_bytes)
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        folder.notes.append(
-            f"{path.name} cannot be read: {str(error) or 'it is nested too deeply'}"
-        )
+        return read_json(path, most_bytes)
+    except InputError as error:
+        folder.notes.append(str(error))
         return {}
-    if not isinstance(content, dict):
-        folder.notes.append(f"{path.name} does not hold a JSON object")
-        return {}
-    return content
 
 
 def _lines(

@@ -25,7 +25,7 @@ from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.episodes import Turns, finished
 from maxrl_fast.rollout.sampling import LOGIT_BYTES, ROWS
 from maxrl_fast.runtime import tuning
-from maxrl_fast.runtime.device import HostCopy, memory_bytes, to_device
+from maxrl_fast.runtime.device import copy_to_host, memory_bytes, to_device
 
 # of the device's memory: a KV cache that takes more is freed while the policy trains
 KEPT_SHARE = 0.1
@@ -222,7 +222,7 @@ class _Job:
         if not self.pinned:
             self.pinned = [torch.empty(state.shape, dtype=state.dtype).pin_memory() for _ in "ab"]
         self.pinned.reverse()  # the other one may not be read yet
-        return HostCopy(state, self.pinned[0]).read
+        return copy_to_host(state, self.pinned[0])
 
     def _finish(self, state: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Store the results of samples that had ended in a state, and are not stored yet.

@@ -22,10 +22,9 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from maxrl_fast.errors import EngineError, InputError, StorageError
+from maxrl_fast.errors import EngineError, InputError
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Rollouts, unpack
 from maxrl_fast.rollout import RolloutRequest
@@ -39,7 +38,7 @@ from maxrl_fast.rollout.vllm_shared import (
     rollouts_of,
     sampling_parameters,
 )
-from maxrl_fast.runtime.files import is_locked, locked, printable
+from maxrl_fast.runtime.files import is_locked, locked, printable, storing
 from maxrl_fast.runtime.ranks import Ranks
 
 _START = "start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIR --enable-scale-out --logprobs-mode"
@@ -114,11 +113,8 @@ class VllmServerEngine:
             if self._ranks.is_first:
                 # a file for each, so that there is no second copy of all
                 file = self._folder / f"model-{i:05d}.safetensors"
-                try:
+                with storing(f"weights for the vLLM server, {file}"):
                     save_file({name: weight.cpu().contiguous()}, file)
-                except (OSError, SafetensorError) as error:
-                    what = "cannot write weights for the vLLM server"
-                    raise StorageError(f"{what}, {file}: {error}") from error
         if self._ranks.is_first:
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
             request_json(self.url, "/collective_rpc", lambda x: x["results"], call, WORK_LIMIT)

@@ -1,7 +1,23 @@
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Start work in a daemon thread: a process that must stop at once does not wait for it."""
+    job: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            job.set_result(work())
+        except BaseException as error:  # raised by job.result()
+            job.set_exception(error)
+
+    threading.Thread(target=run, name="background", daemon=True).start()
+    return job
 
 
 class Background:
@@ -13,10 +29,14 @@ class Background:
         self._newest: Future[None] | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
-        before, self._newest = self._newest, Future()
-        # a daemon thread: a process that must stop at once does not wait for it
-        arguments = work, before, self._newest
-        threading.Thread(target=_run, args=arguments, name="background", daemon=True).start()
+        before = self._newest
+
+        def run() -> None:
+            if before is not None:
+                before.result()
+            work()
+
+        self._newest = in_thread(run)
 
     def check(self) -> None:
         """Raise the error of failed work, without waiting."""
@@ -26,21 +46,6 @@ class Background:
     def wait(self) -> None:
         job = self._newest
         if job is not None:
-            wait_for([job])  # an interrupt leaves the job
+            wait([job])  # an interrupt leaves the job
             self._newest = None
             job.result()
-
-    def join(self, seconds: float) -> None:
-        """Wait at most this many seconds; errors are not raised."""
-        if self._newest is not None:
-            wait_for([self._newest], seconds)
-
-
-def _run(work: Callable[[], None], before: "Future[None] | None", job: "Future[None]") -> None:
-    try:
-        if before is not None:
-            before.result()
-        work()
-        job.set_result(None)
-    except BaseException as error:  # raised by check and wait
-        job.set_exception(error)

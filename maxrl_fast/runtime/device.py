@@ -7,7 +7,7 @@ A copy that waits for the GPU leaves it idle, so there are few of them.
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +95,10 @@ class Machine:
 
     def describe(self) -> str:
         size = f"{self.memory / 1e9:.4g} GB"
+        several = self.processes > 1
         if self.device == "cpu":
-            if self.processes > 1:
-                return f"a CPU with {size} for each of {self.processes} processes"
-            return f"a CPU with {size}"
-        if self.processes > 1:
-            return f"each of {self.processes} GPUs of {size}"
-        return f"one GPU of {size}"
+            return f"a CPU with {size}{f' for each of {self.processes} processes' * several}"
+        return f"each of {self.processes} GPUs of {size}" if several else f"one GPU of {size}"
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
@@ -121,19 +118,18 @@ def host_numbers(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(number) for name, number in zip(tensors, numbers, strict=True)}
 
 
-class HostCopy:
-    """A copy of a tensor in pinned memory of the host, which waits for the device only where it is
-    read."""
+def copy_to_host(x: Tensor, pinned: Tensor) -> Callable[[], Tensor]:
+    """Start to copy x into pinned memory like it that no unread copy uses. Return a function that
+    waits for the copy and returns it."""
+    event = torch.cuda.Event()
+    pinned.copy_(x, non_blocking=True)
+    event.record()
 
-    def __init__(self, x: Tensor, pinned: Tensor):
-        """pinned: memory like x that no unread copy uses."""
-        self._event, self._pinned = torch.cuda.Event(), pinned
-        pinned.copy_(x, non_blocking=True)
-        self._event.record()
+    def read() -> Tensor:
+        event.synchronize()
+        return pinned
 
-    def read(self) -> Tensor:
-        self._event.synchronize()
-        return self._pinned
+    return read
 
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:

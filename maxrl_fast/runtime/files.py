@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from maxrl_fast.errors import InputError, StorageError
 
 CHECKSUMS = "checksums.json"
@@ -164,10 +166,10 @@ def write_error(folder: Path, error: OSError) -> InputError | StorageError:
 
 
 @contextlib.contextmanager
-def storing(what: str, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+def storing(what: str) -> Iterator[None]:
     try:
         yield
-    except errors as error:
+    except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot write {what}: {error}") from error
 
 
@@ -288,17 +290,16 @@ def check_entry(path: Path, wanted: int) -> None:
         check_kind(path, os.lstat(path), wanted)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
     """Return an object; InputError names the file."""
     try:
-        check_regular(path, JSON_BYTES)
+        check_regular(path, most_bytes)
         content = json.loads(path.read_bytes())
+    except InputError:
+        raise
     # ValueError: invalid JSON, invalid UTF-8, or a number with too many digits
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise InputError(f"cannot read the checkpoint's {printable(path)}: {why}") from error
+        raise InputError(f"{printable(path)} cannot be read: {error}; restore it") from error
     if not isinstance(content, dict):
         raise InputError(f"{printable(path)} must hold a JSON object, got {content!r:.80}")
     return content

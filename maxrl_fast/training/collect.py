@@ -49,8 +49,7 @@ class LengthPenalty:
 
         min(0, factor (limit - buffer - length) / buffer)
 
-    It is 0 up to limit - buffer tokens and falls linearly to -factor at the limit, the length of
-    the longest response.
+    It falls linearly to -factor at the limit, the length of the longest response.
     """
 
     limit: int
@@ -125,7 +124,6 @@ class RolloutCollector:
     """Samples and scores a step's rollouts.
 
     Args:
-        num_prompts, num_rollouts: G and N.
         max_batches: largest number of batches of G prompts that dynamic sampling draws in a step;
             1: no dynamic sampling.
         needs: of the objective; parts not with dynamic sampling.
@@ -140,8 +138,8 @@ class RolloutCollector:
     engine: Engine
     scorer: Scorer
     sampling: Sampling
-    num_prompts: int
-    num_rollouts: int
+    num_prompts: int  # G
+    num_rollouts: int  # N
     seed: int = 0
     device: torch.device = CPU
     max_batches: int = 1
@@ -171,11 +169,9 @@ class RolloutCollector:
                 num_mixed += int(is_mixed(batch.all_rewards).sum())
         metrics = dict(errors) | of_rewards.over(self.ranks)
         if self.max_batches == 1:
-            return self._with_texts(self._shaped(replace(batches[0], metrics=metrics)))
+            return self._finished(replace(batches[0], metrics=metrics))
         warnings = [batch.warning for batch in batches if batch.warning]
-        warning = "; ".join(
-            [*warnings[:1], *(text.removeprefix(f"step {step}: ") for text in warnings[1:])]
-        )
+        others = (text.removeprefix(f"step {step}: ") for text in warnings[1:])
         rewards = torch.cat([batch.all_rewards for batch in batches])
         mixed = is_mixed(rewards)
         # Prefer mixed groups, then earlier ones; the chosen groups stay in the order of sampling.
@@ -191,38 +187,30 @@ class RolloutCollector:
             num_tokens=sum(batch.num_tokens for batch in batches),
             rollout_seconds=sum(batch.rollout_seconds for batch in batches),
             metrics=metrics,
-            warning=warning,
+            warning="; ".join([*warnings[:1], *others]),
         )
-        return self._with_texts(self._shaped(whole))
+        return self._finished(whole)
 
-    def _with_texts(self, batch: RolloutBatch) -> RolloutBatch:
-        """Add the texts and all ranks' components, if the objective needs them."""
+    def _finished(self, batch: RolloutBatch) -> RolloutBatch:
+        """Add what only the objective sees: the length penalty, the texts if it needs them, and all
+        ranks' components.
+
+        Metrics, kept rollouts and dynamic sampling see the rewards without the penalty. A group
+        whose rollouts all failed therefore still counts as a group of equal rewards.
+        """
+        if self.length_penalty is not None:
+            penalties = self.length_penalty(batch.rollouts.lengths).view(batch.rewards.shape)
+            rewards = (batch.rewards + penalties).masked_fill(~batch.has_reward, 0.0)
+            metrics = batch.metrics | {"overlong_penalty": float(penalties.mean())}
+            batch = replace(batch, rewards=rewards, metrics=metrics)
         if self.needs.texts:
             batch = replace(batch, texts=tuple(response_texts(self.task, batch.raw_rollouts)))
-        if not self.needs.components:
-            return batch
-        components: list[dict[str, float]] = [{} for _ in range(len(batch.raw_rollouts))]
-        own = [(s, parts) for s, parts in enumerate(batch.components) if parts]
-        for of_rank in self.ranks.values(own):
-            for s, parts in of_rank:
-                components[s] = parts
-        return replace(batch, components=tuple(components))
-
-    def _shaped(self, batch: RolloutBatch) -> RolloutBatch:
-        """Add the length penalty to the rewards that the objective sees.
-
-        Metrics, kept rollouts and dynamic sampling see the rewards without it. A group whose
-        rollouts all failed therefore still counts as a group of equal rewards.
-        """
-        if self.length_penalty is None:
-            return batch
-        penalties = self.length_penalty(batch.rollouts.lengths).view(batch.rewards.shape)
-        rewards = (batch.rewards + penalties).masked_fill(~batch.has_reward, 0.0)
-        return replace(
-            batch,
-            rewards=rewards,
-            metrics=batch.metrics | {"overlong_penalty": float(penalties.mean())},
-        )
+        if self.needs.components:
+            own = [(s, parts) for s, parts in enumerate(batch.components) if parts]
+            known = dict(chain(*self.ranks.values(own)))
+            whole = (known.get(s, {}) for s in range(len(batch.raw_rollouts)))
+            batch = replace(batch, components=tuple(whole))
+        return batch
 
     def _sample(self, step: int, first_prompt: int, of_rewards: MetricAccumulator) -> RolloutBatch:
         """Return one batch; add the metrics of its rewards to `of_rewards`."""

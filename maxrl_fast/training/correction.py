@@ -49,9 +49,9 @@ class ImportanceWeights:
         """Return the batch with weights, the policy's log-probs as old log-probs, and metrics; all
         ranks must call this.
 
-        The metrics are over all sampled tokens: the means `logprob_diff` and `importance_weight`,
-        `importance_bounded` (fraction of weights capped or set to 0) and `importance_sample_size`
-        ((sum of weights)^2 / sum of squares / number of tokens; 0 if all are 0).
+        The metrics are over all sampled tokens; `importance_bounded` is the fraction of weights
+        capped or set to 0, and `importance_sample_size` (sum of weights)^2 / sum of squares /
+        number of tokens, 0 if all are 0.
         """
         logprobs = learner.passes.logprobs(learner.model, batch, batch.sequences)
         rollouts = batch.rollouts
@@ -87,7 +87,7 @@ Cap = Annotated[float, Limit("finite and above 0", lambda x: 0 < x < math.inf)]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Correction(Method):
-    """A correction. Its function returns the weights before the first update, or None."""
+    """Its function returns the weights before the first update, or None."""
 
     needs: str = "one, before the first update"  # forward passes
 
@@ -95,7 +95,6 @@ class Correction(Method):
 
     @property
     def has_cap(self) -> bool:
-        """Whether it has an upper bound of its weights, --importance-cap."""
         return "importance_cap" in self.options
 
     def resolve(self, given: Mapping[str, Any]) -> dict[str, Any]:

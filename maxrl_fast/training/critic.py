@@ -53,7 +53,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 @dataclass
 class Critic:
-    """A critic, trained in place; `module` (sharding.distribute) runs its training passes."""
+    """Trained in place; `module` (sharding.distribute) runs its training passes."""
 
     model: PolicyModel
     optimizer: torch.optim.Optimizer

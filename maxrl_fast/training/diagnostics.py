@@ -10,6 +10,7 @@ from maxrl_fast.records import Samples
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.objective import Objective
+from maxrl_fast.training.optimizer import zero_gradients
 
 
 def prompt_gradient_norms(
@@ -20,42 +21,35 @@ def prompt_gradient_norms(
     beat: Callable[[], None] = lambda: None,
     draw: tuple[int, int] = (0, 0),
 ) -> list[float]:
-    """Return the norm of each prompt's gradient (figures 6 and 8 of the MaxRL paper); 0 if none of
-    its samples has a gradient.
+    """Return the norm of each prompt's gradient (figures 6 and 8 of the MaxRL paper), its part of
+    the gradient of the loss over all samples; 0 if none of its samples has a gradient.
 
-    Each prompt's gradient is its part of the gradient of the loss over all samples. All ranks must
-    call this: each runs the backward passes of all prompts. All gradients are zero afterwards.
-    Arguments are as in Learner.update; `beat` is called after each prompt.
+    All ranks must call this: each runs the backward passes of all prompts. All gradients are zero
+    afterwards. Arguments are as in Learner.update; `beat` is called after each prompt.
     """
     packer = learner.packer(samples, advantages)
     plan = learner.plan(packer, samples, sequences, draw)
     group, norms = plan.sequences // samples.num_rollouts, [0.0] * len(samples.prompts)
     for g in group.unique().tolist():
-        learner.zero_gradients()
+        zero_gradients(learner.model)
         for part in packer.split(plan.sequences[group == g], learner.token_budget):
             learner.loss(packer.pack(part), plan)[0].backward()
         gradients = [p.grad for p in learner.model.parameters() if p.grad is not None]
         # Learner.loss multiplies by the number of ranks; here every rank has run all passes.
         norms[g] = float(full_tensor(nn.utils.get_total_norm(gradients))) / learner.ranks.size
         beat()
-    learner.zero_gradients()
+    zero_gradients(learner.model)
     return norms
 
 
 def diagnostics_record(
-    batch: RolloutBatch,
-    objective: Objective,
-    learner: Learner,
-    beat: Callable[[], None] = lambda: None,
+    batch: RolloutBatch, objective: Objective, learner: Learner, beat: Callable[[], None]
 ) -> dict[str, Any]:
-    """Return a line of diagnostics.jsonl: each prompt's index, mean over known rewards (0 if none
-    is known) and gradient norm.
-    """
+    """Return a line of diagnostics.jsonl; the pass rate is the mean over known rewards, 0 if none
+    is known."""
     step, sequences = objective.begin(batch, learner), batch.scored_indices
-    advantages = step.advantages(sequences)
-    norms = prompt_gradient_norms(
-        learner, step.batch, advantages, sequences, beat, draw=(batch.step, 0)
-    )
+    advantages, draw = step.advantages(sequences), (batch.step, 0)
+    norms = prompt_gradient_norms(learner, step.batch, advantages, sequences, beat, draw)
     known = batch.has_reward.double()  # a sum of large rewards overflows float32
     rates = (batch.task_rewards * known).sum(1) / known.sum(1).clamp_min(1)  # [G]
     return {

@@ -73,10 +73,9 @@ class Learner:
     """A policy, its optimizer and its loss, computed in `dtype`; weights, gradients and moments are
     float32.
 
-    A forward and backward pass has at most `token_budget` tokens. `reference` is the reference
-    policy, for settings.kl_coef and for objectives that need one. Checkpoints store
-    `objective_state`. `module` runs the policy's passes (sharding.distribute); None: the model
-    itself.
+    `reference` is the reference policy, for settings.kl_coef and for objectives that need one.
+    Checkpoints store `objective_state`. `module` runs the policy's passes (sharding.distribute);
+    None: the model itself.
     """
 
     model: PolicyModel
@@ -131,7 +130,7 @@ class Learner:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.zero_gradients()
+        zero_gradients(self.model)
         for parameter in (p for p in self.model.parameters() if p.requires_grad and p.grad is None):
             # Zeros, not None: if no sample has a gradient, the optimizer still takes a step with
             # zero gradient.
@@ -195,8 +194,7 @@ class Learner:
     def plan(
         self, packer: Packer, samples: Samples, sequences: Tensor, draw: tuple[int, int] = (0, 0)
     ) -> UpdatePlan:
-        """Return the sequences that have a gradient and the denominator of the loss; for an
-        over_batch loss, also its gradient in each token. All ranks must call this."""
+        """All ranks must call this."""
         sequences = sequences.cpu()
         lengths = packer.lengths[sequences]
         denominator = self.settings.denominator(lengths)
@@ -233,7 +231,7 @@ class Learner:
         )  # [T']
         if rollouts.importance_weights is not None:  # negative if the objective weights tokens
             advantages = advantages * rollouts.importance_weights[index]
-        ref_logprobs = rollouts.ref_logprobs if settings.kl_coef else None
+        reference = rollouts.ref_logprobs if settings.kl_coef else None
         batch = token_batch(
             settings,
             (len(index), self.model.config.vocab_size),
@@ -243,7 +241,7 @@ class Learner:
             cu_seqlens,
             advantages_per_token=True,
             old_logprobs=rollouts.logprobs[index],
-            ref_logprobs=None if ref_logprobs is None else ref_logprobs[index],
+            ref_logprobs=None if reference is None else reference[index],
             denominator=denominator,
         )
         num_own = values.shape[1] - 2 - (settings.siren != 0)
@@ -405,9 +403,6 @@ class Learner:
         if self.reference is not None and self.copies_policy:
             self.reference.load_state_dict(self.model.state_dict())
 
-    def zero_gradients(self) -> None:
-        zero_gradients(self.model)
-
     def _find_non_finite(self, packer: Packer, plan: UpdatePlan, when: str) -> str:
         """Return what became non-finite, and for which prompt; raise TeacherError if it came from
         the reference policy. A collective operation."""
@@ -420,7 +415,7 @@ class Learner:
             own = sequences[group == g]
             if not packer.advantages[own.to(packer.advantages.device)].isfinite().all():
                 return f"an advantage is not finite {where}"
-            self.zero_gradients()
+            zero_gradients(self.model)
             for part in packer.split(own, self.token_budget):
                 batch = packer.pack(part)
                 loss, _ = self.loss(batch, plan)

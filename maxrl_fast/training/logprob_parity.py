@@ -1,5 +1,5 @@
 """Compares log-probs at the start of a run: a transformers policy with the model's own forward
-pass, a third-party rollout engine with the policy."""
+pass, a third-party engine with the policy."""
 
 import torch
 from torch import Tensor
@@ -21,12 +21,11 @@ MIN_TOKENS = 24
 
 def check_exact(policy: PolicyModel) -> str:
     """Compare log-probs of four responses to two prompts with the model's own eager forward pass,
-    in float32. The native decoder has no other.
+    in float32, and return a sentence for the first lines of a run; "" for the native decoder, which
+    has no other.
 
     The tokens are random. The sequences are longer than the model's sliding window, up to LONGEST
-    tokens. The output layer is also compared on hidden states so large that a soft cap would show.
-
-    Returns a sentence for the first lines of a run.
+    tokens.
     """
     if not isinstance(policy, HuggingFacePolicy):
         return ""
@@ -55,7 +54,8 @@ def check_exact(policy: PolicyModel) -> str:
         prompt = prompts[i // 2]
         tokens = torch.tensor(prompt + response, device=device)
         logits = policy.own_logits(tokens)[0]
-        parts.append(_of(logits[len(prompt) - 1 : -1], tokens[len(prompt) :]))
+        log_p = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        parts.append(log_p.gather(-1, tokens[len(prompt) :, None])[:, 0])
     difference = (ours - torch.cat(parts)).abs().nan_to_num(float("inf"))
     # Near a tie, a router may choose another expert: 2% may differ. Wrong attention or positions
     # would affect more tokens.
@@ -74,19 +74,15 @@ def check_exact(policy: PolicyModel) -> str:
     )
 
 
-def check_engine(policy: PolicyModel, engine: Engine, name: str = "vllm") -> str:
-    """Compare a third-party engine's log-probs with the policy's, for two responses to one prompt.
-    All ranks must call this.
-
-    Returns a sentence for the first lines of a run.
-    """
+def check_engine(policy: PolicyModel, engine: Engine, name: str) -> str:
+    """Compare a third-party engine's log-probs with the policy's, for two responses to one prompt,
+    and return a sentence for the first lines of a run. All ranks must call this."""
     device, sizes = policy.lm_head.weight.device, policy.config
-    tokens, cu_seqlens = pack(
-        [torch.randint(sizes.vocab_size, (8,), generator=torch.Generator().manual_seed(0)).tolist()]
-    )
-    prompts = Prompts(tokens, cu_seqlens, torch.zeros(1, dtype=torch.int64)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(sizes.vocab_size, (8,), generator=generator).tolist()
+    prompts = Prompts(*pack([prompt]), torch.zeros(1, dtype=torch.int64)).to(device)
     rollouts = engine.generate(RolloutRequest(prompts, 2, Sampling(1.0, 8, ())))
-    own = _logprobs(policy, [tokens.tolist()], unpack(rollouts.tokens, rollouts.lengths), device)
+    own = _logprobs(policy, [prompt], unpack(rollouts.tokens, rollouts.lengths), device)
     policy.reshard()
     difference = float((rollouts.logprobs - own).abs().mean().nan_to_num(float("inf")))
     if difference > ENGINE_LIMIT:
@@ -132,16 +128,10 @@ def _length(policy: HuggingFacePolicy) -> int:
 def _logprobs(
     policy: PolicyModel, prompts: list[list[int]], responses: list[list[int]], device: torch.device
 ) -> Tensor:
-    tokens, cu_seqlens = pack(prompts)
-    packed = Prompts(tokens, cu_seqlens, torch.arange(len(prompts))).to(device)
+    packed = Prompts(*pack(prompts), torch.arange(len(prompts))).to(device)
     rollouts = Rollouts.given(responses).to(device)
-    batch = Packer(packed, rollouts, torch.ones(len(responses), device=device)).pack(
-        torch.arange(len(responses))
-    )
+    packer = Packer(packed, rollouts, torch.ones(len(responses), device=device))
+    batch = packer.pack(torch.arange(len(responses)))
     hidden = run_batch(policy, batch, torch.float32)
     matrix = policy.output_matrix.float()  # sharded weights are gathered in the compute dtype
     return linear_token_logprobs(hidden, matrix, batch.targets, **policy.scaling())[0]
-
-
-def _of(logits: Tensor, targets: Tensor) -> Tensor:
-    return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]

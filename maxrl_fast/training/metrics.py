@@ -19,10 +19,10 @@ def step_metrics(
     """Return the metrics of a step, given its advantages [S].
 
     Rewards are means over all sampled rollouts, also of replaced groups; lengths, truncation and
-    entropy over the rollouts of the step. The loss, the gradient norm and the
-    variance from Adam's moments are means over the updates; ratios, clip fractions and KL over the
-    tokens trained on; logprob_diff only over the tokens of the first update. A loss's own
-    metrics are summed over the updates if they are integers, else averaged.
+    entropy over the rollouts of the step; the loss, the gradient norm and moment_variance over the
+    updates; ratios, clip fractions and KL over the tokens trained on; logprob_diff over those of
+    the first update. A loss's own metrics are summed over the updates if they are integers, else
+    averaged.
     """
     rewards, rollouts = batch.all_rewards, batch.raw_rollouts
     solved = rewards > 0.5  # False for an unknown reward (NaN)
@@ -58,10 +58,8 @@ def step_metrics(
     def together(values: Sequence[float]) -> float:
         return sum(values) if isinstance(values[0], int) else sum(values) / len(values)
 
-    computed, alone = (
-        sum(getattr(update, name) for update in updates)
-        for name in ("num_tokens", "num_tokens_alone")
-    )
+    computed = sum(update.num_tokens for update in updates)
+    alone = sum(update.num_tokens_alone for update in updates)
     return {
         "step": batch.step,
         **host_numbers(means),

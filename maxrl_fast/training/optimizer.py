@@ -33,8 +33,7 @@ def make_optimizer(model: nn.Module, beta2: float, weight_decay: float) -> torch
     """Build a fused AdamW with weight decay on matrices only; `Learner.update` sets the learning
     rate.
 
-    Weights, gradients and moments are always float32, so that changes too small for bfloat16 add
-    up.
+    Weights, gradients and moments are float32, so that changes too small for bfloat16 add up.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.dim() >= 2]
@@ -54,12 +53,8 @@ def zero_gradients(model: nn.Module) -> None:
 
 @torch.no_grad()
 def moment_variance(optimizer: torch.optim.Optimizer) -> float:
-    """Estimate the gradient's variance from Adam's moments (MaxPO paper): sum over parameters of
-    v_hat - m_hat^2.
-
-    With sharded weights it is the sum over this rank's shard. The result is read with one wait for
-    the device.
-    """
+    """Estimate the gradient's variance from Adam's moments (MaxPO paper): sum over parameters, with
+    sharded weights over this rank's shard, of v_hat - m_hat^2. Waits once for the device."""
     betas, numbers, total = list[tuple[float, float]](), list[Tensor](), 0.0
     for group in optimizer.param_groups:
         states = [optimizer.state[p] for p in group["params"] if "exp_avg" in optimizer.state[p]]

@@ -106,12 +106,10 @@ class Packer:
 
     @property
     def lengths(self) -> Tensor:
-        """Response lengths in sampled tokens, [S] on the host."""
         return self._on_host[1].diff()
 
     @property
     def host_advantages(self) -> Tensor:
-        """Advantages, [S] on the host."""
         return self._on_host[2]
 
     @cached_property

@@ -40,10 +40,7 @@ class Pass(NamedTuple):
 @dataclass(frozen=True)
 class Passes:
     """Splits samples into micro-batches of at most `token_budget` tokens for all ranks, and
-    computes per-token values of a model.
-
-    `shares_weights`: each rank holds only a shard of every weight (FSDP2).
-    """
+    computes per-token values of a model."""
 
     ranks: Ranks
     token_budget: int
@@ -67,8 +64,8 @@ class Passes:
     def micro_batches(self, packer: Packer, sequences: Tensor) -> Iterator[Pass]:
         """Yield this rank's passes over the chosen sequences.
 
-        All ranks run the same number of passes, because each pass exchanges gradients or sharded
-        weights. A rank with fewer micro-batches repeats the shortest response.
+        All ranks run the same number, because each pass exchanges gradients or sharded weights. A
+        rank with fewer micro-batches repeats the shortest response.
         """
         parts = [
             packer.split(share, self.token_budget)

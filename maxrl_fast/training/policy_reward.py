@@ -2,8 +2,7 @@
 reasoning.
 
 One forward pass over every response's reasoning, followed by the reference answer in place of the
-response's own. Sequences are packed like responses, with each prompt once per group. All ranks take
-part, also with sharded weights.
+response's own. All ranks take part.
 """
 
 from dataclasses import dataclass, replace
@@ -65,8 +64,7 @@ class PolicyReward:
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> AnswerScores:
         """Return the rewards of N responses to each prompt, the same on all ranks, which must all
-        call this.
-        """
+        call this."""
         responses = [
             part.tolist() for part in rollouts.tokens.cpu().split(rollouts.lengths.tolist())
         ]
@@ -102,8 +100,7 @@ class PolicyReward:
         self, prompts: Prompts, rollouts: Rollouts, answered: list[Answered]
     ) -> AnswerScores:
         """Return pi(y* | x, z), and the responses z + y* with the sampler's log-probs of z and the
-        policy's log-probs of y*.
-        """
+        policy's of y*."""
         # [answer tokens], [S]
         logprobs, lengths, continued = self._answer_logprobs(prompts, answered)
         has_answer = lengths > 0

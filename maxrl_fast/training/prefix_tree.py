@@ -79,7 +79,6 @@ class SortedRows:
 
     @cached_property
     def ranks(self) -> Integers:
-        """[S] where each row is in the order."""
         return self._sorted[0].argsort()
 
     def common(self, rows: Integers) -> Integers:

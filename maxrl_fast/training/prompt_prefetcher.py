@@ -1,9 +1,10 @@
 """Prepares training prompts in a thread while a GPU samples and trains on the previous batch."""
 
 import atexit
+from concurrent.futures import Future, wait
 
 from maxrl_fast.records import Prompts
-from maxrl_fast.runtime.background import Background
+from maxrl_fast.runtime.background import in_thread
 from maxrl_fast.tasks import Task
 
 EXIT_SECONDS = 10.0  # how long the exit of the process waits for the thread
@@ -20,26 +21,21 @@ class PromptPrefetcher:
 
     def __init__(self, task: Task):
         self._task = task
-        self._background, self._made = Background(), list[Prompts]()
-        self._coming: range | None = None  # the prompts that the thread is making
+        self._coming: tuple[range, Future[Prompts]] | None = None  # being made by the thread
         # Without this Python would kill the thread at exit, which aborts the process if the thread
         # is inside PyTorch.
-        atexit.register(lambda: self._background.join(EXIT_SECONDS))
+        atexit.register(lambda: self._coming and wait([self._coming[1]], EXIT_SECONDS))
 
     def take(self, start: int, count: int) -> Prompts:
         """Return prompts `start` to `start + count - 1`, and start to make the next `count`. Raises
         what `task.prompts` raises."""
         wanted, coming = range(start, start + count), self._coming
-        self._coming = None
-        if wanted == coming:
-            self._background.wait()
-            prompts = self._made.pop()
+        self._coming = None  # a batch that is not wanted is dropped, and its error with it
+        if coming is not None and coming[0] == wanted:
+            prompts = coming[1].result()
         else:
             prompts = self._task.prompts("train", start, count)
-        # New objects, so that a batch that was not used, or its error, is dropped.
-        self._background, self._made = Background(), []
-        self._coming, made = range(wanted.stop, wanted.stop + count), self._made
-        self._background.submit(
-            lambda: made.append(self._task.prompts("train", wanted.stop, count))
-        )
+        following = range(wanted.stop, wanted.stop + count)
+        made = in_thread(lambda: self._task.prompts("train", following.start, count))
+        self._coming = following, made
         return prompts

@@ -44,7 +44,7 @@ def distribute(model: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> nn.Modul
     """Return the module that all ranks run forward and backward together; its gradients are means
     over the ranks.
 
-    model: on its device, equal on all ranks or sharded (`shard`). dtype: of the computation.
+    model: on its device, equal on all ranks or sharded (`shard`).
     """
     if ranks.size == 1:
         return model

@@ -21,7 +21,7 @@ class TeacherPrompts:
     """Makes the teacher's prompts.
 
     Args:
-        source: "answer", the prompt with the reference answer after it, or FILE.py:FUNCTION.
+        source: ANSWER, the prompt with the reference answer after it, or FILE.py:FUNCTION.
         limit: the longest prompt in tokens, which leaves room for the response.
     """
 
@@ -30,7 +30,6 @@ class TeacherPrompts:
     limit: int
 
     def __call__(self, prompts: Prompts) -> Prompts:
-        """Return the teacher's prompts in place of these training prompts."""
         return self._of(prompts.ids.tolist()).to(prompts.tokens.device)
 
     def check(self) -> None:

@@ -30,20 +30,11 @@ class StepRecord:
     updates: list[UpdateMetrics]
     metrics: dict[str, float]  # a line of metrics.jsonl
 
-    @property
-    def tokens(self) -> dict[str, int]:
-        """Tokens sampled ("rollout") and computed by the learner ("update")."""
-        return {
-            "rollout": self.batch.num_tokens,
-            "update": sum(update.num_tokens for update in self.updates),
-        }
-
 
 @dataclass
 class Trainer:
-    """Trains a policy, one step at a time. Each of `updates_per_step` optimizer updates uses an
-    equal share of a step's prompts.
-    """
+    """Trains a policy. Each of `updates_per_step` optimizer updates uses an equal share of a step's
+    prompts."""
 
     collector: RolloutCollector
     objective: Objective
@@ -59,8 +50,7 @@ class Trainer:
         self, n: int, first_prompt: int, diagnose: Callable[[RolloutBatch], None] | None = None
     ) -> StepRecord:
         """Take step n, counted from 1, on the prompts from index `first_prompt` on. `diagnose` gets
-        the batch before the first update.
-        """
+        the batch before the first update."""
         clock = self.clock
         learner, objective = self.learner, self.objective
         lr = self.learning_rate.at(n)

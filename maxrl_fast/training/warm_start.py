@@ -18,7 +18,6 @@ class WarmStart:
     Args:
         learner: with the loss "reinforce"; with advantage 1 it is the mean negative log-likelihood
             of the solution tokens.
-        batch: prompts per step.
         takes_prompts: whether it uses up training prompts, so that reinforcement learning starts
             after them.
     """
@@ -26,7 +25,7 @@ class WarmStart:
     task: Task
     learner: Learner
     learning_rate: LearningRate
-    batch: int
+    batch: int  # prompts of a step
     device: torch.device
     takes_prompts: bool = True
 
@@ -36,7 +35,6 @@ class WarmStart:
 
     @property
     def num_prompts(self) -> int:
-        """Number of training prompts used, from index 0 on."""
         return self.num_steps * self.batch if self.takes_prompts else 0
 
     def steps(self, done: int = 0) -> Iterator[tuple[int, float]]:

@@ -48,7 +48,7 @@ def test_the_same_prompts_come_in_the_same_order_and_one_batch_ahead():
     ahead = PromptPrefetcher(task)
     for step in range(4):
         assert_prompts(ahead.take(2 * step, 2), 2 * step, 2)
-        ahead._background.wait()
+        ahead._coming[1].result()
     assert task.calls == [(0, 2, False), (2, 2, True), (4, 2, True), (6, 2, True), (8, 2, True)]
 
 

@@ -46,9 +46,7 @@ def gae_advantages(
 
 def whitened(advantages: Tensor, counts: Tensor) -> Tensor:
     """Scale advantages [T] to mean 0 and sample variance 1 over the tokens in `counts`, bool [T].
-
-    Other tokens get 0, and so does a single counted token.
-    """
+    Other tokens get 0, and so does a single counted token."""
     number = counts.sum()
     mean = torch.where(counts, advantages, 0.0).sum() / number.clamp_min(1)
     centred = torch.where(counts, advantages - mean, 0.0)
@@ -57,10 +55,7 @@ def whitened(advantages: Tensor, counts: Tensor) -> Tensor:
 
 def explained_variance(values: Tensor, returns: Tensor, counts: Tensor) -> Tensor:
     """Return 1 - Var(returns - values) / Var(returns), float64, over the tokens in `counts`, bool
-    [T].
-
-    It is 0 if the returns are equal up to rounding.
-    """
+    [T]; 0 if the returns are equal up to rounding."""
     number = counts.sum().clamp_min(1)
 
     def squares(x: Tensor, shift: Tensor | float = 0.0) -> Tensor:

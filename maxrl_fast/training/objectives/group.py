@@ -123,5 +123,4 @@ class GroupObjective(Objective):
 
 
 def _grouped(values: Sequence[Any], num_rollouts: int) -> list[Sequence[Any]]:
-    """Return one value for each rollout [S] as G sequences of N."""
     return [values[i : i + num_rollouts] for i in range(0, len(values), num_rollouts)]

@@ -38,8 +38,7 @@ class ObjectiveStep:
 
     def finish(self) -> dict[str, float]:
         """After the last update: train what the objective trains besides the policy, and return its
-        metrics of the step.
-        """
+        metrics of the step."""
         return {}
 
 
@@ -47,8 +46,8 @@ class Objective(ABC):
     """Chooses A_i: the learner minimises -sum_i A_i sum_t log pi(y_it | x_i, y_i<t) over a
     denominator, or another loss of the log-prob ratios with the same A_i.
 
-    It is the same for all runs with the same options: what changes from step to step is in its
-    `ObjectiveStep`, or in its state, which the learner keeps.
+    What changes from step to step is in its `ObjectiveStep`, or in its state, which the learner
+    keeps.
     """
 
     loss: str = "ppo"  # a name of ops.policy_gradient_loss; default of --loss
@@ -64,14 +63,12 @@ class Objective(ABC):
 
     @property
     def min_rollouts(self) -> int:
-        """Return the smallest number of rollouts per prompt."""
         return 1
 
     @property
     def state(self) -> dict[str, Tensor]:
         """Host tensors, by name, that the next step needs, as they are before the first. The
-        learner keeps them in `objective_state`; checkpoints store them and load them in place.
-        """
+        learner keeps them in `objective_state`; checkpoints store them and load them in place."""
         return {}
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:

@@ -146,7 +146,7 @@ def update_critic(
     """Take one optimizer step of the critic on some of the samples, the same step on all ranks,
     which must all call this. Return the loss, and the gradient norm before clipping.
 
-    `old_values` and `returns` are [T] of all samples. `sequences`, int64 on the host and ascending,
+    `old_values` and `returns` are [T] of all samples; `sequences`, int64 on the host and ascending,
     are the samples of this update. The loss is the mean over their tokens; without tokens there is
     no step.
 

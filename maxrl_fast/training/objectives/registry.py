@@ -61,8 +61,7 @@ def objective_options(name: str) -> dict[str, Option]:
 
 def objective_defaults(name: str, num_rollouts: int) -> dict[str, Any]:
     """Return the defaults of an objective's options at N rollouts; None where one must be given or
-    the configuration works it out.
-    """
+    the configuration works it out."""
     defaults = {option: row.default for option, row in objective_options(name).items()}
     size = None if name in OBJECTIVE_CLASSES else _estimator(name).size
     if size is not None:

@@ -30,18 +30,12 @@ class RiskpoObjective(Objective):
     rewards of 5 prompts, a and b its tracked .2 and .9 quantiles; x = ((s - a)+ - (s - b)+ + a -
     b)/.7, c = -(a - s)+/.2.
 
-    Mixed value at risk, with the settings of the authors' script (RTkenny/RiskPO).
-
-    A bundle is `bundle_size` consecutive prompts. Its n-th paper is the n-th rollout of each
-    prompt; the paper's score s is the sum of their rewards. With the tracked quantiles a and b of
-    all scores at the levels LOW and HIGH,
-
-        x = ((s - a)+ - (s - b)+ + a - b) / (HIGH - LOW),  c = -(a - s)+ / LOW,
-        A_i = (1.5 c + x) / 2.5 / (std of s over the bundle's papers) / (std of r over i's group),
-
-    where a standard deviation of 0 counts as 1. The authors' code does so only for r, which gives a
-    bundle of equal scores advantages of 1e6. The first step sets a and b to the quantiles of its
-    own scores; every step ends with q += .1 (level - share of scores below q).
+    Mixed value at risk, with the settings of the authors' script (RTkenny/RiskPO). A bundle is
+    `bundle_size` consecutive prompts; its n-th paper is the n-th rollout of each prompt, and the
+    paper's score s the sum of their rewards. A standard deviation of 0 counts as 1. The authors'
+    code does so only for r, which gives a bundle of equal scores advantages of 1e6. The first step
+    sets a and b to the quantiles of its own scores; every step ends with q += .1 (level - share of
+    scores below q).
     """
 
     bundle_size: Annotated[Count, Help("Prompts in a bundle of riskpo; it divides --prompts.")] = 5
@@ -90,8 +84,7 @@ class _Step(ObjectiveStep):
 
 def _spread(values: Tensor, known: Tensor) -> Tensor:
     """Return the sample standard deviation [..., 1] of each row's known values, 1 if it is 0 or
-    undefined.
-    """
+    undefined."""
     count = known.sum(-1, keepdim=True)
     mean = (values * known).sum(-1, keepdim=True) / count.clamp_min(1)
     squares = ((values - mean).square() * known).sum(-1, keepdim=True)

@@ -1,6 +1,5 @@
 """W_N(p) of a run's objective: the weight of a prompt's gradient, by its pass rate p. A run writes
-it into its folder, so that the report need not import PyTorch.
-"""
+it into its folder, so that the report need not import PyTorch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +16,7 @@ MOST_ROLLOUTS = 2048  # memory is quadratic in N, in float64
 
 def weight_of(options: dict[str, Any], pass_rates: Sequence[float]) -> dict[str, Any]:
     """Return {"values": W_N(p) at these pass rates}, exact at the N of these options, or {"reason":
-    why there is none}.
-    """
+    why there is none}."""
     name, n = options["objective"], options["rollouts"]
     if name in OBJECTIVE_CLASSES:
         return {"reason": f"{name} minimizes a cross-entropy of outcomes and has no W_N(p)"}

@@ -79,7 +79,6 @@ class _Field(NamedTuple):
 
 @cache
 def _fields(record: type) -> dict[str, _Field]:
-    """Return the fields of a record that have an index space."""
     fields = {}
     for name, hint in get_type_hints(record, include_extras=True).items():
         if get_origin(hint) is Annotated:
@@ -165,7 +164,6 @@ class Packed(Ragged):
 
     @property
     def lengths(self) -> Tensor:
-        """Number of tokens of each item, int64."""
         return self.cu_seqlens.diff()
 
     def positions(self, items: Tensor) -> dict[str, Tensor]:
@@ -268,9 +266,7 @@ class Rollouts(Packed):
 
     @classmethod
     def given(cls, responses: Sequence[Sequence[int]]) -> "Rollouts":
-        """Return responses that no policy sampled, such as demonstrations, with log-probs 0 and
-        none truncated.
-        """
+        """Return responses that no policy sampled, such as demonstrations, with log-probs 0."""
         tokens, cu_seqlens = pack(responses)
         return cls(
             tokens,

@@ -78,8 +78,6 @@ def main(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the grid."""
-
     group: str  # its name without the seed; runs of one group are averaged
     folder: Path
     command: list[str]
@@ -98,7 +96,6 @@ class Run:
 
 
 def values_of(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of every option by name."""
     options: dict[str, list[str]] = {}
     for argument in arguments:
         flag, equals, value = argument.partition("=")
@@ -119,8 +116,7 @@ def values_of(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     """Return the runs of all combinations of values, the seeds of one combination one after
-    another.
-    """
+    another."""
     several = {option.name for option in options_of(Config).values() if option.takes_several}
     sides = [name for name, values in options.items() if len(values) > 1 and name not in several]
     sides.sort(key=lambda name: name == "seed")
@@ -235,10 +231,8 @@ class Sweep:
 
     def _write(self) -> list[dict[str, Any]]:
         """Write sweep.json; return its summary, the last pass@k of the finished runs of each group
-        over seeds.
-
-        Where only some runs of a group were extended, the mean is over those of the most steps.
-        """
+        over seeds. Where only some runs of a group were extended, the mean is over those of the
+        most steps."""
         rows: dict[str, dict[int, Path]] = {}
         most: dict[str, int] = {}
         for state in self._states.values():
@@ -254,7 +248,6 @@ class Sweep:
         return summary
 
     def _report(self, summary: list[dict[str, Any]]) -> int:
-        """Print the table, write the page, and return the exit code."""
         self._screen.console.print(seeds_table(summary))
         folders = [
             str(self._out / name)
@@ -277,9 +270,7 @@ class Sweep:
 
 
 def _states_in(file: Path) -> dict[str, Any]:
-    """Return the runs in sweep.json by the names of their folders; none where there is no such
-    file.
-    """
+    """Return the runs in sweep.json by the names of their folders."""
     runs: Any = read_json(file).get("runs") if file.exists() else {}
     kinds = {"group": str, "seed": int, "state": str, "options": dict}
     for state in runs.values() if isinstance(runs, dict) else [runs]:

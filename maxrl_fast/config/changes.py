@@ -23,7 +23,6 @@ class Changes:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    """Return the options whose values changed between a run and its resumption."""
     said = {name: _describe(name, before, now) for name in _differing(before, now)}
     if now["lr_schedule"] == "constant":
         said.pop("steps", None)  # otherwise the learning rate depends on the number of steps
@@ -59,8 +58,7 @@ def _without_folders(value: Any) -> Any:
 
 def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a line on the options that a resumed run takes from its start, and on those that now
-    have other values.
-    """
+    differ."""
     others = "; ".join(_describe(name, before, now) for name in _differing(before, now))
     return "options: the run's own, from its config.json" + (
         f", but for {others}" if others else ""
@@ -73,9 +71,7 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _meaning(name: str) -> Resume:
-    """Return what a change of an option means; an option of another version changes what
-    is computed.
-    """
+    """An option of another version changes what is computed."""
     option = options_of(Config).get(name)
     return (option and option.find(Resume)) or Resume.SEMANTIC
 

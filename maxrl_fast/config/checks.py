@@ -192,7 +192,6 @@ def check_options(config: type, options: Mapping[str, Any]) -> None:
 
 
 def objective_of(config: Config) -> Objective:
-    """Return the objective that a configuration asks for."""
     chosen = config.objective
     try:
         return make_objective(
@@ -209,8 +208,8 @@ def objective_of(config: Config) -> Objective:
 
 
 def correction_of(config: Config) -> tuple[CorrectionName, dict[str, float]]:
-    """Return the name and the numbers of the correction that a configuration asks for. The default
-    is none where engine and trainer are compared by the tests, else tis."""
+    """Return the name and the numbers of the correction. The default is none where engine and
+    trainer are compared by the tests, else tis."""
     options = config.rollout
     name, cap = options.correction, options.importance_cap
     if name is None and cap is not None:

@@ -79,7 +79,6 @@ def _parameters(model: PolicyModel) -> str:
 
 
 def _describe_critic(config: ResolvedConfig, model: PolicyModel) -> list[str]:
-    """Return a line on the critic that a run trains; none where it trains none."""
     if not objective_of(config).needs.critic:
         return []
     what = "its adapters" if config.model.lora_rank else "all its weights"
@@ -92,8 +91,7 @@ def _describe_critic(config: ResolvedConfig, model: PolicyModel) -> list[str]:
 
 def _describe_rates(config: ResolvedConfig, *, has_warm_start: bool) -> str:
     """Return the learning rates with their course, and whose default they are where a checkpoint
-    changes the default.
-    """
+    changes the default."""
     kind = "LoRA on a checkpoint" if config.model.lora_rank else "full fine-tuning of a checkpoint"
     sft_default, default = default_rates(config.model) if config.model.model else (None, None)
 

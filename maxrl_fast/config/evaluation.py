@@ -181,9 +181,7 @@ class ResolvedEvaluationConfig(EvaluationConfig):
 
 
 def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
-    """Return what flags and the run's folder give. --help prints the options that this task uses,
-    and exits.
-    """
+    """--help prints the options that this task uses, and exits."""
     options, (words, asks_for_help) = options_of(EvaluationConfig), split_help(arguments)
     flags, words = read_flags(words, options)
     if flag := flags.get("model", flags.get("checkpoint")):
@@ -234,7 +232,6 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
 
 
 def check(config: EvaluationConfig) -> None:
-    """Refuse everything that can be known to be wrong before any work."""
     check_options(EvaluationConfig, config.flat())
 
 
@@ -244,11 +241,7 @@ def resolve(
     task: Task,
     warn: Callable[[str], None] = warnings.warn,
 ) -> ResolvedEvaluationConfig:
-    """Return the checked configuration with every default worked out.
-
-    Args:
-        warn: as of `response_limit`.
-    """
+    """Return the checked configuration with every default worked out."""
     measure, sampling, place = config.measure, config.sampling, config.place
     device, dtype = resolve_place(place.device, place.dtype)
     worked_out = {

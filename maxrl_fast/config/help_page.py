@@ -24,7 +24,6 @@ _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
 def grouped(
     config: type, options: Mapping[str, Option]
 ) -> Iterator[tuple[str, type, list[Option]]]:
-    """Give the name and the class of each group, and the options that are in it."""
     static = options_of(config)
     for name, group in get_type_hints(config).items():
         names = {option.name for option in read_options(group)}
@@ -62,11 +61,7 @@ def help_row(option: Option, values: Mapping[str, Any]) -> tuple[str, str]:
 def print_help(
     prog: str, description: str, groups: Sequence[tuple[str, str, Sequence[tuple[str, str]]]]
 ) -> NoReturn:
-    """Print a page of options, and exit.
-
-    Args:
-        groups: title, purpose, and rows of a flag and its help.
-    """
+    """Print a page, and exit. groups: title, purpose, and rows of a flag and its help."""
     console = Console(highlight=False)
     console.width = min(console.width, WIDEST)
     paragraphs = re.sub(r"(?<=\S)\n(?=\S)", " ", description)

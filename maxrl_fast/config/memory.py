@@ -196,8 +196,7 @@ def _of_update(config: ResolvedConfig, model: PolicyModel, machine: Machine) -> 
 
 def joined_weights(model: PolicyModel) -> int:
     """Return how many weights the native decoder's layers copy on a CPU, to multiply several
-    matrices at once.
-    """
+    matrices at once."""
     groups: list[Sequence[nn.Module]] = []
     for layer in model.blocks:
         assert isinstance(layer, Layer)
@@ -209,8 +208,7 @@ def joined_weights(model: PolicyModel) -> int:
 
 def layer_numbers(model: PolicyModel, dtype: torch.dtype, runs_packed: bool = False) -> int:
     """Return how many numbers of the compute dtype a layer keeps for each token for its backward
-    pass.
-    """
+    pass."""
     sizes = model.config
     heads = (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim
     # of H: input and output of both norms, and one more; of the feed-forward size: gate, up, silu
@@ -231,8 +229,7 @@ def layer_numbers(model: PolicyModel, dtype: torch.dtype, runs_packed: bool = Fa
 
 
 def memory_table(memory: dict[str, Phases], machine: Machine, config: ResolvedConfig) -> list[str]:
-    """Return the lines of --dry-run on the memory: a table, and at last a sentence on whether it
-    fits."""
+    """Return the lines of --dry-run on the memory: a table, and last whether it fits."""
     totals = tuple(map(sum, zip(*memory.values(), strict=True)))
     most, usable = max(totals), (1 - FREE_SHARE) * machine.memory
     unit, scale = ("GB (1e9 bytes)", 1e9) if most >= 1e9 else ("MB (1e6 bytes)", 1e6)
@@ -260,7 +257,6 @@ def memory_table(memory: dict[str, Phases], machine: Machine, config: ResolvedCo
 
 
 def count(module: nn.Module, is_trained: bool = False) -> int:
-    """Return the number of weights of a module, or of those that are trained."""
     return sum(
         weight.numel() for weight in module.parameters() if weight.requires_grad or not is_trained
     )

@@ -112,7 +112,6 @@ def as_list(value: Any) -> list[Any]:
 
 @lru_cache
 def options_of(config: Any) -> dict[str, Option]:
-    """Return the options of Config or EvaluationConfig by name, in the order of --help."""
     return {
         option.name: option
         for group in get_type_hints(config).values()
@@ -122,7 +121,6 @@ def options_of(config: Any) -> dict[str, Option]:
 
 @lru_cache
 def read_options(group: Any) -> tuple[Option, ...]:
-    """Return the options of a group."""
     hints, helps = get_type_hints(group, include_extras=True), {}
     for cls in group.__mro__[-2::-1]:  # without object
         (definition,) = ast.parse(inspect.getsource(cls)).body
@@ -144,7 +142,6 @@ def read_options(group: Any) -> tuple[Option, ...]:
 
 
 def names_with(config: type, note: Note | Resume) -> tuple[str, ...]:
-    """Return the options with this note."""
     return tuple(name for name, option in options_of(config).items() if note in option.notes)
 
 
@@ -164,9 +161,7 @@ def check_refusals(config: type, values: Mapping[str, Any]) -> None:
 
 
 def inapplicable_options(config: type, values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options that a run of these options by name does not use, each with what to say of
-    it.
-    """
+    """Return the options that a run of these options does not use, each with what to say of it."""
     found: dict[str, str] = {}
     for name, option in options_of(config).items():
         for condition in option.of(When):

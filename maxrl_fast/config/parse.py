@@ -59,7 +59,6 @@ class RawOption:
 
 
 def convert(option: Option, given: RawOption) -> Any:
-    """Return the value in the type of its option."""
     value = given.value
     # a flag that stands alone, or no flag
     if Note.OPTIONAL_VALUE in option.notes and isinstance(value, bool):
@@ -101,8 +100,7 @@ def read_flags(
     arguments: Sequence[str], options: Mapping[str, Option]
 ) -> tuple[dict[str, RawOption], list[str]]:
     """Return what flags give by name of the option, and the words that belong to no flag. The last
-    of equal flags wins. Refuses a flag with too few or too many values.
-    """
+    of equal flags wins."""
     given: dict[str, RawOption] = {}
     others, words = [], list(arguments)
     while words:
@@ -196,7 +194,6 @@ def read_run(out: Path, overriding: Mapping[str, RawOption]) -> dict[str, RawOpt
 
 
 def _warn_of_foreign_code(out: Path, given: Mapping[str, RawOption]) -> None:
-    """Print a warning with the code that a run runs if its folder is another user's."""
     owners = sorted({path.stat().st_uid for path in (out, out / "config.json")} - {os.getuid()})
     if not owners:
         return
@@ -339,7 +336,6 @@ def configure(
 def _inapplicable(
     given: RawOption, key: str, reason: str, known: Mapping[str, Option]
 ) -> InputError:
-    """Return the error of an option that the run does not use."""
     # Where another library means something else by the name, as by beta, PACS's, the weight of the
     # divergence.
     meant = hint(key, known, given.name.startswith("--")) if key in OTHER_NAMES else ""

@@ -48,7 +48,6 @@ def resolve(
 
     Args:
         has_gpus: it is for another machine, with GPUs that compute in bfloat16.
-        warn: as of `response_limit`.
     """
     ranks = ranks or Ranks()
     prompts, number = config.rollout.prompts, config.rollout.vllm_tensor_parallel
@@ -123,8 +122,7 @@ def response_limit(
     wanted: int | None, task: Task, directory: Path | None, warn: Callable[[str], None]
 ) -> int:
     """Return the response limit in tokens: --max-new-tokens, or the task's, or what the positions
-    of the policy in `directory` leave of it (None: enough), after a sentence to `warn`.
-    """
+    of the policy in `directory` leave of it (None: enough), after a sentence to `warn`."""
     limit = wanted or task.max_new_tokens
     if directory is None:
         return limit
@@ -239,7 +237,6 @@ def _run(config: Config, ranks: Ranks, has_gpus: bool) -> dict[str, Any]:
 
 
 def resolve_place(device: str, dtype: str) -> tuple[str, str]:
-    """Return the device and the dtype of the options of these names."""
     chosen = resolve_device(device)
     return chosen.type, str(resolve_dtype(dtype, chosen)).removeprefix("torch.")
 

@@ -149,7 +149,7 @@ class Evaluator:
         Args:
             progress: called with the number of prompts done; may raise.
             keep: called with every chunk of this rank's samples, their rewards [S], NaN where
-                scoring failed, and the components of these [S].
+                scoring failed, and their components [S].
         """
         ranks, none = self.ranks, torch.zeros(0, dtype=torch.int64, device=self.device)
         places, ids, rewards = [none], [none], [none.float()]  # of this rank's prompts and samples

@@ -22,14 +22,10 @@ MOST_COLUMNS, COLUMN_LENGTH = 32, 1000  # columns, and characters of each as JSO
 def sample_records(
     task: Task, samples: Samples, rewards: Tensor, components: Sequence[Mapping[str, float]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a JSON object for each response, in the order of the rollouts; a reward [S] of NaN
-    becomes null.
+    """Yield a JSON object for each response; a reward [S] of NaN becomes null.
 
     The texts show special tokens. `answer` and `columns` are of the prompt's line of the data set,
-    cut where they are long.
-
-    Args:
-        components: of each reward [S], by name; {} where there are none.
+    cut where they are long. components: of each reward [S]; {} where there are none.
     """
     prompts, rollouts = samples.prompts, samples.rollouts
     texts = [

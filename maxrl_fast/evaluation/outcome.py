@@ -65,7 +65,6 @@ class SampleTally:
     def __call__(
         self, samples: Samples, rewards: Tensor, components: Sequence[dict[str, float]]
     ) -> None:
-        """Add a chunk of samples; this is the `keep` of Evaluator.evaluate."""
         rollouts, num_samples = samples.rollouts, samples.num_rollouts
         check_finite(rollouts, samples.prompts, step=0)
         if self._write:
@@ -219,10 +218,8 @@ def baseline_summary(
 
 def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
     """Return the content of the first prompts of a split as JSON: all columns of a data set, or
-    else the text.
-
-    Tokens would not identify a prompt, because another model may have another tokenizer.
-    """
+    else the text. Tokens would not identify a prompt, because another model may have another
+    tokenizer."""
     prompts = task.prompts(split, 0, num_prompts)
     parts = unpack(prompts.tokens, prompts.lengths)
     # The fingerprint tells apart tasks whose prompts have the same text, such as two chains.

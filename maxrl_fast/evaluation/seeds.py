@@ -20,8 +20,7 @@ def last_record(file: Path) -> dict[str, Any]:
 
 def over_seeds(group: str, runs: Mapping[int, Path]) -> dict[str, Any]:
     """Return the last pass@k and max@k of runs by seed, by k: mean and standard error, None for one
-    seed. Runs without an evaluation are left out.
-    """
+    seed. Runs without an evaluation are left out."""
     records = {seed: last_record(folder / "eval.jsonl") for seed, folder in runs.items()}
     last = {seed: record for seed, record in records.items() if record}
     row: dict[str, Any] = {"group": group, "seeds": [*last]}
@@ -38,7 +37,6 @@ def _of(values: list[float]) -> dict[str, float | None]:
 
 
 def seeds_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Return the table of what `over_seeds` returned for each group."""
     score = score_of(rows)
     sizes = sorted({k for row in rows for k in row[score]}, key=int)
     table = new_table("mean ± standard error", "seeds", *(label_of(score, k) for k in sizes))

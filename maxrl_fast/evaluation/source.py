@@ -31,9 +31,8 @@ class Source:
 
 
 def find_source(name: str, flag: str = "CHECKPOINT") -> Source:
-    """Return the checkpoint that a user's path or name of the hub means, downloaded from the hub if
-    it is not in the cache.
-    """
+    """Return the checkpoint that a user's path or name of the hub means; one of the hub is
+    downloaded."""
     wanted = f"{flag} must be a Hugging Face checkpoint directory or the folder of a run"
     path = Path(name)
     if check_model(name, wanted) is not None:
@@ -57,7 +56,6 @@ def find_source(name: str, flag: str = "CHECKPOINT") -> Source:
 
 
 def _is_run(folder: Path) -> bool:
-    """Return whether a folder holds the config.json of a run, not of a model."""
     try:
         options = read_json(folder / "config.json")
     except InputError:

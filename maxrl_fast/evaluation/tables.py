@@ -15,7 +15,6 @@ CONTINUOUS = "Some rewards are neither 0 nor 1. max@1 is the mean reward."
 
 
 def new_table(*columns: str) -> Table:
-    """Return an empty table whose first column is left-aligned and the others right-aligned."""
     table = Table()
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left")
@@ -29,7 +28,6 @@ def _shown(interval: Interval, form: str = ".3f") -> str:
 def summary_tables(
     content: dict[str, Any], own: Outcome, other: Outcome | None, confidence: float
 ) -> list[Table]:
-    """Return the tables of an evaluation; content: of eval.json."""
     baseline, score = content["baseline"], content["score"]
     others = [PASS if score == MAX else MAX, "maj_at_k"]
     name, *names = (x.replace("_at_", "@") for x in (score, *others))
@@ -112,9 +110,7 @@ def draw_coverage(
     confidence: float,
     path: Path,
 ) -> None:
-    """Plot a score over k. Each curve has a name, its value at every k [n], and intervals at some
-    k.
-    """
+    """Each curve has a name, its value at every k [n], and intervals at some k."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")

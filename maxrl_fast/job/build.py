@@ -38,10 +38,10 @@ NOT_OF_LOSS = ("reference", "teacher_prompt")  # of LossOptions
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a run consists of, made once: its configuration, and the large objects of it.
+    """What a run consists of, made once.
 
     policy, teacher: on their device, the same on all ranks or sharded. teacher: the frozen
-    checkpoint of --reference, if there is one. copies: `build_copies` of a sharded policy.
+    checkpoint of --reference. copies: `build_copies` of a sharded policy.
     """
 
     config: ResolvedConfig
@@ -61,22 +61,20 @@ class RunContext:
 
 
 def build_loss_settings(config: ResolvedConfig) -> LossSettings:
-    options = config.rollout
+    options = config.loss
     values: dict[str, Any] = {
-        **{name: value for name, value in vars(config.loss).items() if name not in NOT_OF_LOSS},
-        "loss": loss_of(config.loss.loss).function,
-        "loss_options": config.loss.own_numbers(),
-        "beta": config.loss.beta(),
+        **{name: value for name, value in vars(options).items() if name not in NOT_OF_LOSS},
+        "loss": loss_of(options.loss).function,
+        "loss_options": options.own_numbers(),
+        "beta": options.beta(),
         "sequence_mask": correction_of(config)[1].get("delta"),
+        "temperature": config.rollout.temperature,
+        "max_new_tokens": config.rollout.max_new_tokens,
+        "seed": config.run.seed,
     }
-    if config.loss.kl == "full":
-        values |= {"kl": "k3", "kl_coef": 0.0, "divergence_coef": config.loss.kl_coef}
-    return LossSettings(
-        **values,
-        temperature=options.temperature,
-        max_new_tokens=options.max_new_tokens,
-        seed=config.run.seed,
-    )
+    if options.kl == "full":
+        values |= {"kl": "k3", "kl_coef": 0.0, "divergence_coef": options.kl_coef}
+    return LossSettings(**values)
 
 
 def build_warm_start(
@@ -103,11 +101,8 @@ def build_warm_start(
 
 
 def build_collector(context: RunContext, learner: Learner | None = None) -> RolloutCollector:
-    """Build the collector of training rollouts.
-
-    Without a learner, as in the check of the rewards, the scorer of evaluations replaces majority
-    votes and rewards from the policy.
-    """
+    """Without a learner, as in the check of the rewards, the scorer of evaluations replaces
+    majority votes and rewards from the policy."""
     config, task, needs = context.config, context.task, context.objective.needs
     policy_reward = build_policy_reward(config, task, context.objective, learner)
     is_vote, scorer = config.shaping.reward_source == "vote", context.scorer
@@ -150,8 +145,7 @@ def build_teacher_prompts(
 def build_copies(
     config: ResolvedConfig, policy: PolicyModel, teacher: PolicyModel | None, make: Change = None
 ) -> tuple[PolicyModel | None, PolicyModel | None]:
-    """Return the reference policy and the critic's model, if the run needs them; `make` as for
-    PolicyModel.copied."""
+    """Return the reference policy and the critic's model; `make` as for PolicyModel.copied."""
     needs, reference = objective_of(config).needs, teacher
     # with another prompt the policy itself, as it is at each step, is the teacher
     needs_copy = config.loss.kl_coef or needs.reference
@@ -161,7 +155,6 @@ def build_copies(
 
 
 def build_trainer(context: RunContext) -> tuple[Trainer, WarmStart]:
-    """Build the trainer and its warm start, which train one policy."""
     config, task, policy, ranks = context.config, context.task, context.policy, context.ranks
     objective, teacher, options = context.objective, context.teacher, config.optimizer
     dtype, critic = dtype_of(config), None
@@ -202,7 +195,6 @@ def build_trainer(context: RunContext) -> tuple[Trainer, WarmStart]:
 
 
 def build_evaluators(context: RunContext) -> dict[str, Evaluator]:
-    """Return the evaluator of each held-out set, by its name."""
     config, task, options = context.config, context.task, context.config.evaluation
     sets = held_out_sets(task, options.eval_prompts, options.eval_samples)
     return {
@@ -211,8 +203,7 @@ def build_evaluators(context: RunContext) -> dict[str, Evaluator]:
             task,
             context.scorer,
             build_sampling(config, task),
-            num_prompts=num_prompts,
-            num_samples=num_samples,
+            *sizes,  # prompts and samples
             seed=config.run.seed,
             device=context.device,
             split=name,
@@ -220,5 +211,5 @@ def build_evaluators(context: RunContext) -> dict[str, Evaluator]:
             shares_engine=config.rollout.vllm_tensor_parallel > 1,
             beat=context.clock.beat,
         )
-        for name, (num_prompts, num_samples) in sets.items()
+        for name, sizes in sets.items()
     }

@@ -111,9 +111,7 @@ def build_reference(
 
 
 def check_same_tokenizer(files: Mapping[str, Any], directory: Path) -> None:
-    """Raise InputError, naming the first token that differs, if a reference policy's tokenizer is
-    another than the policy's.
-    """
+    """Raise InputError, naming the first token that differs."""
     own = tokens_of(files, "--model")
     others = tokens_of(tokenizer_files(directory), f"--reference {directory}")
     for i in sorted(own.keys() | others.keys()):
@@ -125,8 +123,8 @@ def check_same_tokenizer(files: Mapping[str, Any], directory: Path) -> None:
 
 
 def tokens_of(files: Mapping[str, Any], place: str) -> dict[int, str]:
-    """Return the tokens of a tokenizer's files by id; {} without a tokenizer.json. place: whose
-    they are, for messages."""
+    """Return the tokens of a tokenizer's files by id; {} without a tokenizer.json. place: for
+    messages."""
     content = files.get("tokenizer.json", {})
     try:
         fields = json.loads(content) if isinstance(content, bytes) else content
@@ -145,10 +143,8 @@ def tokens_of(files: Mapping[str, Any], place: str) -> dict[int, str]:
 
 
 def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> dict[str, Any]:
-    """Return the checkpoint files besides the weights, by name: JSON contents or bytes.
-
-    The configuration is the one of the checkpoint `start`; None: of a new policy.
-    """
+    """Return the checkpoint files besides the weights, by name: JSON contents or bytes. The
+    configuration is that of the checkpoint `start`; None: of a new policy."""
     own = (
         new_files(model.config, task.stop_ids)
         if start is None
@@ -234,8 +230,8 @@ def build_engine(
 
 
 def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
-    """Return a sentence on how far a third-party engine's log-probs are from the policy's; "" for
-    engines that tests cover.
+    """Return a sentence on how far an engine's log-probs are from the policy's; "" for engines that
+    tests cover.
 
     vLLM is compared only for transformers policies, a custom engine always.
     """

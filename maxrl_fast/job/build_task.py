@@ -60,7 +60,6 @@ def build_run_task(config: Config, environment: type | None = None) -> Task:
 
 
 def closing_task(task: Task) -> contextlib.AbstractContextManager[object]:
-    """Return a context after which a task's environments have ended."""
     return contextlib.closing(task) if isinstance(task, ToolTask) else contextlib.nullcontext()
 
 

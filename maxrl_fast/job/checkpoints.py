@@ -56,7 +56,7 @@ class Checkpoints:
     """Saves the state of a run between steps, and restores it. Every rank must call every method.
 
     A checkpoint is written every `save_every` steps (0: only at the end and when stopped). The
-    newest `keep` (0: all), the best one and the one after the warm start are kept.
+    newest `keep` (0: all), the best one and START are kept.
     """
 
     def __init__(
@@ -96,10 +96,7 @@ class Checkpoints:
 
     def stop_point(self, progress: Progress, learner: Learner) -> None:
         """Save and raise Interrupted if a signal asked for a stop. The weights must be the ones
-        after `progress.step`.
-
-        Raises StorageError if the previous save failed.
-        """
+        after `progress.step`."""
         self._clock.beat()
         self._background.check()
         if number := self._stop.number:
@@ -108,7 +105,7 @@ class Checkpoints:
             raise Interrupted(number)
 
     def wait(self) -> None:
-        """Wait until the last save is on the disk; raise StorageError if it failed."""
+        """Raise StorageError if the last save failed."""
         with self._clock("checkpoint"):
             self._background.wait()
 
@@ -157,7 +154,6 @@ class Checkpoints:
             raise NonFiniteError(f"after {progress}: {what} is NaN or infinite")
 
     def _record(self, directory: Path, progress: Progress, sizes: PolicySizes) -> str:
-        """Return the content of progress.json; "" on all ranks but the first."""
         if not self._ranks.is_first:
             return ""
         with storing(f"the checkpoint {directory}"):
@@ -215,7 +211,6 @@ class Checkpoints:
             replace_symlink(self.out / name, directory)
 
     def _remove_old(self) -> None:
-        """Remove all checkpoints but the newest, the best, and the one after the warm start."""
         best = self.out / "best"
         spared = {START, best.resolve().name if best.is_symlink() else ""}
         for directory in checkpoints_of(self.out)[: -self._keep if self._keep else 0]:

@@ -31,8 +31,6 @@ class Interrupted(Exception):
 
 
 class StoppedNow(KeyboardInterrupt):
-    """A second signal, which stops at once; `signal` is its number."""
-
     def __init__(self, number: int):
         super().__init__(number)
         self.signal = number
@@ -93,8 +91,8 @@ class StallWatchdog(threading.Thread):
     """Ends this process when a stage makes no progress for `limit` seconds, after the stacks of all
     threads have been written to standard error.
 
-    `report` sends the message to the other ranks. `ends_process` is False where the process
-    outlives the run, as in a notebook.
+    `report` sends the message to the other ranks. `ends_process` is False in a notebook, which
+    outlives the run.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ class Policy:
 
 @contextlib.contextmanager
 def stored(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that becomes `path`. A full disk raises StorageError."""
+    """A full disk raises StorageError."""
     with storing(str(path)), atomic_file(path) as temporary:
         yield temporary
 
@@ -299,7 +299,6 @@ def _introduction(
 
 
 def _chunk(config: ResolvedEvaluationConfig) -> int:
-    """Return the number of prompts sampled at a time."""
     return max(1, ROLLOUTS[config.place.device] // config.measure.samples)
 
 
@@ -315,7 +314,6 @@ def _sample(
     screen: Screen,
     name: str,
 ) -> Evaluation:
-    """Sample a policy, and give all samples to the tally."""
     measure, options, device = config.measure, config.sampling, torch.device(config.place.device)
     limits = (options.top_k, options.top_p, options.min_p)
     policy.engine.load_weights(policy.model.to(device))
@@ -348,7 +346,6 @@ def _sample(
 
 
 def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
-    """Compare finished evaluations in a table and a plot."""
     folders = config.measure.compare
     if len(folders) < 2:
         raise InputError(f"--compare needs at least two finished evaluations, got {len(folders)}")

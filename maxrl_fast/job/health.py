@@ -92,7 +92,6 @@ def _has_equal_rewards(records: list[Record]) -> bool:
 
 
 def broken_rules(first: list[Record], recent: list[Record]) -> dict[str, tuple[float, str]]:
-    """Return the value and the message of each rule that the last ten steps break."""
     last = recent[-STEPS:]
 
     def mean(name: str, records: list[Record] = last) -> float:

@@ -83,8 +83,8 @@ class ExitStatus:
 class Job:
     """A resolved configuration, its task, and where it runs.
 
-    `watch` reports a failure to the other ranks. `functions` are by their names in --reward. A run
-    without progress for --stall-limit seconds ends its process if `ends_process`.
+    `functions` are by their names in --reward. A run without progress for --stall-limit seconds
+    ends its process if `ends_process`.
     """
 
     config: ResolvedConfig
@@ -117,12 +117,20 @@ class Job:
             held.enter_context(contextlib.closing(context.scorer))
             if changed := differences(prints, fingerprints(config, task, saved)):
                 raise InputError(f"files changed while they were read: {'; '.join(changed)}")
-            if not saved and (error := self._check_rewards(context)):
-                return ExitStatus(1, error), None
+            if not saved:
+                try:
+                    if warning := check_rewards(build_collector(context)):
+                        screen.warning(warning)
+                except RewardError as error:
+                    advice = "Fix the reward; the same command then starts the run."
+                    return ExitStatus(1, RewardError(f"{error}. {advice}")), None
             files = self._open_files(context, saved, output, held)
-            for line in (*describe_start(context, saved), *lines, context.scorer.describe()):
-                if line:
-                    screen.info(line)
+            start = saved.directory if saved else None
+            described = describe_run(context.config, task, policy, ranks, start)
+            if saved:
+                described.append(own_options(saved.options, config.flat()))
+            for line in filter(None, (*described, *lines, context.scorer.describe())):
+                screen.info(line)
             context.clock.beat()
             with (
                 StopSignal(ranks, self.device) as stop,
@@ -133,9 +141,8 @@ class Job:
             return close(loop, ending), context
 
     def _open_folder(self, held: contextlib.ExitStack) -> tuple[ResolvedConfig, Saved | None]:
-        """Return the configuration with the folder that all ranks use, and the checkpoint from
-        which a resumed run continues. A new run's folder is not touched yet.
-        """
+        """Return the configuration with the folder that all ranks use, and the checkpoint to
+        continue from. A new run's folder is not touched yet."""
         config, ranks, warn = self.config, self.ranks, self.screen.warning
         # the same on all ranks: its name may contain the time
         out = Path(ranks.values(str(config.run.out))[0])
@@ -158,11 +165,10 @@ class Job:
         """Return the policy and its teacher, on the CPU, and the configuration, which says whether
         they will be sharded.
         """
-        task, ranks = self.task, self.ranks
+        task, ranks, needs = self.task, self.ranks, objective_of(config).needs
         policy, teacher = build_policy(config, task, saved), build_reference(config, task)
-        has_critic = objective_of(config).needs.critic
         machine = Machine.here(self.device, ranks.size)
-        is_full = is_sharded(config.run.sharding, policy, machine, has_critic)
+        is_full = is_sharded(config.run.sharding, policy, machine, needs.critic)
         is_full = ranks.any(is_full, self.device)
         return config.replace(sharding="full" if is_full else "none"), policy, teacher
 
@@ -174,7 +180,7 @@ class Job:
         saved: Saved | None,
         output: RewardOutput,
     ) -> tuple[RunContext, list[str]]:
-        """Return the context of the run, and what was found out about its policy and engine."""
+        """Return the context, and what was found out about the policy and the engine."""
         task, ranks, device = self.task, self.ranks, self.device
         teacher_prompts = build_teacher_prompts(config, task, teacher or policy)
         if teacher_prompts is not None and not saved:
@@ -196,22 +202,14 @@ class Job:
         engine = build_run_engine(config, policy, task, ranks)
         if saved is None or saved.decoder is None:  # otherwise its weights are loaded later
             lines.append(compare_engine(policy, engine, config.rollout.rollout))
-        given = config.reward, task, device, dtype, self.functions, ranks.size
-        scorer = build_scorer(*given, output if ranks.is_first else None)
-        clock = Stopwatch(saved.progress.seconds if saved else None)
-        objective = objective_of(config)
+        own = output if ranks.is_first else None
+        scorer = build_scorer(config.reward, task, device, dtype, self.functions, ranks.size, own)
+        clock, objective = (
+            Stopwatch(saved.progress.seconds if saved else None),
+            objective_of(config),
+        )
         whole = (config, task, objective, policy, engine, scorer, teacher, ranks, clock, copies)
         return RunContext(*whole), [*lines, f"rollout engine: {engine.describe()}"]
-
-    def _check_rewards(self, context: RunContext) -> RewardError | None:
-        """Try the rewards before anything is written. Return an error if all fail; raise InputError
-        if they do not suit the objective."""
-        try:
-            if warning := check_rewards(build_collector(context)):
-                self.screen.warning(warning)
-        except RewardError as error:
-            return RewardError(f"{error}. Fix the reward; the same command then starts the run.")
-        return None
 
     def _open_files(
         self,
@@ -220,13 +218,13 @@ class Job:
         output: RewardOutput,
         held: contextlib.ExitStack,
     ) -> RunFiles:
-        config, ranks, warn = context.config, self.ranks, self.screen.warning
+        config, is_writer, warn = context.config, self.ranks.is_first, self.screen.warning
         out, is_resumed = config.run.out, config.run.resume is not None
         if not is_resumed:
-            held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, warn))
+            held.enter_context(locked(out, is_writer, LOCK_LIMIT, warn))
         log_to = config.evaluation.log_to
-        files = RunFiles(out, config.flat(), log_to, ranks.is_first, is_resumed, saved, warn)
-        if ranks.is_first:
+        files = RunFiles(out, config.flat(), log_to, is_writer, is_resumed, saved, warn)
+        if is_writer:
             output.open(out, is_resumed)
         for log in files.missing:
             warn(f"{log} is missing: it is recreated, and the lines before the checkpoint are lost")
@@ -243,27 +241,13 @@ class Job:
         config, task, ranks, clock = context.config, context.task, context.ranks, context.clock
         # a resumed run keeps the configuration of its checkpoint
         start = saved.directory if saved else config.model.directory
-        checkpoints = Checkpoints(
-            files,
-            build_policy_files(task, context.policy, start),
-            prints,
-            config.run.save_every,
-            config.run.keep_checkpoints,
-            ranks,
-            stop,
-            clock,
-            saved,
-        )
+        policy_files = build_policy_files(task, context.policy, start)
+        rhythm = config.run.save_every, config.run.keep_checkpoints
+        checkpoints = Checkpoints(files, policy_files, prints, *rhythm, ranks, stop, clock, saved)
         trainer, warm_start = build_trainer(context)
         # with the seconds that the clock counts
         progress = saved.progress if saved else Progress(seconds=clock.seconds)
         return RunLoop(context, trainer, warm_start, checkpoints, files, progress, self.screen)
-
-
-def describe_start(context: RunContext, saved: Saved | None) -> list[str]:
-    config, directory = context.config, saved.directory if saved else None
-    lines = describe_run(config, context.task, context.policy, context.ranks, directory)
-    return [*lines, own_options(saved.options, config.flat())] if saved else lines
 
 
 def check_rewards(collector: RolloutCollector) -> str:
@@ -273,14 +257,12 @@ def check_rewards(collector: RolloutCollector) -> str:
     Raises:
         RewardError: if all rewards fail.
     """
-    scorer = collector.scorer.rehearsal()
+    scorer, sampling = collector.scorer.rehearsal(), collector.sampling
     if not scorer.can_fail and not collector.needs.binary:
         return ""
     prompts = collector.task.prompts("train", 0, NUM_PROMPTS).to(collector.device)
     scorer.check(prompts)
-    sampling = replace(
-        collector.sampling, max_new_tokens=min(collector.sampling.max_new_tokens, MAX_TOKENS)
-    )
+    sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, MAX_TOKENS))
     request = RolloutRequest(prompts, NUM_ROLLOUTS, sampling, collector.seed)
     rewards = sample_and_score(collector.engine, collector.task, scorer, request).rewards
     warning = scorer.failures(collector.ranks, WHEN)[1]
@@ -339,7 +321,6 @@ def _finish_saving(checkpoints: Checkpoints, screen: Screen) -> None:
 
 
 def close(loop: RunLoop, ending: ExitStatus) -> ExitStatus:
-    """Finish the files and show the closing tables; return the status with the files' errors."""
     files, screen, seconds = loop.files, loop.screen, loop.clock.seconds
     try:
         files.close(seconds, is_done=ending.code == 0)
@@ -378,8 +359,8 @@ def evaluation_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
     for k, x in before.get(score, before[PASS]).items():
         if (y := after.get(score, {}).get(k)) is not None:
             table.add_row(label_of(score, k), f"{x:.3f}", f"{y:.3f}", f"{y - x:+.3f}")
-    x, y = before["response_length_mean"], after["response_length_mean"]
-    table.add_row("response length, tokens", f"{x:.1f}", f"{y:.1f}", f"{y - x:+.1f}")
-    x, y = before["truncated"], after["truncated"]
-    table.add_row("truncated", f"{x:.3f}", f"{y:.3f}", f"{y - x:+.3f}")
+    rows = ("response length, tokens", "response_length_mean", 1), ("truncated", "truncated", 3)
+    for title, name, digits in rows:
+        x, y = before[name], after[name]
+        table.add_row(title, f"{x:.{digits}f}", f"{y:.{digits}f}", f"{y - x:+.{digits}f}")
     return table

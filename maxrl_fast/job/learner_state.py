@@ -64,10 +64,7 @@ def _bytes(text: str) -> Tensor:
 
 def learner_tensors(learner: Learner) -> dict[str, Tensor]:
     """Return weights, Adam's moments, the objective's state, the critic and the reference policy by
-    name.
-
-    These are the learner's own tensors, not copies; with sharded weights, this rank's shards.
-    """
+    name: the learner's own tensors, not copies; with sharded weights, this rank's shards."""
     tensors = _with_moments(learner.model.named_parameters(), learner.optimizer)
     tensors |= {f"{OBJECTIVE}{name}": tensor for name, tensor in learner.objective_state.items()}
     if learner.critic is not None:  # its frozen weights belong to the policy
@@ -99,8 +96,6 @@ def _with_moments(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint stores of a learner."""
-
     tensors: dict[str, Tensor]  # from learner_tensors
     # the policy's whole weights, from PolicyModel.weights, on the first rank; they share memory
     # with `tensors`, unless sharded, merged or converted

@@ -17,14 +17,13 @@ class Log:
 
     @classmethod
     def read(cls, path: Path) -> "Log":
-        """Read a JSON Lines file; a missing file has no rows."""
         return cls(
             json.loads(line) for line in (path.read_text().splitlines() if path.exists() else ())
         )
 
     @classmethod
     def of_numbers(cls, path: Path) -> "Log":
-        """Read a JSON Lines file; a dict such as pass_at_k becomes columns pass_at_1, ..."""
+        """A dict such as pass_at_k becomes columns pass_at_1, ..."""
         return cls(map(flat, cls.read(path)))
 
     @property

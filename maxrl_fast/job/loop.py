@@ -29,9 +29,7 @@ from maxrl_fast.training.warm_start import WarmStart
 class RunLoop:
     """Does the part of a run that `progress` says is left.
 
-    It evaluates before the first step, after the last, and as `schedule` says between them. Every
-    --diagnose-every steps (0: never) a second backward pass gives a line of diagnostics.jsonl.
-    --keep-rollouts rollouts per step are written to rollouts.jsonl.
+    It evaluates before the first step, after the last, and as `schedule` says between them.
     """
 
     context: RunContext
@@ -55,7 +53,6 @@ class RunLoop:
         return self.trainer.learning_rate.steps
 
     def run(self) -> None:
-        """Warm start, evaluation, reinforcement learning, evaluation."""
         for metrics in self.files.history["metrics"]:
             self.health.observe(metrics)
         if self.progress.phase == "warm start":

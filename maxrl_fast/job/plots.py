@@ -52,10 +52,8 @@ def draw_curves(
 
 
 def draw_weights(curves: dict[str, tuple[Tensor, Tensor]], num_rollouts: int, path: Path) -> None:
-    """Plot W_N(p) of estimators, and 1/p of maximum likelihood (MaxRL, Figure 1).
-
-    `curves` has pass rates p and weights W_N(p) by estimator.
-    """
+    """Plot W_N(p) of estimators, and 1/p of maximum likelihood (MaxRL, Figure 1). `curves` has pass
+    rates p and weights W_N(p)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")

@@ -18,7 +18,6 @@ class Progress:
 
     @property
     def name(self) -> str:
-        """The name of a checkpoint at this point."""
         return f"{'warm-start' if self.phase == 'warm start' else 'step'}-{self.step:06d}"
 
     def __str__(self) -> str:
@@ -28,10 +27,8 @@ class Progress:
         self.phase, self.step, self.next_prompt = "training", 0, next_prompt
 
     def is_best(self, step: int) -> bool:
-        """Return whether the evaluation at `step` has a higher mean reward than every earlier one;
-        for rewards of 0 and 1 it is pass@1. One on a part of the prompts is not comparable, and
-        never the best.
-        """
+        """Return whether the evaluation at `step` has a higher mean reward, for rewards of 0 and 1
+        pass@1, than every earlier one. One on a part of the prompts is never the best."""
         size, rate = self._size_and_rate(step)
         earlier = [self._size_and_rate(at) for at in self.evaluations if at < step]
         return all(size > other[0] or (size == other[0] and rate > other[1]) for other in earlier)

@@ -19,8 +19,6 @@ from maxrl_fast.runtime.ranks import Ranks
 
 @dataclass(frozen=True)
 class Saved:
-    """An intact checkpoint to resume from."""
-
     directory: Path
     progress: Progress
     # None: a transformers policy, whose sizes are read from `directory`
@@ -56,10 +54,7 @@ def rename_damaged_after(directory: Path) -> None:
 
 def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | None:
     """Return a run's newest intact checkpoint, the same on all ranks; None if there is none yet.
-    All ranks must call this.
-
-    Warns of each damaged checkpoint.
-    """
+    All ranks must call this. Warns of each damaged checkpoint."""
     found = checkpoints_of(out) if ranks.is_first else []
     whole: list[Any] | None = None
     for directory in reversed(found):
@@ -102,10 +97,8 @@ def check_same(
     warn: Callable[[str], None],
     allow_changes: bool = False,
 ) -> None:
-    """Compare the options and files of a resumed run with the checkpoint's.
-
-    Warns of differences that make the numbers not bitwise identical.
-    """
+    """Compare the options and files of a resumed run with the checkpoint's. Warns of differences
+    that make the numbers not bitwise identical."""
     changed = changes(saved.options, in_place(saved.options, options))
     mathematics, rounding = [*changed.semantic], [*changed.rounding]
     if changed.policy:

@@ -19,10 +19,7 @@ def rollout_records(
     task: Task, batch: RolloutBatch, advantages: Tensor, count: int, ranks: Ranks
 ) -> list[dict[str, Any]]:
     """Return `count` >= 1 rollouts of a step as JSON objects, group by group, on the first rank; an
-    empty list on the others.
-
-    All ranks must call this. `advantages` [S] are the update's.
-    """
+    empty list on the others. All ranks must call this. `advantages` [S] are the update's."""
     prompts, rollouts, num_rollouts = batch.prompts, batch.raw_rollouts, batch.num_rollouts
     # a GPU is waited for twice: here, and for the tokens that are kept
     tokens, prompt_cu, ids, cu_seqlens, truncated, rewards, has_reward, advantages = to_host(
@@ -60,11 +57,8 @@ def rollout_records(
 
 
 def first_groups(prompts: Prompts, count: int) -> Tensor:
-    """Return the indices of `count` prompts, int64 on the host: the ones with the smallest
-    checksums of their tokens.
-
-    The prompts are on the host.
-    """
+    """Return the indices of `count` prompts, which are on the host, int64: the ones with the
+    smallest checksums of their tokens."""
     checksums = [
         zlib.crc32(tokens.numpy().tobytes())
         for tokens in prompts.tokens.split(prompts.lengths.tolist())

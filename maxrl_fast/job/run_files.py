@@ -95,7 +95,7 @@ class RunFiles:
     """Writes the files of one run into its folder; does nothing unless `is_writer`.
 
     The logs are cut to their lengths at the checkpoint `saved`. `log_to` is the tracker that gets
-    the numbers too, if any; `warn` is called if it fails later.
+    the numbers too; `warn` is called if it fails later.
 
     Raises:
         StorageError: if the disk is full; in the methods, if writing fails.
@@ -170,7 +170,6 @@ class RunFiles:
         return board
 
     def _remove_beginning(self) -> None:
-        """Remove the files of a run that ended before its first step."""
         for name in ("checkpoints", "tensorboard"):
             if (self.out / name).exists():
                 shutil.rmtree(self.out / name)
@@ -196,7 +195,6 @@ class RunFiles:
                     self._tracker.log(_numbers(log, record), step=record["step"])
 
     def write_samples(self, records: list[dict[str, Any]], step: int) -> None:
-        """Append an evaluation's samples to samples.jsonl, and show them in TensorBoard."""
         for record in records:
             self.write("samples", record)
         if self._tracker is not None:
@@ -218,7 +216,6 @@ class RunFiles:
         return found | {"evaluations": str(self.out / "eval.jsonl")}
 
     def close(self, seconds: dict[str, float], is_done: bool = False) -> None:
-        """Plot the curves, write timings.json, and close the files."""
         if not self._is_writer:
             return
         with (
@@ -239,7 +236,7 @@ def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json_value(value: Any) -> Any:
-    """Return the value with null in place of infinite numbers and NaN, which JSON does not have."""
+    """Return the value with null for infinite numbers and NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _json_value(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):

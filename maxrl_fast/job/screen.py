@@ -99,10 +99,7 @@ class Stage:
 
 class Screen:
     """Prints to standard output and standard error; nothing if `is_quiet`, because another rank
-    prints.
-
-    `most_lines` limits a stage's progress lines off a terminal.
-    """
+    prints. `most_lines` limits a stage's progress lines off a terminal."""
 
     def __init__(
         self, console: Console | None = None, is_quiet: bool = False, most_lines: int | None = None

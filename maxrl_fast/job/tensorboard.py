@@ -22,14 +22,11 @@ MOST_CHARACTERS = 2000  # shown of a prompt or a response
 
 
 class TensorBoard:
-    """A new event file in the run's folder.
+    """A new event file in the run's folder. A disk that refuses to write raises OSError.
 
     Args:
         options: the run's hyperparameters: numbers, strings and booleans.
         purge_step: TensorBoard drops earlier files' events from this step on.
-
-    Raises:
-        OSError: here and in all methods, if the disk refuses to write.
     """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], name: str, purge_step: int = 0):
@@ -42,7 +39,6 @@ class TensorBoard:
             self._writer.add_scalar(name, number, step)
 
     def log_samples(self, records: Iterable[Mapping[str, Any]], step: int) -> None:
-        """Write an evaluation's samples, records of samples.jsonl, as one text."""
         # Not add_text, which would make it a table of one cell.
         content = make_tensor_proto(markdown(records).encode(errors="backslashreplace"))
         metadata = texts.create_summary_metadata(display_name="samples", description="")
@@ -57,7 +53,7 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self, is_done: bool) -> None:
-        """Close the file; the hyperparameters of a run that `is_done` get its last metrics."""
+        """The hyperparameters of a run that `is_done` get its last metrics."""
         if is_done:
             *_, session_end = hparams({}, {})
             self._add(session_end, 0)

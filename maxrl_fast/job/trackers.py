@@ -53,5 +53,4 @@ class Tracker:
         pass
 
     def close(self, is_done: bool) -> None:
-        """Wait until all numbers are sent."""
         self._try("finish")

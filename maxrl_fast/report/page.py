@@ -25,7 +25,6 @@ _SHOWN_OPTION = 200  # characters shown of an option's value
 
 
 def render(folders: list[Folder]) -> str:
-    """Return the HTML document."""
     style = "\n".join(_asset(name) for name in STYLES)
     script = "'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS)
     # Scripts and styles are allowed by digest: text of a run would not be executed even if a bug
@@ -48,7 +47,6 @@ def render(folders: list[Folder]) -> str:
 
 
 def page_data(folders: list[Folder]) -> dict[str, Any]:
-    """Return the data that the scripts read."""
     key_options, differing = _shown_options(folders)
     shown = [*key_options, *differing]
     return {

@@ -68,7 +68,6 @@ class Folder:
 
 
 def read_folder(path: Path, name: str) -> Folder:
-    """Read the folder of a training run or of an evaluation."""
     try:
         if not path.is_dir():
             raise InputError(
@@ -192,10 +191,8 @@ def _lines(
 def _columns(
     path: Path, folder: Folder
 ) -> tuple[list[int], dict[str, list[Number]], list[dict[str, Any]]]:
-    """Return the steps, the numbers of each key by step, and each step's record.
-
-    If two lines have the same step, the later one counts.
-    """
+    """Return the steps, the numbers of each key by step, and each step's record. Of two lines of
+    the same step, the later one counts."""
     by_step = dict(_lines(path, folder, lambda record: (record["step"], record)))
     steps = sorted(by_step)
     ordered = [by_step[step] for step in steps]
@@ -212,8 +209,7 @@ def _is_number(value: Any) -> bool:
 
 def coverage_rows(passes: Any) -> list[list[Number]]:
     """Return rows [k, score, low, high] by ascending k, from {k: score} (no interval) or {k:
-    {"mean", "low", "high"}}.
-    """
+    {"mean", "low", "high"}}."""
     rows = dict[int, list[Number]]()
     for k, value in (passes or {}).items():
         estimate = value if isinstance(value, dict) else {"mean": value}
@@ -230,8 +226,6 @@ def _read_warnings(path: Path, folder: Folder) -> None:
 
 
 def _read_points(path: Path, folder: Folder) -> None:
-    """Read the pass rate and the gradient norm of each diagnosed prompt."""
-
     def read(record: Any) -> list[tuple[Any, ...]]:
         rates, norms = map(finite, record["pass_rate"]), map(finite, record["grad_norm"])
         points = zip(itertools.repeat(record["step"]), record["ids"], rates, norms, strict=False)
@@ -253,7 +247,6 @@ def _note_thinned(thinned: Thinned, log: str, folder: Folder) -> None:
 
 
 def _read_samples(path: Path, folder: Folder) -> None:
-    """Read the samples of evaluations, and the rollouts of training that the run kept."""
     sizes = {"samples": FILE_BYTES}
     if folder.kind == "run":
         sizes["rollouts"] = ROLLOUT_BYTES
@@ -265,7 +258,6 @@ def _read_samples(path: Path, folder: Folder) -> None:
 
 
 def _read_pass_rates(path: Path, folder: Folder) -> None:
-    """Read the number of correct samples of each prompt at each evaluation."""
     by_step = {
         step: (counts, total)
         for step, counts, total in _lines(
@@ -315,7 +307,6 @@ def _take_counts(
 
 
 def _read_seconds(path: Path, folder: Folder) -> None:
-    """Read the seconds by stage from timings.json, or else sum those in metrics.jsonl."""
     if (path / "timings.json").exists():
         folder.seconds = _durations(_object(path / "timings.json", folder))
         folder.seconds_from = "timings.json"

@@ -94,9 +94,6 @@ def in_columns(samples: list[dict[str, Any]], texts: dict[str, int]) -> dict[str
 
 def packed(content: dict[str, Any]) -> str:
     """Return JSON as base64 of gzip, which the page unpacks when it is needed: texts of samples
-    become about 20 times smaller.
-
-    The letters of base64 have no meaning in HTML, whatever the content.
-    """
+    become about 20 times smaller. The letters of base64 have no meaning in HTML."""
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()

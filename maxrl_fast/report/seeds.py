@@ -12,10 +12,8 @@ _NAMED_OPTIONS = 3
 
 def groups_of(folders: list[Folder], named: list[str]) -> list[dict[str, Any]]:
     """Return the groups of at least two runs whose options differ in their seeds alone: their
-    places and a name, from the first options in `named`.
-
-    The same seed twice is a repetition, which does not count.
-    """
+    places and a name, from the first options in `named`. The same seed twice is a repetition, which
+    does not count."""
     members: dict[str, list[int]] = {}
     seeds: Counter[tuple[str, str]] = Counter()
     for i, folder in enumerate(folders):

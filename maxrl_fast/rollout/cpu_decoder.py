@@ -97,7 +97,6 @@ class CpuDecoder:
         return f"native (C++, {self.arithmetic}, key/value cache"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Return the KV-cache bytes of a prompt and of a response."""
         return self.cache_bytes(prompt_length), self.cache_bytes(max_new_tokens)
 
     def sleep(self) -> None:

@@ -64,7 +64,6 @@ class DeviceDecoder:
         return f"{how}, key/value cache and tensors of a step"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Return the bytes of a prompt and of a response."""
         return self.bytes_of(1, 0, prompt_length, 0), self.bytes_of(0, 1, 0, max_new_tokens)
 
     def sleep(self) -> None:

@@ -126,8 +126,7 @@ def finished(
     turns: Turns | None, tokens: Tensor, logprobs: Tensor, lengths: Tensor, truncated: Tensor
 ) -> Rollouts:
     """Return right-padded samples [S, limit], with what environments wrote apart; lengths and
-    truncated are [S].
-    """
+    truncated are [S]."""
     if turns is None:
         return Rollouts.from_padded(tokens, logprobs, lengths, truncated)
     cut, given = turns.truncated.to(tokens.device), turns.given.to(tokens.device)

@@ -17,7 +17,6 @@ MAX_BATCH = {"cpu": 1024, "cuda": 16384}  # samples decoded at a time; larger ba
 
 
 def default_cache_bytes(device: torch.device) -> int:
-    """Return a quarter of a GPU's memory, or an eighth of the machine's."""
     return memory_bytes(device) // (4 if device.type == "cuda" else 8)
 
 
@@ -75,11 +74,10 @@ class NativeEngine:
         self.decoder.load_weights(model)
 
     def sleep(self) -> None:
-        """Free the PyTorch decoder's cache; see `DeviceDecoder.sleep`."""
+        """See `DeviceDecoder.sleep`."""
         self.decoder.sleep()
 
     def generate(self, request: RolloutRequest) -> Rollouts:
-        """See `Engine.generate`."""
         request.check(self.config)
         longest = int(request.prompts.lengths.max())
         self.sequence_bytes(longest, request.sampling.max_new_tokens)  # or an error

@@ -66,8 +66,6 @@ class TransformersDecoder:
 
 
 class _Passes:
-    """Decodes the samples of a request, some at a time."""
-
     def __init__(
         self,
         model: HuggingFacePolicy,

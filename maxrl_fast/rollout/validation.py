@@ -41,10 +41,7 @@ class CheckedEngine:
 
 def find_wrong(rollouts: Rollouts, request: RolloutRequest, vocab_size: int) -> str:
     """Return what is wrong with an engine's answer to a request, with prompt and sample; "" if
-    nothing is.
-
-    Log-probs may be NaN, which an engine returns where it does not know them.
-    """
+    nothing is. Log-probs may be NaN, which an engine returns where it does not know them."""
     device, num_sequences = request.prompts.tokens.device, request.num_sequences
     sampling, limit = request.sampling, request.sampling.max_new_tokens
     if not isinstance(rollouts, Rollouts):

@@ -295,7 +295,6 @@ def _memory_share(
 
 
 def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) -> dict[str, Any]:
-    """Return vLLM's options for torchrun, and set the variables that it reads."""
     if ranks.size == 1:
         return {}
     os.environ["RANK"] = str(ranks.rank)

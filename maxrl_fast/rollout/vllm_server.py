@@ -254,7 +254,6 @@ class _Incoming(io.RawIOBase):
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders of weights that killed runs of this user have left."""
     for folder in parent.glob(f"{WEIGHTS}*"):
         with contextlib.suppress(OSError, InputError):  # another start removes it, or it is a link
             is_own = folder.lstat().st_uid == os.getuid() and (folder / "lock").exists()

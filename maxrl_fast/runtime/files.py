@@ -87,7 +87,6 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def replace_symlink(link: Path, target: Path) -> None:
-    """Create or replace a relative symbolic link."""
     temporary = temporary_path(link)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(os.path.relpath(target, link.parent))
@@ -278,7 +277,6 @@ def check_regular(path: Path, most_bytes: int | None = None) -> None:
 
 
 def check_kind(path: Path, status: os.stat_result, wanted: int = stat.S_IFREG) -> None:
-    """Refuse a file of another kind, one of KINDS."""
     if (found := stat.S_IFMT(status.st_mode)) != wanted:
         got = KINDS.get(found, "something else")
         raise InputError(f"{printable(path)} must be {KINDS[wanted]}, got {got}")

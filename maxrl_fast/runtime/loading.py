@@ -34,12 +34,10 @@ class LoadError(Exception):
 
 
 def is_file(name: str) -> bool:
-    """Whether it is FILE.py:NAME."""
     return name.rpartition(":")[0].endswith(".py")
 
 
 def is_code(name: str) -> bool:
-    """Whether it is FILE.py:NAME or package.module:NAME."""
     module, _, attribute = name.rpartition(":")
     words = [*module.split("."), attribute]
     return is_file(name) or (all(map(str.isidentifier, words)) and module not in NOT_MODULES)

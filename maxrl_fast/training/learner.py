@@ -334,7 +334,6 @@ class Learner:
 
     @torch.no_grad()
     def _teacher_hidden(self, batch: MicroBatch) -> Tensor:
-        """Return the reference policy's hidden states [T, K] of the batch's targets."""
         teacher = self.reference or self.model
         hidden = run_batch(teacher, batch.teacher or batch, self.dtype)
         if self.reference is None:
@@ -344,7 +343,6 @@ class Learner:
     def _divergence(
         self, batch: MicroBatch, hidden: Tensor, teacher_hidden: Tensor, denominator: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the term of --kl full, and the mean divergence of the batch's tokens."""
         teacher, settings = self.reference or self.model, self.settings
         coefficients = torch.full_like(batch.old_logprobs, settings.divergence_coef)
         if settings.aggregation == "seq_mean_token_mean":

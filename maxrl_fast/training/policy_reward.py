@@ -177,7 +177,6 @@ def _answer_positions(rollouts: Rollouts, lengths: Tensor) -> Tensor:
 
 
 def _components(parts: dict[str, Tensor]) -> list[dict[str, float]]:
-    """Return the finite components of each response's reward, by name."""
     columns = torch.stack([*parts.values()], 1).tolist()
     return [
         {name: x for name, x in zip(parts, row, strict=True) if x > float("-inf")}

@@ -11,7 +11,7 @@ import torch
 
 from maxrl_fast import evaluate, train
 from maxrl_fast.config.checks import check
-from maxrl_fast.config.options import TaskOptions
+from maxrl_fast.config.options import RolloutOptions, TaskOptions
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build_policy import build_engine
@@ -186,9 +186,8 @@ def test_a_function_that_is_no_loss_is_refused_before_any_work(tmp_path, capsys,
 
 def engine_of(name, **options):
     task = build_task(TaskOptions(maze_size=5), 0)
-    return build_engine(
-        name, tiny_decoder(), task, torch.float32, max_new_tokens=8, max_batch=4, **options
-    )
+    options = RolloutOptions(rollout=name, max_new_tokens=8, **options)
+    return build_engine(options, tiny_decoder(), task, torch.float32, 4)
 
 
 def test_a_class_that_is_no_engine_is_refused(tmp_path, capsys):

@@ -34,7 +34,6 @@ def _only(option: str, value: Any, message: str, holds: Callable[[Any], Any]) ->
     return Refusal(f"{message}, got {{{option}}}", lambda c: holds(c) and c[option] != value)
 
 
-_CHANGES_NONE = "{objective} needs each reward separately, so that %s would change none of them"
 _NO_TOKEN_WEIGHTS = "{objective} does not support %s: its loss does not use token weights"
 
 # What the properties of the objective and the token loss exclude. Besides the options by name, `c`
@@ -76,26 +75,23 @@ _REFUSALS = (
     _only(
         "overlong_buffer",
         0,
-        "{objective} does not support --overlong-buffer: its reward is a probability",
-        lambda c: c["needs"].answers,
+        "{objective} does not support --overlong-buffer, which changes its rewards",
+        lambda c: c["needs"].answers or c["needs"].parts or c["needs"].binary,
     ),
     Refusal(
         "{objective} needs each reward separately: --reward needs 2 or more, got {reward}",
         lambda c: c["needs"].parts and len(as_list(c["reward"])) < 2,
     ),
-    *(
-        _only(name, unset, _CHANGES_NONE % name, lambda c: c["needs"].parts)
-        for name, unset in (("reward_threshold", None), ("overlong_buffer", 0))
+    _only(
+        "reward_threshold",
+        None,
+        "{objective} needs each reward separately, so that reward_threshold would change none of "
+        "them",
+        lambda c: c["needs"].parts,
     ),
     Refusal(
         "hero needs 1 as the weight of the verifier, the first reward, got {reward_weights}",
         lambda c: c["objective"] == "hero" and as_list(c["reward_weights"])[:1] not in ([], [1.0]),
-    ),
-    _only(
-        "overlong_buffer",
-        0,
-        "overlong_buffer makes rewards other than 0 and 1, which {objective} does not support",
-        lambda c: c["needs"].binary,
     ),
     _only("top_entropy", 1, _NO_TOKEN_WEIGHTS % "--top-entropy", lambda c: c["owns_loss"]),
     _only("correction", "none", _NO_TOKEN_WEIGHTS % "--correction", lambda c: c["owns_loss"]),

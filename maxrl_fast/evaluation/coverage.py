@@ -27,7 +27,8 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def max_at_k(rewards: Tensor, k: int) -> Tensor:
-    """Return the mean over size-k subsets of their best reward (MaxPO's S over all samples).
+    """Return the mean over size-k subsets of their best reward (MaxPO's S over all samples). Of
+    rewards of 1 and 0 it is pass@k, 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1).
 
     Shapes: rewards [..., n] -> float64 [...]. In ascending order, r_(i) is the best reward of
     C(i-1, k-1) of the C(n, k) subsets, a fraction q_i k / i, where q_i = C(i, k) / C(n, k) is
@@ -49,25 +50,10 @@ def outcomes(num_samples: int, num_correct: Tensor) -> Tensor:
     return (places < num_correct[..., None]).double()
 
 
-def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
-    """Return the unbiased estimate 1 - C(n-c, k) / C(n, k) from c correct of n samples (Chen et al.
-    2021, eq. 1): max@k of rewards of 1 and 0.
-
-    Shapes: num_correct int [...] -> float64 [...].
-    """
-    return max_at_k(outcomes(num_samples, num_correct), k)
-
-
 def max_curve(rewards: Tensor) -> Tensor:
     """Return max@k for k = 1..n, the mean over prompts: rewards [P, n] -> float64 [n]."""
-    ordered = rewards.double().sort(1).values.mean(0).cpu().numpy()  # max@k is linear in these
-    n, gaps, j = len(ordered), np.diff(ordered), np.arange(1, len(ordered))
-    below = np.ones(n - 1)  # C(j, k) / C(n, k): no drawn sample is above gap j
-    curve = torch.empty(n, dtype=torch.float64)
-    for k in range(n):
-        below = below * np.maximum(j - k, 0) / (n - k)
-        curve[k] = float(ordered[-1] - below @ gaps)
-    return curve
+    ordered = rewards.double().sort(1).values.mean(0).cpu()  # max@k is linear in these
+    return torch.stack([max_at_k(ordered, k) for k in range(1, len(ordered) + 1)])
 
 
 def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: int) -> Tensor:

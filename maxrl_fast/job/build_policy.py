@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.config.options import Config, ResolvedConfig
+from maxrl_fast.config.options import Config, ResolvedConfig, RolloutOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.model.checkpoint import DTYPES, kept_files, new_files
@@ -176,33 +176,23 @@ def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Co
 
 
 def build_engine(
-    name: str,
+    options: RolloutOptions,
     model: PolicyModel,
     task: Task,
     dtype: torch.dtype,
-    *,
-    max_new_tokens: int,
     max_batch: int,
-    kv_cache_gb: float | None = None,
     compiled: bool = False,
     ranks: Ranks | None = None,
-    vllm_tensor_parallel: int = 1,
-    vllm_url: str | None = None,
-    filters_tokens: bool = False,
 ) -> CheckedEngine:
-    """Build a rollout engine with the model's weights: "native", "vllm", or a custom class.
-
-    vLLM samples `max_batch` responses at once, and must know before whether sampling
-    `filters_tokens` (top-k, top-p, min-p). kv_cache_gb is in 1e9 bytes.
-    """
-    cache_bytes = None if kv_cache_gb is None else int(kv_cache_gb * 1e9)
+    """Build an engine with the model's weights. vLLM samples `max_batch` responses at once."""
+    name, limit_gb, filters_tokens = options.rollout, options.kv_cache_gb, options.top_p < 1
+    cache_bytes = None if limit_gb is None else int(limit_gb * 1e9)
     engine: Engine
-    if vllm_url is not None:
+    if options.vllm_url is not None:
         from maxrl_fast.rollout.vllm_server import VllmServerEngine
 
-        engine = VllmServerEngine(
-            model, dtype, vllm_url, ranks=ranks, filters_tokens=filters_tokens
-        )
+        url = options.vllm_url
+        engine = VllmServerEngine(model, dtype, url, ranks=ranks, filters_tokens=filters_tokens)
     elif name == "vllm":
         from maxrl_fast.rollout.vllm import VllmEngine  # not installed everywhere
 
@@ -212,7 +202,7 @@ def build_engine(
             cache_bytes=cache_bytes,
             max_batch=max(max_batch, 256),
             ranks=ranks,
-            tensor_parallel=vllm_tensor_parallel,
+            tensor_parallel=options.vllm_tensor_parallel,
             filters_tokens=filters_tokens,
         )
     elif name not in ENGINES:
@@ -225,7 +215,7 @@ def build_engine(
     else:
         engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
         # refuses a cache that is too small
-        engine.sequence_bytes(task.prompt_length, max_new_tokens)
+        engine.sequence_bytes(task.prompt_length, options.max_new_tokens)
     return CheckedEngine(engine, name, model.config.vocab_size)
 
 
@@ -245,21 +235,9 @@ def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
 def build_run_engine(
     config: ResolvedConfig, model: PolicyModel, task: Task, ranks: Ranks | None = None
 ) -> CheckedEngine:
-    options = config.rollout
-    return build_engine(
-        options.rollout,
-        model,
-        task,
-        dtype_of(config),
-        max_new_tokens=options.max_new_tokens,
-        max_batch=options.samples_of_engine(1 if ranks is None else ranks.size),
-        kv_cache_gb=options.kv_cache_gb,
-        compiled=config.run.compile,
-        ranks=ranks,
-        vllm_tensor_parallel=options.vllm_tensor_parallel,
-        vllm_url=options.vllm_url,
-        filters_tokens=options.top_p < 1,
-    )
+    options, compiled = config.rollout, config.run.compile
+    max_batch = options.samples_of_engine(1 if ranks is None else ranks.size)
+    return build_engine(options, model, task, dtype_of(config), max_batch, compiled, ranks)
 
 
 def build_sampling(config: ResolvedConfig, task: Task) -> Sampling:

@@ -19,6 +19,7 @@ from maxrl_fast.config.evaluation import (
     resolve,
     set_configs,
 )
+from maxrl_fast.config.options import RolloutOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import Interval, bootstrap, powers_of_two
 from maxrl_fast.evaluation.diversity import Diversity, EmbeddingDiversity, NGramDiversity
@@ -221,16 +222,13 @@ def _policy(
     if like is not None and dataclasses.replace(like.model.config, dtype=own.dtype) == own:
         return Policy(source, task, model, like.engine)
     check_exact(model.to(config.place.device))
-    engine = build_engine(
-        sampling.rollout,
-        model,
-        task,
-        getattr(torch, config.place.dtype),
+    options = RolloutOptions(
+        rollout=sampling.rollout,
         max_new_tokens=sampling.max_new_tokens,
-        max_batch=_batch(config),
         kv_cache_gb=sampling.kv_cache_gb,
     )
-    return Policy(source, task, model, engine)
+    dtype = getattr(torch, config.place.dtype)
+    return Policy(source, task, model, build_engine(options, model, task, dtype, _batch(config)))
 
 
 def _baseline(config: ResolvedEvaluationConfig, policy: Policy) -> Policy | Outcome | None:
@@ -315,19 +313,19 @@ def _sample(
     name: str,
 ) -> Evaluation:
     measure, options, device = config.measure, config.sampling, torch.device(config.place.device)
-    limits = (options.top_k, options.top_p, options.min_p)
     policy.engine.load_weights(policy.model.to(device))
+    sampling = Sampling(
+        options.temperature,
+        options.max_new_tokens,
+        policy.task.stop_ids,
+        *(options.top_k, options.top_p, options.min_p),
+        end_of=end_of(policy.task),
+    )
     evaluator = Evaluator(
         policy.engine,
         policy.task,
         scorer,
-        Sampling(
-            options.temperature,
-            options.max_new_tokens,
-            policy.task.stop_ids,
-            *limits,
-            end_of=end_of(policy.task),
-        ),
+        sampling,
         num_prompts=measure.eval_prompts,
         num_samples=measure.samples,
         seed=options.seed,

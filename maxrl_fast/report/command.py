@@ -71,16 +71,12 @@ def _check(runs: Sequence[Path], out: Path) -> None:
     if out.suffix.lower() not in (".html", ".htm"):  # a typing error must not replace a run's log
         raise InputError(f"--out must be a file that ends in .html, got {printable(out)}")
     try:
-        if out.is_dir():
-            raise InputError(f"--out must be a file, got {printable(out)}, which is a folder")
-        if not out.parent.is_dir():
-            raise InputError(f"--out must be in an existing folder, got {printable(out)}")
+        is_folder, has_folder = out.is_dir(), out.parent.is_dir()
     except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(
-            f"--out must be a valid file name, got {printable(out)}: {error}"
-        ) from error
+        wanted = "--out must be a valid file name"
+        raise InputError(f"{wanted}, got {printable(out)}: {error}") from error
+    if is_folder or not has_folder:
+        raise InputError(f"--out must be a file in an existing folder, got {printable(out)}")
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

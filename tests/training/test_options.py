@@ -122,13 +122,13 @@ REFUSALS = """
     --objective ppo --loss gspo | ppo weights single tokens, so loss cannot be gspo
     --objective ppo --gae-lambda 1.1 | gae_lambda of ppo must be a number from 0 to 1, got 1.1
     --objective rl_zvp --loss vespo | loss cannot be vespo, whose ratio is one of whole responses
-    --objective rl_zvp --overlong-buffer 2 | overlong_buffer makes rewards other than 0 and 1, which
-        rl_zvp does not support
+    --objective rl_zvp --overlong-buffer 2 | rl_zvp does not support --overlong-buffer, which
+        changes its rewards
     --objective riskpo | prompts must be a multiple of bundle_size, got 32 and 5
     --objective verifree --reward-source vote | reward_source must be given for verifree, which
         computes its own reward, got vote
-    --objective verifree --overlong-buffer 2 | verifree does not support --overlong-buffer: its
-        reward is a probability
+    --objective verifree --overlong-buffer 2 | verifree does not support --overlong-buffer, which
+        changes its rewards
     --objective pacs --reward-source rlpr | reward_source cannot be rlpr for pacs, which needs
         rewards of 0 or 1
     --objective rloo --reward-source logprob | reward_source cannot be logprob for task maze, whose

@@ -113,10 +113,8 @@ class Run:
         engine.load_weights(self.policy)
         request = RolloutRequest(batch, samples, sampling, seed)
         sampled = sample_and_score(engine, self.task, None, request)
-        rows = [*sample_records(self.task, sampled, sampled.rewards, sampled.components)]
-        return Log(
-            [{name: value for name, value in row.items() if name != "reward"} for row in rows]
-        )
+        rows = sample_records(self.task, sampled, sampled.rewards, sampled.components)
+        return Log({name: x for name, x in row.items() if name != "reward"} for row in rows)
 
     def resume(self, **options: Any) -> "Run":
         """Resume the run from its newest checkpoint, as `--resume` does. Options not given keep
@@ -190,20 +188,21 @@ def run(
         if not all(isinstance(file, str | os.PathLike | None) for file in files):
             out = given.get("out") or given.get("resume") or "runs/run"
             given[name] = _stored(name, value, Path(out).absolute().parent)
-    names, functions, own_task = _named(task, reward)
-    own_class = None if environment is None or isinstance(environment, str) else environment
-    if environment is not None:
-        names["environment"] = _name_of(environment)
-    objects: dict[str, Any] = {"environment": own_class, "task": own_task}
+    functions = _functions_of(reward, given)
+    named = {"task": task, "environment": environment}
+    given |= {name: _name_of(x) for name, x in named.items() if x is not None}
+    own_task, own_class = (None if isinstance(x, str) else x for x in (task, environment))
+    if own_task is not None:
+        check_members(f"task {type(own_task).__name__}", own_task, Task)
+    objects = {"environment": own_class, "task": own_task, "reward": reward if functions else None}
     objects = {name: x for name, x in objects.items() if x is not None}
-    objects |= {"reward": reward} if functions else {}
-    parsed = parse_options({**given, **names})
+    parsed = parse_options(given)
     check(parsed)
     if parsed.run.dry_run is not None:
         command = "python -m maxrl_fast.train --dry-run"
         raise InputError(f"dry_run works only on the command line: {command}")
     ranks = Ranks.of_environment()
-    device, screen = resolve_device(parsed.run.device), _screen(ranks, quiet)
+    device, screen = resolve_device(parsed.run.device), _screen(not ranks.is_first, quiet)
     with ranks.connected(device) as watch:
         parsed = find_policy(parsed, ranks, screen.warning)
         found = build_run_task(parsed, own_class) if own_task is None else own_task
@@ -222,29 +221,22 @@ def run(
     return Run(context.config.run.out, ending.code, found, context, objects)
 
 
-def _named(
-    task: str | Task | None, reward: Reward | Sequence[Reward] | None
-) -> tuple[dict[str, Any], dict[str, Callable[..., Any]], Task | None]:
-    """Return the options of task and rewards, the functions by name, and a task object."""
-    names: dict[str, Any] = {}
-    own_task = None if task is None or isinstance(task, str) else task
-    if task is not None:
-        names["task"] = _name_of(task)
-    if own_task is not None:
-        check_members(f"task {type(own_task).__name__}", own_task, Task)
+def _functions_of(
+    reward: Reward | Sequence[Reward] | None, options: dict[str, Any]
+) -> dict[str, Callable[..., Any]]:
+    """Return the functions among rewards by name; the names of all go to the options."""
     functions: dict[str, Callable[..., Any]] = {}
-    if reward is not None:
-        rewards = reward if isinstance(reward, list | tuple) else [reward]
-        for given in rewards:
-            if not isinstance(given, str) and not callable(given):
-                raise InputError(f"reward must be a name or a function, got {given!r:.80}")
-            name = _name_of(given)
-            if functions.get(name, given) is not given:  # all lambdas have one name
-                name += f"-{len(functions) + 1}"
-            names["reward"] = [*names.get("reward", []), name]
-            if not isinstance(given, str):
-                functions[name] = given
-    return names, functions, own_task
+    rewards = reward if isinstance(reward, list | tuple) else [] if reward is None else [reward]
+    for given in rewards:
+        if not isinstance(given, str) and not callable(given):
+            raise InputError(f"reward must be a name or a function, got {given!r:.80}")
+        name = _name_of(given)
+        if functions.get(name, given) is not given:  # all lambdas have one name
+            name += f"-{len(functions) + 1}"
+        options["reward"] = [*options.get("reward", []), name]
+        if not isinstance(given, str):
+            functions[name] = given
+    return functions
 
 
 def _stored(option: str, rows: Any, folder: Path) -> Path:
@@ -284,9 +276,8 @@ def _name_of(value: Any) -> str:
     return value if isinstance(value, str) else f"{OBJECT}{own}"
 
 
-def _screen(ranks: Ranks, quiet: bool = False) -> Screen:
+def _screen(is_quiet: bool, quiet: bool) -> Screen:
     """A notebook gets plain lines: rich would need widgets for a moving bar."""
     forced = False if Console().is_jupyter else None
-    is_quiet = not ranks.is_first
     console = Console(quiet=quiet or is_quiet, force_jupyter=forced, force_terminal=forced)
     return Screen(console, is_quiet, None if forced is None else NOTEBOOK_LINES)

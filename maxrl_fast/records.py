@@ -21,12 +21,8 @@ from typing_extensions import Self  # torch needs it too
 
 def pack(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Concatenate token lists; return tokens [T] and cu_seqlens [S+1], both int64."""
-    tokens = torch.tensor(
-        [token for sequence in sequences for token in sequence], dtype=torch.int64
-    )
-    return tokens, cumulative(
-        torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
-    )
+    tokens = torch.tensor([*chain(*sequences)], dtype=torch.int64)
+    return tokens, cumulative(torch.tensor([*map(len, sequences)], dtype=torch.int64))
 
 
 def unpack(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
@@ -268,12 +264,8 @@ class Rollouts(Packed):
     def given(cls, responses: Sequence[Sequence[int]]) -> "Rollouts":
         """Return responses that no policy sampled, such as demonstrations, with log-probs 0."""
         tokens, cu_seqlens = pack(responses)
-        return cls(
-            tokens,
-            cu_seqlens,
-            torch.zeros(len(tokens)),
-            torch.zeros(len(responses), dtype=torch.bool),
-        )
+        truncated = torch.zeros(len(responses), dtype=torch.bool)
+        return cls(tokens, cu_seqlens, torch.zeros(len(tokens)), truncated)
 
     @classmethod
     def from_padded(

@@ -145,12 +145,9 @@ def tokens_of(files: Mapping[str, Any], place: str) -> dict[int, str]:
 def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> dict[str, Any]:
     """Return the checkpoint files besides the weights, by name: JSON contents or bytes. The
     configuration is that of the checkpoint `start`; None: of a new policy."""
-    own = (
-        new_files(model.config, task.stop_ids)
-        if start is None
-        else kept_files(start, task.stop_ids, model.config.dtype)
-    )
-    return {**task.tokenizer_files(), **own}
+    if start is None:
+        return {**task.tokenizer_files(), **new_files(model.config, task.stop_ids)}
+    return {**task.tokenizer_files(), **kept_files(start, task.stop_ids, model.config.dtype)}
 
 
 def dtype_of(config: ResolvedConfig) -> torch.dtype:

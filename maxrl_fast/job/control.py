@@ -70,12 +70,9 @@ class StopSignal:
             # Not print: the signal may interrupt another print, and a buffered stream is not
             # reentrant.
             if self._ranks.is_first:
+                advice = "repeat to stop immediately, without saving"
                 name = SIGNALS[signal.Signals(number)]
-                message = (
-                    f"{name}: saving and stopping after this step; repeat to stop immediately, "
-                    "without saving"
-                )
-                write_directly(f"\n{message}\n")
+                write_directly(f"\n{name}: saving and stopping after this step; {advice}\n")
         elif now - self._since > ECHO:
             raise StoppedNow(number)
 

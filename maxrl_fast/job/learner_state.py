@@ -30,12 +30,10 @@ OFFSETS = "DCP_SHARDING_INFO"  # in the metadata of a file, as torch.distributed
 def random_states() -> dict[str, Any]:
     """Return the states of the global generators, which tasks' and rewards' code may use."""
     numbers: dict[str, Any] = np.random.get_state(legacy=False)
+    state = {**numbers["state"], "key": numbers["state"]["key"].tolist()}
     return {
         "python": random.getstate(),
-        "numpy": {
-            **numbers,
-            "state": {**numbers["state"], "key": numbers["state"]["key"].tolist()},
-        },
+        "numpy": {**numbers, "state": state},
         "torch": _text(torch.get_rng_state()),
         "cuda": [_text(state) for state in torch.cuda.get_rng_state_all()],
     }
@@ -46,9 +44,8 @@ def set_random_states(states: dict[str, Any]) -> None:
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
     numbers = states["numpy"]["state"]
-    np.random.set_state(
-        {**states["numpy"], "state": {**numbers, "key": np.array(numbers["key"], dtype=np.uint32)}}
-    )
+    state = {**numbers, "key": np.array(numbers["key"], dtype=np.uint32)}
+    np.random.set_state({**states["numpy"], "state": state})
     torch.set_rng_state(_bytes(states["torch"]))
     if len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([_bytes(state) for state in states["cuda"]])
@@ -68,17 +65,15 @@ def learner_tensors(learner: Learner) -> dict[str, Tensor]:
     tensors = _with_moments(learner.model.named_parameters(), learner.optimizer)
     tensors |= {f"{OBJECTIVE}{name}": tensor for name, tensor in learner.objective_state.items()}
     if learner.critic is not None:  # its frozen weights belong to the policy
-        trained_by_it = (
+        trained = [
             (name, p) for name, p in learner.critic.model.named_parameters() if p.requires_grad
-        )
-        own = _with_moments(trained_by_it, learner.critic.optimizer)
+        ]
+        own = _with_moments(trained, learner.critic.optimizer)
         tensors |= {f"{CRITIC}{name}": tensor for name, tensor in own.items()}
     if learner.reference is not None and learner.copies_policy:
-        trained = {
-            name for name, parameter in learner.model.named_parameters() if parameter.requires_grad
-        }
+        names = {name for name, p in learner.model.named_parameters() if p.requires_grad}
         for name, parameter in learner.reference.named_parameters():
-            if name in trained:  # the reference shares the other weights with the policy
+            if name in names:  # the reference shares the other weights with the policy
                 tensors[f"reference.{name}"] = parameter.detach()
     return tensors
 
@@ -124,11 +119,8 @@ class Snapshot:
         for name, weight in model.weights():
             # A transformers model is the module `hf` of its policy. A weight that is merged with an
             # adapter, or converted, has separate memory.
-            copied = [
-                x
-                for x in (f"model.{name}", f"model.hf.{name}")
-                if x in own and weight.is_set_to(own[x])
-            ]
+            names = f"model.{name}", f"model.hf.{name}"
+            copied = [x for x in names if x in own and weight.is_set_to(own[x])]
             weights.append((name, tensors[copied[0]] if copied else host_copy(weight)))
         return cls(tensors, weights, *rest, is_sharded=False)
 
@@ -224,13 +216,10 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
     for prefix, optimizer in optimizers.items():
         if any(name.startswith(prefix) for name in names):
             # zeros, into which the saved ones are read
-            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                moments: dict[str, Tensor] = {
-                    name: torch.zeros_like(parameter, requires_grad=False)
-                    for name in ("exp_avg", "exp_avg_sq")
-                }
-                step = torch.zeros((), device=parameter.device)
-                optimizer.state[parameter] = {"step": step, **moments}
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                first, second = (torch.zeros_like(p, requires_grad=False) for _ in range(2))
+                step = torch.zeros((), device=p.device)
+                optimizer.state[p] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
     own = learner_tensors(learner)
     of_objective = {name for name in own.keys() ^ names if name.startswith((OBJECTIVE, CRITIC))}
     tensors = {name: tensor for name, tensor in own.items() if name not in of_objective}

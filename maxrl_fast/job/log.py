@@ -17,9 +17,7 @@ class Log:
 
     @classmethod
     def read(cls, path: Path) -> "Log":
-        return cls(
-            json.loads(line) for line in (path.read_text().splitlines() if path.exists() else ())
-        )
+        return cls(map(json.loads, path.read_text().splitlines() if path.exists() else ()))
 
     @classmethod
     def of_numbers(cls, path: Path) -> "Log":
@@ -75,14 +73,10 @@ class Log:
         rows, half = self._rows, SHOWN // 2
         rows = rows if len(rows) <= SHOWN else [*rows[:half], {}, *rows[-half:]]
         head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{_cell(row, name)}</td>" for name in self.columns) + "</tr>"
-            for row in rows
-        )
-        return (
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{len(self)} "
-            "rows</p>"
-        )
+        cells = ("".join(f"<td>{_cell(row, name)}</td>" for name in self.columns) for row in rows)
+        body = "".join(f"<tr>{x}</tr>" for x in cells)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"{table}<p>{len(self)} rows</p>"
 
 
 def flat(record: dict[str, Any]) -> dict[str, Any]:

@@ -61,10 +61,8 @@ class RunLoop:
             self.progress.begin_training(self.warm_start.num_prompts)
         learner, progress, checkpoints = self.trainer.learner, self.progress, self.checkpoints
         if 0 < self.num_steps <= progress.step:
-            self.screen.info(
-                f"the run is finished: it had done all its {self.num_steps} steps; the last "
-                "evaluation is repeated"
-            )
+            done = f"it had done all its {self.num_steps} steps"
+            self.screen.info(f"the run is finished: {done}; the last evaluation is repeated")
         learner.copy_policy()
         checkpoints.restore(learner)
         self.trainer.engine.load_weights(learner.model)
@@ -123,9 +121,8 @@ class RunLoop:
                 f"{stream} cannot be written to ({error.strerror}); the run continues, and what it "
                 "prints there is lost"
             )
-            self.files.write(
-                "warnings", {"step": n, "kind": "output", "value": error.errno, "message": message}
-            )
+            line = {"step": n, "kind": "output", "value": error.errno, "message": message}
+            self.files.write("warnings", line)
             (self.screen.warning if stream == "standard output" else self.screen.info)(message)
         self.progress.step = n
         self.progress.next_prompt += record.batch.num_sampled
@@ -143,13 +140,10 @@ class RunLoop:
             self._warn(n, HealthWarning("not_binary", value, said))
 
     def _diagnose(self, batch: RolloutBatch) -> None:
+        trainer, beat = self.trainer, self.clock.beat
         with self.clock("diagnosis"):
-            self.files.write(
-                "diagnostics",
-                diagnostics_record(
-                    batch, self.trainer.objective, self.trainer.learner, self.clock.beat
-                ),
-            )
+            record = diagnostics_record(batch, trainer.objective, trainer.learner, beat)
+            self.files.write("diagnostics", record)
 
     def _warn(self, n: int, warning: HealthWarning) -> None:
         self.files.write("warnings", {"step": n, **vars(warning)})

@@ -61,17 +61,14 @@ def draw_weights(curves: dict[str, tuple[Tensor, Tensor]], num_rollouts: int, pa
     for name, (pass_rates, weights) in curves.items():
         axes.plot(pass_rates, weights, label=name)
     pass_rates = next(iter(curves.values()))[0]
-    axes.plot(
-        pass_rates, 1 / pass_rates, color="0.5", linestyle="--", label="1/p, maximum likelihood"
-    )
+    style = {"color": "0.5", "linestyle": "--", "label": "1/p, maximum likelihood"}
+    axes.plot(pass_rates, 1 / pass_rates, **style)
     largest = max(float(weights.max()) for _, weights in curves.values())
     axes.set(
         xscale="log",
         yscale="log",
         ylim=(1e-2, 3 * max(largest, 1.0)),
         xlim=(float(pass_rates[0]), 1),
-    )
-    axes.set(
         title=f"Weight of a prompt's gradient, N = {num_rollouts}",
         xlabel="pass rate p",
         ylabel="W_N(p)",

@@ -56,13 +56,13 @@ def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | 
     """Return a run's newest intact checkpoint, the same on all ranks; None if there is none yet.
     All ranks must call this. Warns of each damaged checkpoint."""
     found = checkpoints_of(out) if ranks.is_first else []
-    whole: list[Any] | None = None
+    whole: tuple[str, Any] | None = None
     for directory in reversed(found):
         try:
             verify_checksums(directory)
             fields = json.loads((directory / "progress.json").read_text())
             Saved.of_json(directory, fields)
-            whole = [str(directory), fields]
+            whole = str(directory), fields
             break
         except DamagedError as error:
             warn(f"the checkpoint {directory} is damaged: {error}; using the one before it")
@@ -102,10 +102,9 @@ def check_same(
     changed = changes(saved.options, in_place(saved.options, options))
     mathematics, rounding = [*changed.semantic], [*changed.rounding]
     if changed.policy:
-        shape = "; ".join(changed.policy)
         raise InputError(
-            f"the policy in {saved.directory} has another shape ({shape}), which cannot change on "
-            "resuming"
+            f"the policy in {saved.directory} has another shape ({'; '.join(changed.policy)}), "
+            "which cannot change on resuming"
         )
     mathematics += differences(saved.fingerprints, fingerprints)
     is_old = saved.options.get("hub") and "test_hub" not in saved.options
@@ -124,10 +123,8 @@ def check_same(
     if mathematics:
         warn(f"the run resumes with other options or files ({'; '.join(mathematics)})")
     if rounding:
-        warn(
-            "the run resumes, but its numbers will not be bitwise identical "
-            f"({'; '.join(rounding)})"
-        )
+        differ = "its numbers will not be bitwise identical"
+        warn(f"the run resumes, but {differ} ({'; '.join(rounding)})")
     if options["steps"] < saved.progress.step and saved.progress.phase == "training":
         raise InputError(
             f"--steps must be at least {saved.progress.step}, the number of steps done, got "

@@ -43,24 +43,19 @@ def rollout_records(
         responses = replace(responses, inserted=chosen.inserted)
     samples = Samples(prompts.select(groups), responses)
     values = rewards.masked_fill(~has_reward, torch.nan)[sequences]
-    records = sample_records(
-        task, samples, values, [components.get(s, {}) for s in sequences.tolist()]
-    )
-    return [
-        {
-            "step": batch.step,
-            **record,
-            "advantage": None if record["reward"] is None else finite(advantage),
-        }
-        for record, advantage in zip(records, advantages[sequences].tolist(), strict=True)
-    ][:count]
+    parts = [components.get(s, {}) for s in sequences.tolist()]
+    records = []
+    for record, x in zip(
+        sample_records(task, samples, values, parts), advantages[sequences].tolist(), strict=True
+    ):
+        advantage = None if record["reward"] is None else finite(x)
+        records.append({"step": batch.step, **record, "advantage": advantage})
+    return records[:count]
 
 
 def first_groups(prompts: Prompts, count: int) -> Tensor:
     """Return the indices of `count` prompts, which are on the host, int64: the ones with the
     smallest checksums of their tokens."""
-    checksums = [
-        zlib.crc32(tokens.numpy().tobytes())
-        for tokens in prompts.tokens.split(prompts.lengths.tolist())
-    ]
+    parts = prompts.tokens.split(prompts.lengths.tolist())
+    checksums = [zlib.crc32(tokens.numpy().tobytes()) for tokens in parts]
     return torch.tensor(sorted(range(len(checksums)), key=checksums.__getitem__)[:count])

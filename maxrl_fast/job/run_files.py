@@ -60,10 +60,11 @@ class LogFile:
         self.kept = content[:size]
         self._size, self._sha256 = len(self.kept), hashlib.sha256(self.kept)
         if self.kept and sha256 not in (None, self._sha256.hexdigest()):
-            wanted = f"must begin with the {size:,} bytes that it had at the checkpoint"
-            got = f"got {len(content):,} bytes that begin differently"
             self.close()
-            raise InputError(f"{path} {wanted}, {got}; move it away to start a new one")
+            raise InputError(
+                f"{path} must begin with the {size:,} bytes that it had at the checkpoint, got "
+                f"{len(content):,} that begin differently; move it away to start a new one"
+            )
         if self._file:
             self._file.truncate(self._size)
 
@@ -121,11 +122,10 @@ class RunFiles:
             if not is_resumed and (self.out / "config.json").exists():
                 # another command, or one started at the same time
                 if not ended_before_first_step(self.out, options):
-                    wanted = (
-                        f"--out must be a new or empty folder, got {self.out}, which holds another "
-                        "run"
+                    raise InputError(
+                        f"--out must be a new or empty folder, got {out}, which holds another run; "
+                        f"--resume {out} resumes it"
                     )
-                    raise InputError(f"{wanted}; --resume {self.out} resumes it")
                 self._remove_beginning()
             for name in ("curves.png", "timings.json"):
                 check_entry(out / name, stat.S_IFREG)
@@ -138,13 +138,10 @@ class RunFiles:
                 is_folder = partial.is_dir() and not partial.is_symlink()
                 shutil.rmtree(partial) if is_folder else partial.unlink()
             marks = {log: saved.logs.get(log) if saved else (0, None) for log in LOGS}
-            self._logs = {log: LogFile(self.out / f"{log}.jsonl", marks[log]) for log in LOGS}
-            self.missing = [
-                self.out / f"{log}.jsonl" for log, file in self._logs.items() if file.is_lost
-            ]
+            self._logs = {log: LogFile(out / f"{log}.jsonl", marks[log]) for log in LOGS}
+            self.missing = [out / f"{log}.jsonl" for log in LOGS if self._logs[log].is_lost]
             self.history = {
-                log: [json.loads(line) for line in self._logs[log].kept.splitlines()]
-                for log in DRAWN
+                log: [*map(json.loads, self._logs[log].kept.splitlines())] for log in DRAWN
             }
             if log_to is not None:
                 self._tracker = self._start_tracker(log_to, saved, warn)
@@ -208,12 +205,12 @@ class RunFiles:
         return {log: file.mark() for log, file in self._logs.items()}
 
     def listing(self) -> dict[str, str]:
-        found, files = {"checkpoint": "none was written"}, ("curves.png", "metrics.jsonl")
+        found = {"checkpoint": "none was written"}
         for name, link in (("checkpoint", "latest"), ("best", "best")):
             if (self.out / link).is_symlink():
                 found[name] = str(self.out / os.readlink(self.out / link))
-        found |= {name.partition(".")[0]: str(self.out / name) for name in files}
-        return found | {"evaluations": str(self.out / "eval.jsonl")}
+        files = {"curves": "curves.png", "metrics": "metrics.jsonl", "evaluations": "eval.jsonl"}
+        return found | {name: str(self.out / file) for name, file in files.items()}
 
     def close(self, seconds: dict[str, float], is_done: bool = False) -> None:
         if not self._is_writer:

@@ -66,10 +66,9 @@ def markdown(records: Iterable[Mapping[str, Any]]) -> str:
     for record in records:
         reward = "not known" if record["reward"] is None else f"{record['reward']:g}"
         ended = ", truncated" if record["truncated"] else ""
-        blocks += [
-            f"##### prompt {record['id']}, reward {reward}, {record['tokens']} tokens{ended}"
-        ]
-        blocks += [_code(record["prompt"]), "response:", _code(record["response"])]
+        title = f"prompt {record['id']}, reward {reward}, {record['tokens']} tokens{ended}"
+        blocks += [f"##### {title}", _code(record["prompt"])]
+        blocks += ["response:", _code(record["response"])]
     return "\n\n".join(blocks)
 
 
@@ -85,10 +84,8 @@ def _code(text: str) -> str:
 def hyperparameters(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that apply and have a value, without those of a single start."""
     left_out = {*inapplicable_options(Config, options), *OF_ONE_START}
-    taken = {
-        name: value for name, value in options.items() if value is not None and name not in left_out
-    }
     return {
         name: json.dumps(value) if isinstance(value, list) else value
-        for name, value in taken.items()
+        for name, value in options.items()
+        if value is not None and name not in left_out
     }

@@ -41,10 +41,8 @@ class Tracker:
                 getattr(self._module, name)(*arguments, **options)
         except Exception as error:  # of the network, a full disk, or a process that has ended
             self._module = None
-            self._warn(
-                f"{type(error).__name__} of the tracker, which gets no more numbers (the logs have "
-                f"all): {error}"
-            )
+            lost = "the tracker, which gets no more numbers (the logs have all)"
+            self._warn(f"{type(error).__name__} of {lost}: {error}")
 
     def log_samples(self, records: Iterable[Mapping[str, Any]], step: int) -> None:
         pass

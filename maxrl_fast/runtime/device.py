@@ -77,11 +77,8 @@ class Machine:
 
     @classmethod
     def here(cls, device: torch.device, processes: int) -> "Machine":
-        return cls(
-            device.type,
-            processes,
-            memory_bytes(device) // (processes if device.type == "cpu" else 1),
-        )
+        shared = processes if device.type == "cpu" else 1
+        return cls(device.type, processes, memory_bytes(device) // shared)
 
     @classmethod
     def named(cls, text: str) -> "Machine":
@@ -106,10 +103,9 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     are."""
     if all(x.device.type == "cpu" for x in tensors):
         return list(tensors)
-    values = (
-        torch.cat([x.flatten().double() for x in tensors]).cpu().split([x.numel() for x in tensors])
-    )
-    return [part.to(x.dtype).view(x.shape) for part, x in zip(values, tensors, strict=True)]
+    values = torch.cat([x.flatten().double() for x in tensors]).cpu()
+    parts = values.split([x.numel() for x in tensors])
+    return [part.to(x.dtype).view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
 def host_numbers(tensors: Mapping[str, Tensor]) -> dict[str, float]:
@@ -138,7 +134,5 @@ def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     if device.type == "cpu":
         return list(tensors)
     packed = torch.cat([x.flatten() for x in tensors]).pin_memory().to(device, non_blocking=True)
-    return [
-        part.view(x.shape)
-        for part, x in zip(packed.split([x.numel() for x in tensors]), tensors, strict=True)
-    ]
+    parts = packed.split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]

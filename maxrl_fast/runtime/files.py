@@ -122,21 +122,21 @@ def verify_checksums(directory: Path) -> None:
         if not file.is_file():
             raise DamagedError(f"{file} is missing")
         try:
-            actual = file.stat().st_size
-            if actual != size:
-                raise DamagedError(f"{file} has {actual:,} bytes, {size:,} were written")
-            if _sha256(file) != sha256:
-                raise DamagedError(f"{file} has changed since it was written (its SHA-256 differs)")
+            actual, digest = file.stat().st_size, _sha256(file)
         except OSError as error:
             raise DamagedError(f"{file} cannot be read: {error}") from error
+        if actual != size:
+            raise DamagedError(f"{file} has {actual:,} bytes, {size:,} were written")
+        if digest != sha256:
+            raise DamagedError(f"{file} has changed since it was written (its SHA-256 differs)")
 
 
 def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        digest = hashlib.sha256()
         while block := file.read(1 << 22):
             digest.update(block)
-        return digest.hexdigest()
+    return digest.hexdigest()
 
 
 def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], object]) -> None:
@@ -146,15 +146,12 @@ def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], ob
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            owner = (
-                os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            )
+            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            used = f"{folder} is in use by {owner or 'another process'}"
             if time.monotonic() >= end:
-                raise InputError(
-                    f"{folder} is in use by {owner}: wait for it to end, or stop it"
-                ) from None
+                raise InputError(f"{used}: wait for it to end, or stop it") from None
             if not is_told:
-                tell(f"{folder} is in use by {owner}: waiting up to {limit:.0f} s for it to end")
+                tell(f"{used}: waiting up to {limit:.0f} s for it to end")
             is_told = True
             time.sleep(0.2)
 

@@ -133,13 +133,7 @@ def load(name: str) -> tuple[Callable[..., Any], str]:
     try:
         module = _load_file(path) if path else importlib.import_module(place)
         function = getattr(module, attribute, None)
-    except SyntaxError as error:
-        raise LoadError(
-            f"syntax error in {error.filename}, line {error.lineno}: {error.msg}"
-        ) from error
-    except SystemExit as error:
-        raise LoadError(f"importing {place} called sys.exit({error.code!r})") from error
-    except BaseException as error:
+    except BaseException as error:  # SystemExit too
         raise LoadError(f"importing {place} failed: {describe_error(error, str(path))}") from error
     _loaded.add(getattr(module, "__file__", None) or "")
     if function is None:

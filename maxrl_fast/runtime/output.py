@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 import maxrl_fast
 from maxrl_fast.errors import InputError
 
-_STREAMS = {1: "stdout", 2: "stderr"}  # by file descriptor
-_NAMES = {1: "standard output", 2: "standard error"}
+_STREAMS = {1: ("stdout", "standard output"), 2: ("stderr", "standard error")}  # by descriptor
 
 
 class _LossyFile(io.FileIO):
@@ -53,7 +52,7 @@ def protect_output() -> None:
         # closed: the next file opened would get this number, and receive error messages
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    for descriptor, name in _STREAMS.items():
+    for descriptor, (name, _) in _STREAMS.items():
         stream: Any = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"):
             continue
@@ -115,7 +114,7 @@ def take_errors() -> list[tuple[str, OSError]]:
     taken = []
     for file in _files:
         if file.untold is not None:
-            taken.append((_NAMES[file.fileno()], file.untold))
+            taken.append((_STREAMS[file.fileno()][1], file.untold))
             file.untold = None
     return taken
 

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -141,11 +142,8 @@ class Ranks:
             cause = watch.report_failure(f"{type(error).__name__}: {error}")
             if cause is None and not is_lost_connection(error):
                 raise
-            cause = (
-                cause
-                or "another process of the run has ended, or cannot be reached "
-                f"({str(error).splitlines()[0]:.200})"
-            )
+            lost = "another process of the run has ended, or cannot be reached"
+            cause = cause or f"{lost} ({str(error).splitlines()[0]:.200})"
             print(f"error: {cause}; rank {self.rank} stops", file=sys.stderr, flush=True)
             exit_process(1)
         watch.stop()
@@ -165,14 +163,8 @@ def exit_process(code: int) -> NoReturn:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    texts = (
-        "connection closed",
-        "connection reset",
-        "connection refused",
-        "broken pipe",
-        "remote process exited",
-    )
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
+    texts = r"connection (closed|reset|refused)|broken pipe|remote process exited"
+    return isinstance(error, RuntimeError) and bool(re.search(texts, str(error), re.IGNORECASE))
 
 
 def own_gpu() -> int:

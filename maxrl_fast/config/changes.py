@@ -24,17 +24,14 @@ class Changes:
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     said = {name: _describe(name, before, now) for name in _differing(before, now)}
-    if now["lr_schedule"] == "constant":
+    schedule = now["lr_schedule"]
+    if schedule == "constant":
         said.pop("steps", None)  # otherwise the learning rate depends on the number of steps
     elif "steps" in said:
-        said["steps"] += (
-            f", on which the learning rate of --lr-schedule {now['lr_schedule']} depends"
-        )
-    kinds: dict[Resume, list[str]] = {kind: [] for kind in Resume}
-    for name, text in said.items():
-        kinds[_meaning(name)].append(text)
+        said["steps"] += f", on which the learning rate of --lr-schedule {schedule} depends"
+    kinds = Resume.POLICY, Resume.SEMANTIC, Resume.ROUNDING
     return Changes(
-        *(tuple(kinds[kind]) for kind in (Resume.POLICY, Resume.SEMANTIC, Resume.ROUNDING))
+        *(tuple(text for name, text in said.items() if _meaning(name) == kind) for kind in kinds)
     )
 
 
@@ -60,9 +57,8 @@ def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a line on the options that a resumed run takes from its start, and on those that now
     differ."""
     others = "; ".join(_describe(name, before, now) for name in _differing(before, now))
-    return "options: the run's own, from its config.json" + (
-        f", but for {others}" if others else ""
-    )
+    but = f", but for {others}" if others else ""
+    return f"options: the run's own, from its config.json{but}"
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -88,10 +84,9 @@ def checkpoint_order(directory: Path) -> tuple[bool, int]:
 def checkpoints_of(out: Path) -> list[Path]:
     """Return the checkpoints in a run's folder, oldest first, whole or damaged."""
     folder = out / "checkpoints"
-    names = [path for pattern in ("warm-start-*", "step-*") for path in folder.glob(pattern)]
-    return sorted(
-        (path for path in names if path.name.rpartition("-")[2].isdecimal()), key=checkpoint_order
-    )
+    paths = [path for pattern in ("warm-start-*", "step-*") for path in folder.glob(pattern)]
+    paths = [path for path in paths if path.name.rpartition("-")[2].isdecimal()]
+    return sorted(paths, key=checkpoint_order)
 
 
 def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> bool:

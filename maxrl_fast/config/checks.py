@@ -106,15 +106,7 @@ _REFUSALS = (
     Refusal(
         "kl full cannot be used where a token's loss depends on other responses, as with loss "
         "kl_cov, --top-entropy, --siren and --correction sequence_mask",
-        lambda c: (
-            _has_full_kl(c)
-            and (
-                c["token_loss"].over_batch
-                or c["top_entropy"] != 1
-                or c["siren"]
-                or c["correction"] == "sequence_mask"
-            )
-        ),
+        lambda c: _has_full_kl(c) and _is_over_batch(c),
     ),
     Refusal(
         "divergence {divergence} and loss {loss} both have an option beta",
@@ -127,6 +119,11 @@ _REFUSALS = (
 
 def _has_full_kl(c: Mapping[str, Any]) -> bool:
     return bool(c["kl_coef"]) and c["kl"] == "full"
+
+
+def _is_over_batch(c: Mapping[str, Any]) -> bool:
+    is_masked = c["correction"] == "sequence_mask"
+    return c["token_loss"].over_batch or c["top_entropy"] != 1 or c["siren"] or is_masked
 
 
 def check(config: Config) -> None:
@@ -156,24 +153,17 @@ def check(config: Config) -> None:
         fixed += [(name, "loss", objective.loss), (name, "aggregation", objective.aggregation)]
     for owner, option, needed in fixed:
         if needed and options[option] not in (None, needed):
-            raise InputError(
-                f"{option} must be {needed} for {owner}, whose loss it is a part of, got "
-                f"{options[option]}",
-                option,
-            )
+            wanted = f"{option} must be {needed} for {owner}, whose loss it is a part of"
+            raise InputError(f"{wanted}, got {options[option]}", option)
     for option in ("clip_low", "clip_high"):  # of a custom loss, loaded now
-        if not loss.clips and options[option] != getattr(LossOptions, option):
-            raise InputError(
-                f"{option} is not used by loss {loss.name}, got {options[option]}", option
-            )
+        if not loss.clips and (value := options[option]) != getattr(LossOptions, option):
+            raise InputError(f"{option} is not used by loss {loss.name}, got {value}", option)
     try:
         learns_without_advantage(loss, tuple(loss.resolve(config.loss.own_numbers()).items()))
     except ValueError as error:
         raise InputError(str(error), "loss", "loss_options") from error
-    if not BETA.holds(config.loss.beta()):
-        raise InputError(
-            f"beta of jsd must be {BETA.wanted}, got {config.loss.beta():g}", "loss_options"
-        )
+    if not BETA.holds(beta := config.loss.beta()):
+        raise InputError(f"beta of jsd must be {BETA.wanted}, got {beta:g}", "loss_options")
 
 
 def check_options(config: type, options: Mapping[str, Any]) -> None:
@@ -188,14 +178,10 @@ def check_options(config: type, options: Mapping[str, Any]) -> None:
 
 
 def objective_of(config: Config) -> Objective:
-    chosen = config.objective
+    chosen, num_updates = config.objective, config.optimizer.updates_per_step
     try:
-        return make_objective(
-            chosen.objective,
-            chosen.options,
-            config.rollout.rollouts,
-            config.optimizer.updates_per_step,
-        )
+        named = chosen.objective, chosen.options
+        return make_objective(*named, config.rollout.rollouts, num_updates)
     except ValueError as error:
         is_named = "--rollouts" in str(error) or not re.search(r"\bN\b|rollouts", str(error))
         raise InputError(

@@ -196,9 +196,8 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
         if asks_for_help:
             show_help(config, options, PROG)
         if words or config.measure.baseline is not None:
-            raise InputError(
-                "--compare compares finished evaluations, without CHECKPOINT and --baseline"
-            )
+            what = "--compare compares finished evaluations"
+            raise InputError(f"{what}, without CHECKPOINT and --baseline")
         return config, None
     if not words:
         raise InputError(
@@ -210,9 +209,8 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
         raise InputError(f"a checkpoint that is not in the folder of a run {TASK_IS_MISSING}")
     of_run = {} if source.run is None else read_run(source.run, flags)
     of_run = {name: of_run[name] for name in (*OF_RUN, "max_new_tokens", "seed") if name in of_run}
-    run = Config().replace(
-        **{name: convert(options_of(Config)[name], x) for name, x in of_run.items()}
-    )
+    values = {name: convert(options_of(Config)[name], x) for name, x in of_run.items()}
+    run = Config().replace(**values)
     shared = {name: x for name, x in of_run.items() if name in OF_RUN}
     if (sets := {"test_data", "test_hub"}) & flags.keys():  # in place of all of the run
         shared = {name: shared[name] for name in shared.keys() - sets}
@@ -244,10 +242,11 @@ def resolve(
     """Return the checked configuration with every default worked out."""
     measure, sampling, place = config.measure, config.sampling, config.place
     device, dtype = resolve_place(place.device, place.dtype)
+    num_prompts = measure.eval_prompts or 256
+    if measure.split == "test":
+        num_prompts = num_held_out(measure.eval_prompts, task)
     worked_out = {
-        "eval_prompts": num_held_out(measure.eval_prompts, task)
-        if measure.split == "test"
-        else measure.eval_prompts or 256,
+        "eval_prompts": num_prompts,
         "k": tuple(sorted(set(measure.k))),
         "max_new_tokens": response_limit(sampling.max_new_tokens, task, source.checkpoint, warn),
         "seed": sampling.seed or 0,

@@ -220,12 +220,8 @@ def layer_numbers(model: PolicyModel, dtype: torch.dtype, runs_packed: bool = Fa
     elif model.backend != "native":  # norms keep float32 inputs of several operations
         hidden, feed_forward, of_heads = (8, 4, 5) if dtype == torch.float32 else (16, 5, 8)
     adapters = [x.rank for x in model.blocks[0].modules() if isinstance(x, LoraLinear)]
-    return (
-        hidden * sizes.hidden_size
-        + feed_forward * sizes.intermediate_size
-        + of_heads * heads
-        + sum(adapters)
-    )
+    numbers = hidden * sizes.hidden_size + feed_forward * sizes.intermediate_size
+    return numbers + of_heads * heads + sum(adapters)
 
 
 def memory_table(memory: dict[str, Phases], machine: Machine, config: ResolvedConfig) -> list[str]:
@@ -257,6 +253,4 @@ def memory_table(memory: dict[str, Phases], machine: Machine, config: ResolvedCo
 
 
 def count(module: nn.Module, is_trained: bool = False) -> int:
-    return sum(
-        weight.numel() for weight in module.parameters() if weight.requires_grad or not is_trained
-    )
+    return sum(x.numel() for x in module.parameters() if x.requires_grad or not is_trained)

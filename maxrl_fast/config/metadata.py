@@ -112,11 +112,8 @@ def as_list(value: Any) -> list[Any]:
 
 @lru_cache
 def options_of(config: Any) -> dict[str, Option]:
-    return {
-        option.name: option
-        for group in get_type_hints(config).values()
-        for option in read_options(group)
-    }
+    groups = get_type_hints(config).values()
+    return {option.name: option for group in groups for option in read_options(group)}
 
 
 @lru_cache
@@ -132,12 +129,10 @@ def read_options(group: Any) -> tuple[Option, ...]:
                     ast.Expr(value=ast.Constant(value=str(text))),
                 ):
                     helps[name] = text
-    fields = [
-        field for field in dataclasses.fields(group) if field.default is not dataclasses.MISSING
-    ]
     return tuple(
         make_option(field.name, hints[field.name], field.default, helps.get(field.name, ""))
-        for field in fields
+        for field in dataclasses.fields(group)
+        if field.default is not dataclasses.MISSING
     )
 
 

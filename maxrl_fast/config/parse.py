@@ -75,9 +75,8 @@ def convert(option: Option, given: RawOption) -> Any:
         text = "text without null bytes or half characters"
         wanted = wanted or f"one of {', '.join(option.choices)}" * bool(option.choices) or text
         meant = nearest(str(value), option.choices)
-        raise InputError(
-            f"{given.place}{given.name} must be {wanted}, got {value!r:.80}{meant}"
-        ) from None
+        where = f"{given.place}{given.name}"
+        raise InputError(f"{where} must be {wanted}, got {value!r:.80}{meant}") from None
 
 
 def _convert(kind: Any, value: Any) -> Any:
@@ -204,12 +203,9 @@ def _warn_of_foreign_code(out: Path, given: Mapping[str, RawOption]) -> None:
         if Note.NAMES_CODE in option.notes
         or (Note.MAY_NAME_CODE in option.notes and is_code(str(value)))
     ]
-    print(
-        f"warning: {printable(out)} belongs to uid {' and '.join(map(str, owners))}, and what its "
-        f"options name runs with your rights: {', '.join(code) or 'no code'}",
-        file=sys.stderr,
-        flush=True,
-    )
+    whose = f"{printable(out)} belongs to uid {' and '.join(map(str, owners))}"
+    runs = f"what its options name runs with your rights: {', '.join(code) or 'no code'}"
+    print(f"warning: {whose}, and {runs}", file=sys.stderr, flush=True)
 
 
 def hint(name: str, known: Mapping[str, Option], is_flag: bool = True) -> str:
@@ -244,10 +240,8 @@ def refuse_unknown(
             raise InputError(f"{x.place}unknown option {x.name:.80}{found}")
     for word in words:
         name = word.partition("=")[0]
-        raise InputError(
-            f"unknown option {name:.80}: options begin with two "
-            f"dashes{hint(name.lstrip('-+'), known)}"
-        )
+        meant = hint(name.lstrip("-+"), known)
+        raise InputError(f"unknown option {name:.80}: options begin with two dashes{meant}")
 
 
 def parse(arguments: Sequence[str]) -> Config:
@@ -258,9 +252,8 @@ def parse(arguments: Sequence[str]) -> Config:
     words, asks_for_help = split_help(arguments)
     config = _parse(*read_flags(words, known_options()))
     if asks_for_help:
-        show_help(
-            config, options_with(config.objective.objective), prog="python -m maxrl_fast.train"
-        )
+        options = options_with(config.objective.objective)
+        show_help(config, options, prog="python -m maxrl_fast.train")
     return config
 
 

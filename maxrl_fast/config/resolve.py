@@ -51,26 +51,20 @@ def resolve(
     """
     ranks = ranks or Ranks()
     prompts, number = config.rollout.prompts, config.rollout.vllm_tensor_parallel
+    processes = f"the number of processes, {ranks.size}"
     if prompts < ranks.size:
-        raise InputError(
-            f"prompts must be at least the number of processes, {ranks.size}, got {prompts}",
-            "prompts",
-        )
+        raise InputError(f"prompts must be at least {processes}, got {prompts}", "prompts")
     if ranks.size % number:
-        raise InputError(
-            f"vllm_tensor_parallel must divide the number of processes, {ranks.size}, got {number}",
-            "vllm_tensor_parallel",
-        )
+        option = "vllm_tensor_parallel"
+        raise InputError(f"{option} must divide {processes}, got {number}", option)
     config = config.replace(**_absolute(config))
     # A run that resumes has its own checkpoint and response limit.
     directory = None if config.run.resume is not None else config.model.directory
     limit = response_limit(config.rollout.max_new_tokens, task, directory, warn)
     if (buffer := config.shaping.overlong_buffer) > limit:
-        raise InputError(
-            f"overlong_buffer must be at most max_new_tokens, got {buffer} and {limit}",
-            "overlong_buffer",
-            "max_new_tokens",
-        )
+        names = "overlong_buffer", "max_new_tokens"
+        wanted = f"{names[0]} must be at most {names[1]}"
+        raise InputError(f"{wanted}, got {buffer} and {limit}", *names)
     options, machine = config.rollout, memory_bytes(torch.device("cpu"))
     sampled = options.prompts * options.rollouts * max(options.dynamic_sampling, 1)
     if not has_gpus and (needed := KEPT_BYTES * sampled * limit) > machine:
@@ -81,6 +75,7 @@ def resolve(
         )
     objective, (correction, numbers) = objective_of(config), correction_of(config)
     loss = config.loss.loss or objective.loss
+    aggregations = config.loss.aggregation, loss_of(loss).aggregation, objective.aggregation
     sft_lr, lr = default_rates(config.model)
     beta2, sft_beta2 = config.optimizer.beta2, config.warm_start.sft_beta2
     defaults = objective_defaults(config.objective.objective, config.rollout.rollouts)
@@ -98,9 +93,7 @@ def resolve(
         "sft_beta2": beta2 if sft_beta2 is None else sft_beta2,
         "lr": config.optimizer.lr or lr,
         "loss": loss,
-        "aggregation": config.loss.aggregation
-        or loss_of(loss).aggregation
-        or objective.aggregation,
+        "aggregation": next(filter(None, aggregations)),
         "model_backend": _backend(config.model),
         "eval_prompts": num_held_out(config.evaluation.eval_prompts, task),
         **_run(config, ranks, has_gpus),
@@ -157,11 +150,8 @@ def _sft_steps(config: Config, task: Task) -> int:
         steps = 100 if config.model.model is None and task.has_demonstrations else 0
     if steps and not task.has_demonstrations:
         advice = " without --sft-data" if isinstance(task, DatasetTask) else ""
-        raise InputError(
-            f"sft_steps must be 0{advice}, as {task.name} has no solutions to learn from, got "
-            f"{steps}",
-            "sft_steps",
-        )
+        why = f"as {task.name} has no solutions to learn from"
+        raise InputError(f"sft_steps must be 0{advice}, {why}, got {steps}", "sft_steps")
     return steps
 
 
@@ -181,10 +171,8 @@ def num_held_out(wanted: int | None, task: Task) -> int:
     available = max(size for size, _ in held_out_sets(task, 2**63, 1).values())
     number = wanted or min(256, available)
     if number > available:
-        raise InputError(
-            f"eval_prompts must be at most the {available} prompts that are held out, got {number}",
-            "eval_prompts",
-        )
+        wanted = f"eval_prompts must be at most the {available} prompts that are held out"
+        raise InputError(f"{wanted}, got {number}", "eval_prompts")
     return number
 
 
@@ -198,10 +186,8 @@ class EvaluationSchedule:
     def __str__(self) -> str:
         if not self.every:
             return "evaluations before the first step and after the last"
-        return (
-            "evaluations before the first step, after the last, and every "
-            f"{self.every} steps on {self.num_prompts} prompts"
-        )
+        between = f"every {self.every} steps on {self.num_prompts} prompts"
+        return f"evaluations before the first step, after the last, and {between}"
 
 
 def evaluation_schedule(config: ResolvedConfig, task: Task) -> EvaluationSchedule:

@@ -72,7 +72,7 @@ class Forest:
 
     @classmethod
     def roots(cls, lengths: Tensor) -> "Forest":
-        """Return packed causal sequences, for tensors on the device of lengths [M]."""
+        """Packed causal sequences, for tensors on the device of lengths [M]."""
         on_host = lengths.cpu()
         return cls(on_host, torch.full_like(on_host, -1), lengths.device)
 
@@ -93,13 +93,12 @@ class Forest:
 
     @cached_property
     def segments(self) -> VarlenSpec:
-        """Causal attention of each segment to itself."""
         return VarlenSpec(self.lengths, self.lengths, self.device, causal=True)
 
     @cached_property
     def levels(self) -> list[tuple[Tensor, Tensor, VarlenSpec]]:
         """Level d: all tokens below the segments at depth d attend to those segments. The indices
-        of these queries and keys, and their attention. Segments with nothing below are left out:
+        of these queries and keys, and their attention, without segments that have nothing below:
         FlashAttention starts blocks for each."""
         stops = self.lengths.cumsum(0)
         below = self.ends - stops  # [M] tokens
@@ -218,13 +217,11 @@ def tree_attention(
 
 
 def merged_attention(q: Tensor, k: Tensor, v: Tensor, forest: Forest) -> Tensor:
-    """Compute `tree_attention` by FlashAttention calls and a merge, on any device."""
     out: Tensor = _MergedAttention.apply(q, k, v, forest)
     return out
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return which kernel computes `tree_attention`."""
     is_own = has_kernel(device, dtype, head_dim)
     return "C++" if is_own else flash.kernel_for(device, dtype, head_dim).name
 

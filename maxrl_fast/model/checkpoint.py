@@ -103,13 +103,12 @@ def new_files(
 def kept_files(
     directory: Path, stop_ids: Collection[int], dtype: str = "float32"
 ) -> dict[str, bytes]:
-    """Return config.json and generation_config.json for checkpoints of a policy loaded from here.
-    eos_token_id of generation_config.json becomes `stop_ids` if it names other tokens."""
+    """Return config.json and generation_config.json for checkpoints of a policy loaded from here;
+    the latter's eos_token_id becomes `stop_ids` if it names other tokens."""
     config = read_json(directory / "config.json")
     config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
-    generation: dict[str, Any] = {
-        key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config
-    }
+    names = "bos_token_id", "pad_token_id"
+    generation: dict[str, Any] = {key: config[key] for key in names if key in config}
     generation |= {"eos_token_id": list(stop_ids), "do_sample": True}
     if (directory / "generation_config.json").exists():
         generation = read_json(directory / "generation_config.json")
@@ -184,7 +183,7 @@ def _check_tensors(directory: Path, config: DecoderConfig, stored: dict[str, Sto
     wanted = {name: tuple(weight.shape) for name, weight in Decoder.empty(config, "meta").weights()}
     for name in wanted:
         if name not in stored:
-            raise InputError(f"{_tensor_list(directory)} lacks the tensor {name}")
+            raise InputError(f"the checkpoint {directory} lacks the tensor {name}")
     for name in sorted(stored.keys() - wanted.keys()):
         layers = f"a {config.num_hidden_layers}-layer {config.model_type} decoder"
         message = f"has the tensor {printable(name)}, which {layers} does not"
@@ -199,10 +198,6 @@ def _check_tensors(directory: Path, config: DecoderConfig, stored: dict[str, Sto
             raise InputError(f"{what} must be F32, BF16 or F16, got {dtype}")
 
 
-def _tensor_list(directory: Path) -> Path:
-    return directory / (INDEX if (directory / INDEX).exists() else WEIGHTS)
-
-
 def _open(path: Path) -> dict[str, StoredTensor]:
     try:
         file = safe_open(path, framework="pt")
@@ -215,28 +210,22 @@ def _open(path: Path) -> dict[str, StoredTensor]:
 
 def _find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """The index may lie: the headers of the files count."""
-    path = _tensor_list(directory)
-    listed: Any = {}
-    if path.name == INDEX:
+    path, names = directory / INDEX, {WEIGHTS}
+    if path.exists():
         listed = read_json(path).get("weight_map")
-        is_map = isinstance(listed, dict) and all(
-            Path(file).name == file for file in listed.values()
-        )
-        if not is_map or ".." in listed.values():
-            raise InputError(
-                f"{path}: weight_map must map tensors to files of the same directory, got "
-                f"{listed!r:.80}"
-            )
+        names = set(listed.values()) if isinstance(listed, dict) else {".."}
+        if ".." in names or any(Path(name).name != name for name in names):
+            wanted = "weight_map must map tensors to files of the same directory"
+            raise InputError(f"{path}: {wanted}, got {listed!r:.80}")
     stored: dict[str, StoredTensor] = {}
-    for file in sorted(set(listed.values())) if path.name == INDEX else [WEIGHTS]:
-        stored |= _open(directory / file)
+    for name in sorted(names):
+        stored |= _open(directory / name)
     # Old checkpoints store inv_freq, a constant.
     return {name: x for name, x in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
 
 
 def read_config(path: Path) -> DecoderConfig:
-    """Raise InputError if a config.json cannot be read, UnsupportedModelError if the native decoder
-    does not support the model."""
+    """Raise UnsupportedModelError if the native decoder does not support the model."""
     fields = read_json(path)
     model_type = fields.get("model_type")
     if model_type not in [*FAMILIES]:
@@ -252,10 +241,9 @@ def read_config(path: Path) -> DecoderConfig:
                 f"{path}: {key} must be {json.dumps(value)}, got {json.dumps(fields[key]):.80}"
             )
     layer_types = fields.get("layer_types") or []
-    if any(kind != "full_attention" for kind in layer_types):
-        raise UnsupportedModelError(
-            f"{path}: layer_types must all be full_attention, got {layer_types!r:.80}"
-        )
+    if {*layer_types} - {"full_attention"}:
+        wanted = "layer_types must all be full_attention"
+        raise UnsupportedModelError(f"{path}: {wanted}, got {layer_types!r:.80}")
     # written by transformers 4 and 5
     rope = (fields.get("rope_scaling") or {}) | (fields.get("rope_parameters") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -34,8 +34,6 @@ def check_sizes(**sizes: object) -> None:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling to longer contexts."""
-
     factor: float
     low_freq_factor: float
     high_freq_factor: float
@@ -102,12 +100,12 @@ class SelfAttention(nn.Module):
         super().__init__()
         num_kv_heads = config.num_key_value_heads
         self.head_counts = config.num_attention_heads, num_kv_heads, num_kv_heads
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, query_size, bias=config.has_qkv_bias)
-        self.k_proj = Linear(config.hidden_size, key_size, bias=config.has_qkv_bias)
-        self.v_proj = Linear(config.hidden_size, key_size, bias=config.has_qkv_bias)
-        self.o_proj = Linear(query_size, config.hidden_size, bias=False)
+        hidden, has_bias = config.hidden_size, config.has_qkv_bias
+        q, k, v = (count * config.head_dim for count in self.head_counts)
+        self.q_proj = Linear(hidden, q, bias=has_bias)
+        self.k_proj = Linear(hidden, k, bias=has_bias)
+        self.v_proj = Linear(hidden, v, bias=has_bias)
+        self.o_proj = Linear(q, hidden, bias=False)
         sizes = config.head_dim, config.rms_norm_eps
         self.q_norm = RMSNorm(*sizes) if config.has_qk_norm else nn.Identity()
         self.k_norm = RMSNorm(*sizes) if config.has_qk_norm else nn.Identity()
@@ -141,10 +139,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
         # Attributes, so that compile_layers can replace them.
-        self.before: Callable[[Layer, Tensor, Rotary, LayerOps], tuple[Tensor, Heads]] = (
-            before_attention
-        )
-        self.after: Callable[[Layer, Tensor, Tensor, LayerOps], Tensor] = after_attention
+        self.before: Callable[..., tuple[Tensor, Heads]] = before_attention
+        self.after: Callable[..., Tensor] = after_attention
 
     def forward(
         self,
@@ -221,8 +217,9 @@ class Decoder(PolicyModel):
     def count(cls, config: DecoderConfig) -> int:
         with torch.device("meta"):
             one = cls(dataclasses.replace(config, num_hidden_layers=1))
-        of_layer = sum(weight.numel() for weight in one.model.layers[0].parameters())
-        of_all = sum(weight.numel() for weight in one.parameters())
+        of_layer, of_all = (
+            sum(x.numel() for x in module.parameters()) for module in (one.model.layers[0], one)
+        )
         return of_all + (config.num_hidden_layers - 1) * of_layer
 
     def initialise(self, seed: int) -> None:
@@ -244,10 +241,8 @@ class Decoder(PolicyModel):
         self.lm_head = layer
 
     def compile_layers(self) -> None:
-        """Run torch.compile on the parts of a layer before and after attention.
-
-        All layers share one compilation. The kernels of layer_kernels.py do not run then.
-        """
+        """Run torch.compile on the parts of a layer before and after attention; all layers share
+        one compilation. The kernels of layer_kernels.py do not run then."""
         self.is_compiled = True
         before = torch.compile(before_attention, dynamic=True)
         after = torch.compile(after_attention, dynamic=True)

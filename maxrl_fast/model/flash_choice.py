@@ -34,11 +34,11 @@ def choose(
     is_anywhere: Callable[[bool], bool] = lambda failed: failed,
     registry: Any = torch.nn.attention,
 ) -> list[str]:
-    """Activate the first installed implementation that is correct on this GPU, if any, and refuse
-    a flash-attn package that is not.
+    """Activate the first installed implementation that is correct on this GPU, if any, and refuse a
+    flash-attn package that is not. Returns sentences on what was tried.
 
     heads: numbers of query and key heads, head size. is_anywhere: whether a flag is set on any
-    rank, because all ranks take the same implementation. Returns sentences on what was tried.
+    rank, because all ranks take the same implementation.
     """
     kernel, sentences = flash.kernel_for(device, dtype, heads[2]), list[str]()
     if kernel not in (flash.TORCH_VARLEN, flash.FLASH_ATTN):
@@ -61,15 +61,12 @@ def first_correct(
     is_anywhere: Callable[[bool], bool],
     registry: Any,
 ) -> list[str]:
-    """Activate the first of `names` that passes the probe; return sentences on what was tried."""
     sentences = list[str]()
     for name in names:
         reason = _activate(name, device, dtype, heads, registry)
         if not is_anywhere(bool(reason)):
-            return [
-                *sentences,
-                f"attention: {name} of {MODULES[name]} runs in place of PyTorch's FlashAttention-2",
-            ]
+            said = f"{name} of {MODULES[name]} runs in place of PyTorch's FlashAttention-2"
+            return [*sentences, f"attention: {said}"]
         if not reason:
             registry.restore_flash_attention_impl()
         sentences.append(_refusal(f"{name} of {MODULES[name]}", reason))
@@ -127,7 +124,7 @@ def _worst(errors: dict[str, float], limit: float) -> str:
 def _probe(
     kernel: flash.Kernel, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]
 ) -> dict[str, float]:
-    """Return relative errors of outputs, log-sum-exps and gradients against float32 PyTorch."""
+    """Return relative errors against float32 PyTorch."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(length: int, num_heads: int) -> Tensor:

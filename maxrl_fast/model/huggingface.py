@@ -43,7 +43,7 @@ class HuggingFaceSizes(PolicySizes):
 
 
 class HuggingFacePolicy(PolicyModel):
-    """A policy of transformers: a ...ForCausalLM, changed in place, and its sizes."""
+    """A ...ForCausalLM of transformers, changed in place, and its sizes."""
 
     def __init__(self, model: Any, sizes: HuggingFaceSizes):
         super().__init__()
@@ -82,7 +82,6 @@ class HuggingFacePolicy(PolicyModel):
 
     @property
     def body(self) -> nn.Module:
-        """The model without its output layer."""
         return self.hf.get_submodule(self._block_names[0].rsplit(".", 2)[0])
 
     def set_eager(self, is_eager: bool) -> None:
@@ -108,9 +107,8 @@ class HuggingFacePolicy(PolicyModel):
             if self.checkpoint_activations:
                 _set_checkpointing(block)
         with within(Pass(attention, -1)):
-            output = self.body(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False
-            )
+            inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
+            output = self.body(**inputs, use_cache=False)
         return self.padded(choose_rows(output[0][0], rows))
 
     def padded(self, hidden: Tensor) -> Tensor:
@@ -134,10 +132,7 @@ class HuggingFacePolicy(PolicyModel):
         self, tokens: Tensor, change: Callable[[Tensor], Tensor] = lambda hidden: hidden
     ) -> tuple[Tensor, Tensor]:
         """Return the logits [L, V] of one sequence [L] by the model's eager forward pass, and its
-        hidden states.
-
-        change: applied to the hidden states [L, H] before the output layer.
-        """
+        hidden states. change: applied to the hidden states [L, H] before the output layer."""
         found: list[Tensor] = []
         self.unshard()
 
@@ -306,8 +301,6 @@ def _set_checkpointing(block: Any) -> None:
 
 @dataclass
 class Pass:
-    """A forward pass of one layer."""
-
     attention: Callable[..., Tensor]  # of PolicyModel.forward
     layer: int
     num_calls: int = 0
@@ -318,7 +311,6 @@ current: ContextVar[Pass | None] = ContextVar("current", default=None)
 
 @contextlib.contextmanager
 def within(layer_pass: Pass | None) -> Iterator[None]:
-    """Let attention inside belong to this pass."""
     token = current.set(layer_pass)
     try:
         yield

@@ -141,7 +141,6 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
 
 
 def _largest(config: Any, name: str) -> Any:
-    """Return the largest value of a size that may differ between layers."""
     fields = config.to_dict()
     sizes: list[Any] = []
     for part in (fields, *(fields.get("per_layer_config") or {}).values()):

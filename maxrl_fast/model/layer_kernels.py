@@ -28,9 +28,9 @@ def layer_ops(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerOps:
-    """Return KERNELS where they support a decoder of these sizes. On a CPU all, in CPU_DTYPES. On a
-    GPU, in DEVICE_DTYPES, hidden states of at most 16 KiB and MLP rows in multiples of 16 bytes;
-    heads in multiples of 32 bytes, at most 1 KiB."""
+    """Return KERNELS where they support a decoder of these sizes: on a CPU in CPU_DTYPES; on a GPU
+    in DEVICE_DTYPES, hidden states of at most 16 KiB and MLP rows in multiples of 16 bytes, heads
+    in multiples of 32 bytes, at most 1 KiB."""
     if not dispatch.is_gpu(device):
         fits = device.type == "cpu" and dtype in CPU_DTYPES
     else:

@@ -137,16 +137,12 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, targets: str, seed: 
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     wanted = {name.strip() for name in targets.split(",")}
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if _is_adaptable(module) and name.count(".") > 1
-    }
+    layers = model.named_modules()
+    found = {name: x for name, x in layers if _is_adaptable(x) and name.count(".") > 1}
     names = {name.rpartition(".")[2] for name in found}
     if not names:
-        raise InputError(
-            "lora_rank must be 0 for this policy, whose layers have no torch.nn.Linear to adapt"
-        )
+        why = "whose layers have no torch.nn.Linear to adapt"
+        raise InputError(f"lora_rank must be 0 for this policy, {why}")
     for name in sorted(wanted - names):
         raise InputError(f"lora_targets must be among {', '.join(sorted(names))}, got {name!r}")
     for path, base in found.items():
@@ -166,9 +162,7 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def adapter_config(model: nn.Module) -> dict[str, Any]:
     """Return peft's adapter_config.json; {} for a model without adapters."""
-    found = {
-        path: module for path, module in model.named_modules() if isinstance(module, LoraLinear)
-    }
+    found = {path: x for path, x in model.named_modules() if isinstance(x, LoraLinear)}
     if not found:
         return {}
     one = next(iter(found.values()))
@@ -188,7 +182,7 @@ def adapter_config(model: nn.Module) -> dict[str, Any]:
 def save_adapters(
     folder: Path, model: str | None, config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> None:
-    """Write an adapter as peft reads it. model: the run's, which it adapts."""
+    """Write an adapter of `model` as peft reads it."""
     if config:
         folder.mkdir()
         config["base_model_name_or_path"] = model

@@ -16,7 +16,7 @@ from maxrl_fast.runtime.device import memory_bytes
 
 def new_policy(*, seed: int, is_empty: bool = False, **sizes: Any) -> Decoder:
     """Return a new decoder of the Qwen2 architecture, on the CPU in float32, or the meta device if
-    `is_empty`. sizes: of DecoderConfig."""
+    `is_empty`."""
     try:
         config = DecoderConfig(**sizes)
     except ValueError as error:
@@ -35,8 +35,7 @@ def new_policy(*, seed: int, is_empty: bool = False, **sizes: Any) -> Decoder:
 
 
 def backend_of(directory: Path, wanted: str = "auto") -> str:
-    """Return what runs the policy of a directory: "native" if our decoder supports it, else
-    "transformers"."""
+    """Return "native" if our decoder supports the model of a directory, else "transformers"."""
     if wanted != "auto":
         return wanted
     try:
@@ -66,7 +65,7 @@ def load_policy(
     is_empty: bool = False,
 ) -> PolicyModel:
     """Return the policy of a checkpoint directory, on the CPU in float32, or the meta device if
-    `is_empty`, for which it need not have weights. prompt_length: tokens of the longest prompt."""
+    `is_empty`, for which it need not have weights. prompt_length: of the longest prompt."""
     longest = prompt_length + max_new_tokens
     model: PolicyModel
     if backend_of(directory, backend) == "native":

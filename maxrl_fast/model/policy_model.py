@@ -52,7 +52,7 @@ class PolicyModel(nn.Module):
 
     @property
     def output_matrix(self) -> Tensor:
-        """The output matrix [V, H]; sharded weights are gathered from forward to backward pass."""
+        """[V, H]; sharded weights are gathered from forward to backward pass."""
         weight: Tensor = self.lm_head.weight
         return weight
 
@@ -90,10 +90,8 @@ class PolicyModel(nn.Module):
         raise NotImplementedError
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight by its name in checkpoints: adapters merged, tied weights once.
-
-        With sharded weights, all ranks must iterate together.
-        """
+        """Yield every weight by its name in checkpoints: adapters merged, tied weights once. With
+        sharded weights, all ranks must iterate together."""
         raise NotImplementedError
 
     def copied(self, make: Change = None, *shared: nn.Module) -> Any:

@@ -53,11 +53,9 @@ def tile(
 
 
 def length_buckets(lengths: Tensor) -> list[Tensor]:
-    """Group sequences by length: one mask [B] bool per tile.
-
-    Lengths between two powers of two share a tile; shorter ones join it if that adds little
-    padding. Sequences of length 0 are in no tile.
-    """
+    """Group sequences by length: one mask [B] bool per tile. Lengths between two powers of two
+    share a tile; shorter ones join it if that adds little padding. Sequences of length 0 are in no
+    tile."""
     bucket = torch.frexp(lengths.double()).exponent  # [B], 2**(bucket - 1) <= length < 2**bucket
     buckets: list[Tensor] = []
     for b in reversed(bucket[lengths > 0].unique().tolist()):

@@ -1,8 +1,5 @@
-"""Tokenizers and chat templates of checkpoint directories.
-
-A chat template is code of the checkpoint. transformers runs it in Jinja's sandbox, without files
-and commands.
-"""
+"""Tokenizers and chat templates of checkpoint directories. A chat template is code of the
+checkpoint, which transformers runs in Jinja's sandbox, without files and commands."""
 
 import re
 import tempfile
@@ -92,8 +89,7 @@ class ControlTokens:
 
     def divide(self, text: str, mark: str) -> str:
         """Return the text with marks inside what would be read as control tokens: its parts between
-        the marks have none.
-        """
+        the marks have none."""
         divided = self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], text)
         ids = {i for part in divided.split(mark) for i in self._encode(part)}
         return mark.join(text) if ids & self._ids else divided
@@ -121,18 +117,14 @@ def _is_control(token: str, template: str) -> bool:
 
 
 def tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """Return the tokenizer's files in a directory, by their paths there."""
     found = {path for pattern in FILES for path in directory.glob(pattern)}
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in sorted(found)}
 
 
 def saved_files(tokenizer: Any, directory: Path, template: str | None) -> dict[str, bytes]:
     """Return the files with which checkpoints have the tokenizer of a directory: those there, and,
-    where they are not all that it needs, what transformers saves beside them.
-
-    Args:
-        template: a chat template in place of its own.
-    """
+    where they are not all that it needs, what transformers saves beside them. template: in place of
+    its own."""
     files = tokenizer_files(directory)
     if template is not None:
         files.pop("chat_template.json", None)

@@ -21,7 +21,7 @@ def register_backward(
 ) -> None:
     """Register an operator's first derivative with respect to its first `num_inputs` arguments.
 
-    Who calls the operator calls `check_mode`. function: the public function, for error messages.
+    Who calls the operator calls `check_mode`. function: the public function, for messages.
     backward: from the context and the gradients of the results to those of the arguments. save:
     called with the context, arguments and results.
     """

@@ -140,7 +140,7 @@ class KernelLaunch:
     def addresses(
         self, dtype: torch.dtype, *shape: int, **tensors: Tensor | None
     ) -> dict[str, int]:
-        """Return the addresses of tensors of one dtype and shape, by the kernel's names of them."""
+        """Return the addresses of tensors of one dtype and shape by name."""
         return {name: self.address(name, x, dtype, shape) for name, x in tensors.items()}
 
     def keep(self, tensor: Tensor) -> int:
@@ -150,10 +150,8 @@ class KernelLaunch:
         return tensor.data_ptr()
 
     def keep_cached(self, tensor: Tensor) -> int:
-        """Return the address of a tensor from a cache, which may drop it at any time.
-
-        On a GPU `launch` records that this stream uses it.
-        """
+        """Return the address of a tensor from a cache, which may drop it at any time: on a GPU
+        `launch` records that this stream uses it."""
         self._cached += (tensor,)
         return self.keep(tensor)
 

@@ -104,7 +104,7 @@ def kl_estimates(d: Tensor, kind: str) -> Tensor:
 def token_logprobs_reference(
     logits: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch is for tests, and for devices without a kernel."""
+    """For tests, and for devices without a kernel."""
     log_p = _log_softmax(logits, temperature)
     # A token masked out by -inf logits has p log p = 0, not NaN.
     entropy = -(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(-1)
@@ -112,7 +112,6 @@ def token_logprobs_reference(
 
 
 def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return log-probabilities [T, V] of logits [T, V] at temperatures [T]."""
     real = real_dtype(logits.dtype)
     return torch.log_softmax(logits.to(real) / temperature[:, None].to(real), -1)
 
@@ -135,10 +134,7 @@ def linear_rows(
     softcap: float = 0.0,
 ) -> Tensor:
     """Return function(log_p [C, V], targets [C]) as [T, R], for the logits hidden @ weight.T in
-    chunks.
-
-    In plain PyTorch; the backward pass recomputes the logits.
-    """
+    chunks; the backward pass recomputes the logits."""
     real = real_dtype(hidden.dtype)
     temperature = token_temperature(temperature, len(hidden), hidden.device, None)
     copies = _COPIES * real.itemsize // logits_dtype(hidden).itemsize

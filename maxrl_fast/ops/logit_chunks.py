@@ -154,7 +154,6 @@ class Chunks:
         return self.buffer[: stop - start].view(self.hidden.dtype)[:, :size]
 
     def backward(self, start: int, stop: int) -> None:
-        """Add a chunk's contribution."""
         gradient = self.gradient(start, stop)
         if self.slope is not None:
             gradient = gradient.mul_(self.slope[: stop - start])

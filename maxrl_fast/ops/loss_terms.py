@@ -28,10 +28,8 @@ KERNEL_TERMS = {
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The arguments of policy_gradient_loss that are the same for all tokens, checked.
-
-    Its docstring explains them. The trainer makes them once for a run.
-    """
+    """The arguments of policy_gradient_loss, which explains them, that are the same for all tokens,
+    checked. The trainer makes them once for a run."""
 
     loss: str | Callable[..., Tensor] = "ppo"
     aggregation: str = "token_mean"
@@ -72,7 +70,6 @@ class LossTerms:
 
     @property
     def options(self) -> tuple[tuple[str, float], ...]:
-        """All options of the loss."""
         return tuple(self.spec.resolve(self.loss_options).items())
 
     @property

@@ -34,7 +34,6 @@ class TokenBatch(NamedTuple):
     cu_seqlens: Tensor  # [S+1] int64, for losses with a ratio of responses
 
     def loss_mask(self) -> Tensor:
-        """Return which tokens [T] count."""
         return self.weights != 0
 
     def at(self, index: slice | Tensor) -> "TokenBatch":
@@ -59,11 +58,8 @@ class TokenBatch(NamedTuple):
         return needed
 
     def with_sequence_ratio(self, logprobs: Tensor) -> "TokenBatch":
-        """Return the batch with each response's mean log-ratio over tokens that count.
-
-        Args:
-            logprobs: [T] of the policy; any number or NaN where masked.
-        """
+        """Return the batch with each response's mean log-ratio over tokens that count. logprobs
+        [T]: of the policy; any number or NaN where masked."""
         assert self.old_logprobs is not None
         keep = self.loss_mask()
         difference = logprobs - self.old_logprobs.to(logprobs.dtype)
@@ -75,7 +71,6 @@ class TokenBatch(NamedTuple):
 
 
 def _sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the sum of values [T] over each sequence [S]."""
     return torch.segment_reduce(values, "sum", offsets=cu_seqlens, initial=0.0)
 
 

@@ -113,10 +113,7 @@ def run_loss(
 
 def loss_derivative(function: str, num_gradients: int) -> Callable[[Any], None]:
     """Return what registers the derivative of an operator that returns LossSums and the gradients
-    of its first arguments.
-
-    Its last arguments say which gradients are needed.
-    """
+    of its first arguments. Its last arguments say which gradients are needed."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*results[1:])

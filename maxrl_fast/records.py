@@ -292,13 +292,9 @@ class Rollouts(Packed):
         is_sampled = ~is_given
         num_sampled, num_given = cumulative(is_sampled.long()), cumulative(is_given.long())
         bounds = torch.nn.functional.pad(num_given[:-1][is_sampled], (1, 0))  # [T+1]
-        return cls(
-            tokens[is_sampled],
-            num_sampled[cumulative(lengths)],
-            logprobs[is_sampled],
-            truncated,
-            inserted=Inserted(tokens[is_given], bounds),
-        )
+        inserted = Inserted(tokens[is_given], bounds)
+        tokens, cu_seqlens = tokens[is_sampled], num_sampled[cumulative(lengths)]
+        return cls(tokens, cu_seqlens, logprobs[is_sampled], truncated, inserted=inserted)
 
     @classmethod
     def concatenate(

@@ -30,7 +30,7 @@ from maxrl_fast.training.policy_reward import LIKELIHOODS
 
 
 def describe_run(
-    config: ResolvedConfig, task: Task, model: PolicyModel, ranks: Ranks, saved: Path | None = None
+    config: ResolvedConfig, task: Task, model: PolicyModel, ranks: Ranks, saved: Path | None
 ) -> list[str]:
     """Return what runs on what, for the start of a run."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)

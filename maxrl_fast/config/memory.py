@@ -206,7 +206,7 @@ def joined_weights(model: PolicyModel) -> int:
     return sum(count(module) for group in groups if can_join(group) for module in group)
 
 
-def layer_numbers(model: PolicyModel, dtype: torch.dtype, runs_packed: bool = False) -> int:
+def layer_numbers(model: PolicyModel, dtype: torch.dtype, runs_packed: bool) -> int:
     """Return how many numbers of the compute dtype a layer keeps for each token for its backward
     pass."""
     sizes = model.config

@@ -138,13 +138,9 @@ def support_classes(num_correct: Tensor, num_correct_of_baseline: Tensor) -> dic
     empirical support), from the numbers of correct samples int [P] of each policy.
     """
     own, base = num_correct > 0, num_correct_of_baseline > 0
-    classes = {
-        "preserved": own & base,
-        "expanded": own & ~base,
-        "shrunk": ~own & base,
-        "out_of_support": ~own & ~base,
-    }
-    return {name: int(members.sum()) for name, members in classes.items()}
+    classes = own & base, own & ~base, ~own & base, ~own & ~base
+    names = "preserved", "expanded", "shrunk", "out_of_support"
+    return {name: int(x.sum()) for name, x in zip(names, classes, strict=True)}
 
 
 def samples_to_match(curve: Tensor, target: float) -> int | None:

@@ -94,10 +94,8 @@ class Evaluation:
         order = self.ids.argsort(stable=True)[:MOST_PROMPTS]
         counts = {"num_correct": self.num_correct}
         if not torch.equal(is_correct(self.rewards).float(), self.values):
-            counts = {
-                "reward_mean": self.values.double().mean(1),
-                "reward_max": self.values.amax(1),
-            }
+            mean, largest = self.values.double().mean(1), self.values.amax(1)
+            counts = {"reward_mean": mean, "reward_max": largest}
         return {
             "num_samples": self.rewards.shape[1],
             "num_prompts": len(self.ids),
@@ -176,9 +174,5 @@ class Evaluator:
         order = ranks.concatenate(torch.cat(places)).argsort().cpu()
         whole = ranks.concatenate(torch.cat(rewards)).view(-1, self.num_samples).cpu()
         num_tokens, num_truncated = ranks.concatenate(counts).sum(0).tolist()
-        return Evaluation(
-            ids=ranks.concatenate(torch.cat(ids)).cpu()[order],
-            rewards=whole[order],
-            num_tokens=num_tokens,
-            num_truncated=num_truncated,
-        )
+        own_ids = ranks.concatenate(torch.cat(ids)).cpu()[order]
+        return Evaluation(own_ids, whole[order], num_tokens, num_truncated)

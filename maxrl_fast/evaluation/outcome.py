@@ -80,12 +80,8 @@ class SampleTally:
             numbered = [numbers.setdefault(answer, len(numbers) - 1) for answer in answers]
             self.answers.append(torch.tensor(numbered, dtype=torch.int32))
             correct = [s for s in own if right[s]]
-            measured = None
-            if len(correct) >= 2:
-                measured = self._diversity(
-                    [tokens[s] for s in correct], [responses[s] for s in correct]
-                )
-            self.diversities.append(measured)
+            chosen = [tokens[s] for s in correct], [responses[s] for s in correct]
+            self.diversities.append(self._diversity(*chosen) if len(correct) >= 2 else None)
 
 
 @dataclass(frozen=True)
@@ -223,11 +219,8 @@ def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
     prompts = task.prompts(split, 0, num_prompts)
     parts = unpack(prompts.tokens, prompts.lengths)
     # The fingerprint tells apart tasks whose prompts have the same text, such as two chains.
-    return [
-        json.dumps(content)
-        for content in prompts.columns
-        or [[task.fingerprint, task.decode(tokens)] for tokens in parts]
-    ]
+    texts = ([task.fingerprint, task.decode(tokens)] for tokens in parts)
+    return [*map(json.dumps, prompts.columns or texts)]
 
 
 def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:

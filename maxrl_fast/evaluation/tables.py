@@ -45,29 +45,22 @@ def summary_tables(
     for k, interval in baseline["gain"].items():
         match = baseline["samples_to_match"].get(k)  # None: the baseline has nothing to match
         needed, ratio = (match["samples"], match["ratio"]) if match else ("", None)
-        gains.add_row(
-            str(k),
-            _shown(interval, "+.3f"),
-            f"> {own.num_samples}" if needed is None else str(needed),
-            "" if ratio is None else f"{ratio:.2f}x",
-        )
+        needed = f"> {own.num_samples}" if needed is None else str(needed)
+        fewer = "" if ratio is None else f"{ratio:.2f}x"
+        gains.add_row(str(k), _shown(interval, "+.3f"), needed, fewer)
     classes = {name.replace("_", " "): [count] for name, count in baseline["support"].items()}
-    return [
-        table,
-        gains,
-        numbers_table(outcome_rows([own, other]), ["this", "baseline"]),
-        numbers_table(classes, ["prompts"]),
-    ]
+    numbers = numbers_table(outcome_rows([own, other]), ["this", "baseline"])
+    return [table, gains, numbers, numbers_table(classes, ["prompts"])]
 
 
 def numbers_table(rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]) -> Table:
     """Return one row per name, with a number in each column; None gives an empty cell."""
     table = new_table("", *columns)
     for name, values in rows.items():
-        table.add_row(
-            name,
-            *("" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.3f}" for x in values),
+        cells = (
+            "" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.3f}" for x in values
         )
+        table.add_row(name, *cells)
     return table
 
 

@@ -178,10 +178,8 @@ class Checkpoints:
         with storing(f"the checkpoint {directory}"), own as folder:
             wait_for_others()
             if not folder.is_dir():
-                raise StorageError(
-                    f"{self.out} must be a folder that all processes share, but rank {ranks.rank} "
-                    "does not see it"
-                )
+                wanted = f"{self.out} must be a folder that all processes share"
+                raise StorageError(f"{wanted}, but rank {ranks.rank} does not see it")
             save_state(folder / "state", saved.tensors, ranks.rank)
             if ranks.is_first:
                 base = self._files.options["model"]

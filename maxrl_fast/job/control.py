@@ -116,10 +116,9 @@ class StallWatchdog(threading.Thread):
         while not self._stopped.wait(min(1.0, self._limit / 4)):
             stage, silence = self._clock.silence()
             if silence > self._limit:
-                self._report_stall(
-                    f"the run is stuck in {stage}: no progress for {silence:.0f} s, --stall-limit "
-                    f"is {self._limit:g} s"
-                )
+                limit = f"--stall-limit is {self._limit:g} s"
+                stuck = f"the run is stuck in {stage}: no progress for {silence:.0f} s"
+                self._report_stall(f"{stuck}, {limit}")
                 if self._ends_process:
                     os._exit(1)  # the main thread is blocked: an exception would not reach it
                 return

@@ -183,14 +183,10 @@ def _scorer(config: ResolvedEvaluationConfig, task: Task) -> Iterator[Scorer]:
 def _draw(config: EvaluationConfig, outcomes: dict[str, Outcome], score: str, path: Path) -> None:
     """Plot the score of outcomes by name at every k, with intervals at the powers of two."""
     resample, confidence = _resample(config), config.measure.confidence
-    curves = [
-        (
-            name,
-            x.curve(score),
-            resample(x.estimates(score, points(x.num_samples, config.measure.k))),
-        )
-        for name, x in outcomes.items()
-    ]
+    curves = []
+    for name, x in outcomes.items():
+        estimates = x.estimates(score, points(x.num_samples, config.measure.k))
+        curves.append((name, x.curve(score), resample(estimates)))
     draw_coverage(curves, score, confidence, path)
 
 
@@ -362,10 +358,8 @@ def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
     for letter, outcome in zip(letters[1:], outcomes[1:], strict=True):
         found = differences(first.settings, outcome.settings)
         if found:
-            screen.warning(
-                f"A and {letter} are not of the same prompts, samples and sampling; they differ in "
-                f"{'; '.join(found)}"
-            )
+            differ = "are not of the same prompts, samples and sampling; they differ in"
+            screen.warning(f"A and {letter} {differ} {'; '.join(found)}")
         are_paired = len(outcome.rewards) == len(first.rewards) and not found
         gains.append(resample(outcome.gains(first, score, ks)) if are_paired else None)
     estimates = [resample(outcome.estimates(score, ks)) for outcome in outcomes]

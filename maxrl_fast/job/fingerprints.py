@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 NUM_PARTS, PART = 8, 1 << 12  # of each tensor of a model, and the bytes of a part
 
 
-def fingerprints(
-    config: ResolvedConfig, task: Task, saved: "Saved | None" = None
-) -> dict[str, str]:
+def fingerprints(config: ResolvedConfig, task: Task, saved: "Saved | None") -> dict[str, str]:
     """Return SHA-256 hashes by name.
 
     Of a function only its own file is read, not its imports. A resumed run has the weights of its

@@ -204,10 +204,8 @@ class Job:
             lines.append(compare_engine(policy, engine, config.rollout.rollout))
         own = output if ranks.is_first else None
         scorer = build_scorer(config.reward, task, device, dtype, self.functions, ranks.size, own)
-        clock, objective = (
-            Stopwatch(saved.progress.seconds if saved else None),
-            objective_of(config),
-        )
+        clock = Stopwatch(saved.progress.seconds if saved else None)
+        objective = objective_of(config)
         whole = (config, task, objective, policy, engine, scorer, teacher, ranks, clock, copies)
         return RunContext(*whole), [*lines, f"rollout engine: {engine.describe()}"]
 

@@ -95,7 +95,7 @@ def check_same(
     fingerprints: dict[str, str],
     ranks: Ranks,
     warn: Callable[[str], None],
-    allow_changes: bool = False,
+    allow_changes: bool,
 ) -> None:
     """Compare the options and files of a resumed run with the checkpoint's. Warns of differences
     that make the numbers not bitwise identical."""

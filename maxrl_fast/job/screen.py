@@ -43,11 +43,8 @@ class FittedProgress(Progress):
         count = MofNCompleteColumn()
         elapsed = TimeElapsedColumn()
         left: tuple[ProgressColumn, ...] = (TextColumn("left"), TimeRemainingColumn())
-        room = (
-            self.console.width
-            - sum(len(str(column(task))) + 1 for column in (name, count, *left))
-            + 1
-        )
+        always = sum(len(str(column(task))) + 1 for column in (name, count, *left))
+        room = self.console.width - always + 1
         numbers = [number for number in task.fields["note"].split("  ") if number]
         note = numbers.copy()
         while note and len("  ".join(note)) + 1 > room:
@@ -56,14 +53,9 @@ class FittedProgress(Progress):
         has_elapsed = note == numbers and room > len(str(elapsed(task)))
         room -= len(str(elapsed(task))) + 1
         has_bar = has_elapsed and room > _BAR_WIDTH
-        columns = (
-            name,
-            *[BarColumn(bar_width=_BAR_WIDTH)] * has_bar,
-            count,
-            *[elapsed] * has_elapsed,
-            *left,
-        )
-        return (*columns, *[RenderableColumn(Text("  ".join(note), no_wrap=True))] * bool(note))
+        bar = [BarColumn(bar_width=_BAR_WIDTH)] * has_bar
+        shown = [RenderableColumn(Text("  ".join(note), no_wrap=True))] * bool(note)
+        return (name, *bar, count, *[elapsed] * has_elapsed, *left, *shown)
 
 
 class Stage:
@@ -80,11 +72,8 @@ class Stage:
         if self._console.is_terminal:
             self._bar.update(self._task, completed=done, note=note)
         elif done % self._every == 0 or done == self._total:
-            left = (
-                (time.monotonic() - self._start)
-                / max(done - self._before, 1)
-                * (self._total - done)
-            )
+            of_one = (time.monotonic() - self._start) / max(done - self._before, 1)
+            left = of_one * (self._total - done)
             line = f"{self._name} {done}/{self._total}  {left:.0f} s left  {note}"
             self._console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
@@ -137,12 +126,7 @@ def wrapped(text: str, width: int) -> str:
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
-        wrapper = textwrap.TextWrapper(
-            width,
-            subsequent_indent=indent + "  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-            replace_whitespace=False,
-        )
-        lines += wrapper.wrap(line) or [""]
+        breaks = dict.fromkeys(("break_long_words", "break_on_hyphens"), False)
+        options = {"subsequent_indent": indent + "  ", "replace_whitespace": False}
+        lines += textwrap.wrap(line, width, **options, **breaks) or [""]
     return "\n".join(lines)

@@ -70,21 +70,16 @@ class Folder:
 def read_folder(path: Path, name: str) -> Folder:
     try:
         if not path.is_dir():
-            raise InputError(
-                f"RUN must be the folder of a run or of an evaluation, got {printable(path)}, "
-                "which is not a folder"
-            )
+            wanted = "RUN must be the folder of a run or of an evaluation"
+            raise InputError(f"{wanted}, got {printable(path)}, which is not a folder")
         folder = Folder(name)
         if any((path / name).exists() for name in ("metrics.jsonl", "weight.json")):
             _read_run(path, folder)
         elif (path / "eval.json").exists():
             _read_evaluation(path, folder)
         else:
-            wanted = "metrics.jsonl of a run or eval.json of an evaluation"
-            raise InputError(
-                f"RUN must be a folder that holds {wanted}, got {printable(path)}, "
-                "which has neither"
-            )
+            wanted = "RUN must be a folder that holds metrics.jsonl of a run or eval.json of an"
+            raise InputError(f"{wanted} evaluation, got {printable(path)}, which has neither")
         _read_samples(path, folder)
         return folder
     except OSError as error:
@@ -136,11 +131,8 @@ def _read_evaluation(path: Path, folder: Folder) -> None:
         if "per_prompt" in record:
             own = record["per_prompt"]
             if rewards := own.get("rewards"):
-                own = {
-                    "reward_mean": [*map(fmean, rewards)],
-                    "reward_max": [*map(max, rewards)],
-                    "id": own["id"],
-                }
+                means, largest = [*map(fmean, rewards)], [*map(max, rewards)]
+                own = {"reward_mean": means, "reward_max": largest, "id": own["id"]}
             counts = _counts(record | own, own["id"])
             _take_counts(folder, own["id"], len(own["id"]), [{"step": None} | counts])
         folder.seconds, folder.seconds_from = _durations(record.get("seconds")), "eval.json"
@@ -282,11 +274,11 @@ def _read_pass_rates(path: Path, folder: Folder) -> None:
         shown_here = f"{len(kept)} of {len(same)} evaluations in pass_rates.jsonl are shown"
         folder.notes.append(f"{shown_here}, because there are many")
     _take_counts(folder, ids, total, [{"step": step} | by_step[step][0] for step in kept])
-    texts = _lines(
-        path / "eval_prompts.jsonl",
-        folder,
-        lambda record: [record["id"], text_of(record["prompt"], PROMPT_LENGTH)[0]],
-    )
+
+    def read_text(record: Any) -> list[Any]:
+        return [record["id"], text_of(record["prompt"], PROMPT_LENGTH)[0]]
+
+    texts = _lines(path / "eval_prompts.jsonl", folder, read_text)
     folder.prompts["texts"] = [*itertools.islice(texts, MOST_TEXTS)]
 
 

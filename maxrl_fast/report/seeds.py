@@ -53,9 +53,5 @@ def groups_of(folders: list[Folder], named: list[str]) -> list[dict[str, Any]]:
 def _name(options: dict[str, Any], keys: list[str]) -> str:
     """Return the values of these options as a name, for example "maxrl, k 4"."""
     known = [(key, options[key]) for key in keys if options.get(key) is not None]
-    return (
-        ", ".join(
-            f"{value if key == 'objective' else f'{key} {value}'}"[:40] for key, value in known
-        )
-        or "one configuration"
-    )
+    parts = (str(x) if key == "objective" else f"{key} {x}" for key, x in known)
+    return ", ".join(part[:40] for part in parts) or "one configuration"

@@ -152,10 +152,8 @@ class CpuDecoder:
 
             def sample_on() -> tuple[list[tuple[int, list[int]]], bool]:
                 is_done = generation.run(REPLY_SECONDS if episodes.waiting else RUN_SECONDS)
-                ended = [
-                    (s, tokens[s, episodes.lengths[s] : lengths[s]].tolist())
-                    for s in generation.take_turns()
-                ]
+                ends = generation.take_turns()
+                ended = [(s, tokens[s, episodes.lengths[s] : lengths[s]].tolist()) for s in ends]
                 return ended, not (is_done or generation.all_wait)
 
             turns.play(sample_on, generation.feed)

@@ -202,11 +202,8 @@ class _Job:
             groups = torch.arange(self.next_group, self.next_group + len(part))
             chosen = groups // self.groups_per_prompt  # prompt of each group
             index = ranges(cu_seqlens[chosen], lengths[chosen]).to(device)
-            prompts = Prompts(
-                self.prompts.tokens[index],
-                cumulative(lengths[chosen]).to(device),
-                self.prompts.ids[chosen.to(device)],
-            )
+            tokens, ids = self.prompts.tokens[index], self.prompts.ids[chosen.to(device)]
+            prompts = Prompts(tokens, cumulative(lengths[chosen]).to(device), ids)
             samples = self.groups[groups.to(device)]  # [g, group_size]
             self.batch.admit(part.to(device), prompts, samples, self.keys, self.sampling)
             self.next_group += len(part)

@@ -58,8 +58,8 @@ def build_from_code(
     name: str,
     protocol: type,
     offered: Mapping[str, Any],
-    arguments: Mapping[str, Any] | None = None,
-    hint: str = "",
+    arguments: Mapping[str, Any],
+    hint: str,
 ) -> Any:
     """Construct the class that an option's value names with `arguments` and those of `offered` that
     it has parameters for, and check the members of the object.
@@ -75,7 +75,7 @@ def build_from_code(
     except ValueError as error:  # of a class that is written in C
         raise InputError(f"{who} has a constructor without a signature: {error}") from error
     given = {key: value for key, value in offered.items() if key in parameters}
-    given |= arguments or {}
+    given |= arguments
     takes_all = any(x.kind == x.VAR_KEYWORD for x in parameters.values())
     if unknown := [key for key in given if key not in parameters and not takes_all]:
         takes = ", ".join(parameters) or "no arguments"

@@ -94,7 +94,7 @@ class SortedRows:
         positions: Integers,
         counts: Integers,
         merge_cost: float,
-        least_gain: float = 0.0,
+        least_gain: float,
     ) -> Tree:
         """Return the forest of the rows [S'], and where `counts` [S'] tokens of each, those at the
         packed `positions` [T] in its row, are in it.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from maxrl_fast.algorithms.estimator import Size
 from maxrl_fast.algorithms.estimators import ALIASES, ESTIMATORS, Estimator, find_estimator
 from maxrl_fast.algorithms.known import method_hint
 from maxrl_fast.algorithms.options import Option, check_options
@@ -18,7 +19,7 @@ from maxrl_fast.training.objectives import verifree as verifree
 from maxrl_fast.training.objectives import zvp as zvp
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import OBJECTIVE_CLASSES as OBJECTIVE_CLASSES
-from maxrl_fast.training.objectives.objective import Objective
+from maxrl_fast.training.objectives.objective import Objective, ObjectiveSpec
 from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
 
 DEFAULT_K = 4
@@ -37,34 +38,38 @@ def find_code(option: str, name: str, find: Callable[[Any], Any]) -> Any:
         ) from error
 
 
-def _estimator(name: str) -> Estimator:
+def _row(name: str) -> ObjectiveSpec | Estimator:
+    if name in OBJECTIVE_CLASSES:
+        return OBJECTIVE_CLASSES[name]
     if is_code(name):
         row: Estimator = find_code("objective", name, find_estimator)
         return row
-    return find_estimator(name)
+    if name in OBJECTIVES or name in ALIASES:
+        return find_estimator(name)
+    raise InputError(
+        "objective must be one that `python -m maxrl_fast.objectives` lists, such as maxpo, maxrl, "
+        f"pacs, grpo and ppo, or FILE.py:FUNCTION, got {name!r:.80}"
+        f"{method_hint(name, [*OBJECTIVES, *ALIASES])}",
+        "objective",
+    )
+
+
+def _size(name: str) -> Size | None:
+    row = _row(name)
+    return row.size if isinstance(row, Estimator) else None
 
 
 def objective_options(name: str) -> dict[str, Option]:
     """Return an objective's options: the ones in the signature of its function."""
-    if name not in OBJECTIVES and name not in ALIASES and not is_code(name):
-        raise InputError(
-            "objective must be one that `python -m maxrl_fast.objectives` lists, such as maxpo, "
-            f"maxrl, pacs, grpo and ppo, or FILE.py:FUNCTION, got {name!r:.80}"
-            f"{method_hint(name, [*OBJECTIVES, *ALIASES])}",
-            "objective",
-        )
-    if name in OBJECTIVE_CLASSES:
-        return dict(OBJECTIVE_CLASSES[name].options)
-    row = _estimator(name)
-    return ({} if row.size is None else {row.size.name: row.size.option}) | dict(row.options)
+    size = _size(name)
+    return ({} if size is None else {size.name: size.option}) | dict(_row(name).options)
 
 
 def objective_defaults(name: str, num_rollouts: int) -> dict[str, Any]:
     """Return the defaults of an objective's options at N rollouts; None where one must be given or
     the configuration works it out."""
     defaults = {option: row.default for option, row in objective_options(name).items()}
-    size = None if name in OBJECTIVE_CLASSES else _estimator(name).size
-    if size is not None:
+    if (size := _size(name)) is not None:
         largest = num_rollouts - size.below_n
         if size.name == "k":
             largest = max(size.smallest, min(DEFAULT_K, largest))
@@ -78,12 +83,11 @@ def objective_presets(name: str) -> Mapping[str, Any]:
 
 def objective_class(name: str) -> type[Objective]:
     """Return the class of an objective, whose `loss` and `owns_loss` are those of all its runs."""
-    if name in OBJECTIVE_CLASSES:
-        cls: Any = OBJECTIVE_CLASSES[name].function
-        return cls
-    is_known = name in ESTIMATORS or name in ALIASES or is_code(name)
-    takes_ratios = is_known and "log_ratios" in _estimator(name).inputs
-    return OffPolicyObjective if takes_ratios else GroupObjective
+    row = _row(name)
+    if isinstance(row, Estimator):
+        return OffPolicyObjective if "log_ratios" in row.inputs else GroupObjective
+    cls: Any = row.function
+    return cls
 
 
 def make_objective(
@@ -103,23 +107,17 @@ def make_objective(
 def _made(
     name: str, items: tuple[tuple[str, Any], ...], num_rollouts: int, updates_per_step: int
 ) -> Objective:
-    options = dict(items)
-    if name in OBJECTIVE_CLASSES:
-        spec = OBJECTIVE_CLASSES[name]
-        spec.resolve(options)
-        made: Objective = spec.function(**options)
+    options, row = dict(items), _row(name)
+    wanted = f"{row.name} needs at least %d rollouts per prompt, got {num_rollouts}"
+    if not isinstance(row, Estimator):
+        row.resolve(options)
+        made: Objective = row.function(**options)
         made.updates_per_step = updates_per_step
         if num_rollouts < made.min_rollouts:
-            raise ValueError(
-                f"{name} needs at least {made.min_rollouts} rollouts per prompt, got "
-                f"{num_rollouts}: {spec.needs}"
-            )
+            raise ValueError(f"{wanted % made.min_rollouts}: {row.needs}")
         return made
-    row = _estimator(name)
     if num_rollouts < row.min_rollouts:
-        raise ValueError(
-            f"{row.name} needs at least {row.min_rollouts} rollouts per prompt, got {num_rollouts}"
-        )
+        raise ValueError(wanted % row.min_rollouts)
     row.resolve_size(num_rollouts, options.get("k"), options.get("order"))
     own = {key: value for key, value in options.items() if key in row.options and value is not None}
     check_options(row.name, row.options, own)

@@ -173,8 +173,8 @@ class Checkpoints:
         ranks, saved = self._ranks, snapshot
         wait_for_others = ranks.wait_for_all if saved.is_sharded else lambda: None
         # the first rank renames it when all have written into it
-        own = atomic_directory(directory)
-        own = own if ranks.is_first else nullcontext(temporary_path(directory))
+        partial = temporary_path(directory)
+        own = atomic_directory(directory) if ranks.is_first else nullcontext(partial)
         with storing(f"the checkpoint {directory}"), own as folder:
             wait_for_others()
             if not folder.is_dir():

@@ -126,7 +126,12 @@ def wrapped(text: str, width: int) -> str:
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]
-        breaks = dict.fromkeys(("break_long_words", "break_on_hyphens"), False)
-        options = {"subsequent_indent": indent + "  ", "replace_whitespace": False}
-        lines += textwrap.wrap(line, width, **options, **breaks) or [""]
+        wrapper = textwrap.TextWrapper(
+            width,
+            subsequent_indent=indent + "  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+        lines += wrapper.wrap(line) or [""]
     return "\n".join(lines)

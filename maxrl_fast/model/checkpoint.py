@@ -241,7 +241,7 @@ def read_config(path: Path) -> DecoderConfig:
                 f"{path}: {key} must be {json.dumps(value)}, got {json.dumps(fields[key]):.80}"
             )
     layer_types = fields.get("layer_types") or []
-    if {*layer_types} - {"full_attention"}:
+    if any(kind != "full_attention" for kind in layer_types):
         wanted = "layer_types must all be full_attention"
         raise UnsupportedModelError(f"{path}: {wanted}, got {layer_types!r:.80}")
     # written by transformers 4 and 5

@@ -334,6 +334,7 @@ class Learner:
 
     @torch.no_grad()
     def _teacher_hidden(self, batch: MicroBatch) -> Tensor:
+        """Return the reference policy's hidden states [T, K] of the batch's targets."""
         teacher = self.reference or self.model
         hidden = run_batch(teacher, batch.teacher or batch, self.dtype)
         if self.reference is None:

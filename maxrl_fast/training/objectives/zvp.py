@@ -48,6 +48,7 @@ class ZvpObjective(Objective):
         return ObjectiveStep(batch, values.flatten())
 
     def _by_entropy(self, batch: RolloutBatch, learner: Learner, sequences: Tensor) -> Tensor:
+        """Return the factor of each token [T], 1 outside the chosen sequences."""
         rollouts, chosen = batch.rollouts, sequences.cpu()
         # [tokens of the sequences]
         entropies = learner.passes.entropies(learner.model, batch, chosen)

@@ -191,7 +191,8 @@ def run(
     functions = _functions_of(reward, given)
     named = {"task": task, "environment": environment}
     given |= {name: _name_of(x) for name, x in named.items() if x is not None}
-    own_task, own_class = (None if isinstance(x, str) else x for x in (task, environment))
+    own_task = None if isinstance(task, str) else task
+    own_class = None if isinstance(environment, str) else environment
     if own_task is not None:
         check_members(f"task {type(own_task).__name__}", own_task, Task)
     objects = {"environment": own_class, "task": own_task, "reward": reward if functions else None}

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from maxrl_fast import evaluate
-from maxrl_fast.evaluation.coverage import bootstrap, max_at_k, outcomes
+from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.report.reading import read_folder
@@ -116,8 +116,7 @@ def test_the_baseline_is_compared_prompt_by_prompt(maze_run, finished, tmp_path)
     assert baseline["pass_at_k"] == alone["pass_at_k"]
     assert baseline["diversity"] == alone["diversity"]["mean"]
     assert baseline["response_length_mean"] == alone["response_length_mean"]
-    passes = [max_at_k(outcomes(4, torch.tensor(x)), 2) for x in (own, theirs)]
-    gains = passes[0] - passes[1]
+    gains = pass_at_k(4, torch.tensor(own), 2) - pass_at_k(4, torch.tensor(theirs), 2)
     wanted = bootstrap(gains[:, None], 40, 0.95, seed=4)[0]
     assert baseline["gain"]["2"] == pytest.approx(wanted, abs=1e-12)
     kinds = [(a > 0, b > 0) for a, b in zip(own, theirs, strict=True)]

@@ -136,7 +136,7 @@ def measure(one: TokenRun) -> dict[str, Any]:
     tokens, num_correct = [0], [correct_by_number(evaluator)]
     done = num_steps = 0
     while done < one.tokens:
-        done += trainer.step(num_steps + 1, num_steps * NUMBERS).tokens["rollout"]
+        done += trainer.step(num_steps + 1, num_steps * NUMBERS).batch.num_tokens
         num_steps += 1
         if done >= len(tokens) * one.tokens / one.evaluations:
             tokens.append(done)

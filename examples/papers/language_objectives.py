@@ -129,7 +129,7 @@ def measure(one: TokenRun) -> dict[str, Any]:
     tokens, metrics = [0], list[dict[str, float]]()
     while tokens[-1] < one.tokens:
         record = trainer.step(len(metrics) + 1, len(metrics) * trainer.collector.num_prompts)
-        tokens.append(tokens[-1] + record.tokens["rollout"])
+        tokens.append(tokens[-1] + record.batch.num_tokens)
         metrics.append(record.metrics)
     evaluation = evaluator.evaluate()
     names = ("reward_mean", "entropy", "frac_prompts_solved", "truncated")

@@ -259,7 +259,7 @@ def measure(one: LeagueRun) -> dict[str, Any]:
         "gradient_variance": variance,
         "seconds": seconds,
         "steps": len(records),
-        "tokens": sum(record.tokens["rollout"] for record in records),
+        "tokens": sum(record.batch.num_tokens for record in records),
         "reward": [record.metrics["reward_mean"] for record in records],
     }
 
@@ -293,7 +293,7 @@ def steps(trainer: Trainer, tokens: int) -> Iterator[StepRecord]:
     while tokens > 0 and n < MOST_STEPS:
         record = trainer.step(n + 1, n * trainer.collector.num_prompts)
         yield record
-        n, tokens = n + 1, tokens - record.tokens["rollout"]
+        n, tokens = n + 1, tokens - record.batch.num_tokens
 
 
 def gradient_variance(trainer: Trainer, num_steps: int) -> tuple[list[StepRecord], float]:

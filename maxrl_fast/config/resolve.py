@@ -171,8 +171,8 @@ def num_held_out(wanted: int | None, task: Task) -> int:
     available = max(size for size, _ in held_out_sets(task, 2**63, 1).values())
     number = wanted or min(256, available)
     if number > available:
-        wanted = f"eval_prompts must be at most the {available} prompts that are held out"
-        raise InputError(f"{wanted}, got {number}", "eval_prompts")
+        most = f"the {available} prompts that are held out"
+        raise InputError(f"eval_prompts must be at most {most}, got {number}", "eval_prompts")
     return number
 
 

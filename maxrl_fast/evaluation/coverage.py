@@ -27,8 +27,7 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def max_at_k(rewards: Tensor, k: int) -> Tensor:
-    """Return the mean over size-k subsets of their best reward (MaxPO's S over all samples). Of
-    rewards of 1 and 0 it is pass@k, 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1).
+    """Return the mean over size-k subsets of their best reward (MaxPO's S over all samples).
 
     Shapes: rewards [..., n] -> float64 [...]. In ascending order, r_(i) is the best reward of
     C(i-1, k-1) of the C(n, k) subsets, a fraction q_i k / i, where q_i = C(i, k) / C(n, k) is
@@ -48,6 +47,15 @@ def outcomes(num_samples: int, num_correct: Tensor) -> Tensor:
     """Return c ones and n - c zeros: num_correct int [...] -> float64 [..., n]."""
     places = torch.arange(num_samples, device=num_correct.device)
     return (places < num_correct[..., None]).double()
+
+
+def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
+    """Return the unbiased estimate 1 - C(n-c, k) / C(n, k) from c correct of n samples (Chen et al.
+    2021, eq. 1): max@k of rewards of 1 and 0.
+
+    Shapes: num_correct int [...] -> float64 [...].
+    """
+    return max_at_k(outcomes(num_samples, num_correct), k)
 
 
 def max_curve(rewards: Tensor) -> Tensor:

@@ -61,8 +61,9 @@ def draw_weights(curves: dict[str, tuple[Tensor, Tensor]], num_rollouts: int, pa
     for name, (pass_rates, weights) in curves.items():
         axes.plot(pass_rates, weights, label=name)
     pass_rates = next(iter(curves.values()))[0]
-    style = {"color": "0.5", "linestyle": "--", "label": "1/p, maximum likelihood"}
-    axes.plot(pass_rates, 1 / pass_rates, **style)
+    axes.plot(
+        pass_rates, 1 / pass_rates, color="0.5", linestyle="--", label="1/p, maximum likelihood"
+    )
     largest = max(float(weights.max()) for _, weights in curves.values())
     axes.set(
         xscale="log",

@@ -242,8 +242,9 @@ def read_config(path: Path) -> DecoderConfig:
             )
     layer_types = fields.get("layer_types") or []
     if any(kind != "full_attention" for kind in layer_types):
-        wanted = "layer_types must all be full_attention"
-        raise UnsupportedModelError(f"{path}: {wanted}, got {layer_types!r:.80}")
+        raise UnsupportedModelError(
+            f"{path}: layer_types must all be full_attention, got {layer_types!r:.80}"
+        )
     # written by transformers 4 and 5
     rope = (fields.get("rope_scaling") or {}) | (fields.get("rope_parameters") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))

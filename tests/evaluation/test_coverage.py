@@ -14,6 +14,7 @@ from maxrl_fast.evaluation.coverage import (
     max_at_k,
     max_curve,
     outcomes,
+    pass_at_k,
     samples_to_match,
     support_classes,
 )
@@ -23,11 +24,11 @@ from tests import brute_force
 def test_pass_at_k_is_exact():
     for n in (1, 2, 7, 16):
         for k in range(1, n + 1):
-            actual = max_at_k(outcomes(n, torch.arange(n + 1)), k)
+            actual = pass_at_k(n, torch.arange(n + 1), k)
             expected = [float(brute_force.pass_at_k(n, c, k)) for c in range(n + 1)]
             assert actual.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
     for c, k in ((1, 512), (100, 256), (1000, 3)):
-        actual = max_at_k(outcomes(1024, torch.tensor(c)), k).item()
+        actual = pass_at_k(1024, torch.tensor(c), k).item()
         assert actual == pytest.approx(float(brute_force.pass_at_k(1024, c, k)), rel=1e-10)
     # the best of k of n consecutive numbers is (k n - 1) / (k + 1) on average
     for k in (1, 10, 512, 1024):
@@ -37,7 +38,7 @@ def test_pass_at_k_is_exact():
 
 def test_a_k_out_of_range_is_refused():
     with pytest.raises(ValueError, match="from 1 to the 8 samples of a prompt, got 9"):
-        max_at_k(torch.ones(8), 9)
+        pass_at_k(8, torch.tensor([1]), 9)
     with pytest.raises(ValueError, match="got 0"):
         max_at_k(torch.ones(2, 3), 0)
     with pytest.raises(ValueError, match="got 4"):

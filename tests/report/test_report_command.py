@@ -32,7 +32,7 @@ def test_bad_input_is_refused(tmp_path, capsys):
     assert "has neither" in refusal(capsys, tmp_path, "--out", out)
     assert "ends in .html" in refusal(capsys, run, "--out", run / "metrics.jsonl")
     (tmp_path / "folder.html").mkdir()
-    assert "is a folder" in refusal(capsys, run, "--out", tmp_path / "folder.html")
+    assert "must be a file in" in refusal(capsys, run, "--out", tmp_path / "folder.html")
     assert "an existing folder" in refusal(
         capsys, run, "--out", tmp_path / "absent" / "report.html"
     )

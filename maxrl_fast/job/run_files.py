@@ -63,7 +63,7 @@ class LogFile:
             self.close()
             raise InputError(
                 f"{path} must begin with the {size:,} bytes that it had at the checkpoint, got "
-                f"{len(content):,} that begin differently; move it away to start a new one"
+                f"{len(content):,} bytes that begin differently; move it away to start a new one"
             )
         if self._file:
             self._file.truncate(self._size)

@@ -189,7 +189,7 @@ def test_only_the_rewards_of_the_objective_are_punished():
     samples = Samples(batches.make_prompts([[1], [2]]), rollouts)
     before = batches.collected(samples, rewards, valid)
     collector = RolloutCollector(None, None, None, None, 2, 2, length_penalty=LengthPenalty(10, 4))
-    batch = collector._shaped(before)
+    batch = collector._finished(before)
     # where the reward is not known it stays 0
     assert batch.rewards.tolist() == [[1.0, -0.5], [0.0, -0.75]]
     assert batch.metrics["overlong_penalty"] == pytest.approx(-(0.5 + 1 + 0.75) / 4)

@@ -37,6 +37,7 @@ rollouts: num_generations n rollout_n n_samples_per_prompt num_rollouts group_si
     samples_per_prompt n_rollouts num_samples num_return_sequences rollouts_per_prompt samples
     rollouts_per_example
 dynamic_sampling: dynamic_filtering filter_groups
+std_filter: std_filter_beta
 max_new_tokens: max_completion_length max_response_length generate_max_len max_tokens max_length
     response_length rollout_max_response_len max_gen_len max_completion_tokens
 temperature: rollout_temperature sampling_temperature

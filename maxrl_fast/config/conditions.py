@@ -108,6 +108,7 @@ VLLM = When("needs --rollout vllm", lambda c: c["rollout"] == "vllm")
 NO_VLLM_SERVER = When(
     "cannot be used with --vllm-url", lambda c: c["rollout"] != "vllm" or c["vllm_url"] is None
 )
+RESAMPLES = When("needs --dynamic-sampling of 2 or more", lambda c: c["dynamic_sampling"] > 1)
 # Without --correction, --importance-cap implies tis.
 TAKES_CAP = When(
     "is not used by correction {correction}",

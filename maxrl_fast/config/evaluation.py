@@ -97,9 +97,7 @@ class MeasureOptions:
     confidence: BetweenZeroAndOne = 0.95
     """Confidence of the intervals."""
     embeddings: Annotated[Path | None, Default("none, counts of token n-grams", "DIR")] = None
-    """Local embedding model (transformers, safetensors) by which diversity is measured: its mean
-    last hidden state.
-    """
+    """Local embedding model (transformers, safetensors) by which diversity is measured."""
     compare: Annotated[tuple[Path, ...], Default("none", "RUN ...")] = ()
     """Compare these folders of finished evaluations, in a table and a picture, without
     CHECKPOINT.

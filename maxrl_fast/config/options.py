@@ -310,6 +310,9 @@ class RolloutOptions:
     """Sample up to this many batches of prompts a step, to replace groups whose rewards are all
     equal (DAPO); 0: one batch.
     """
+    std_filter: Annotated[NotNegative, when.RESAMPLES] = 0.0
+    """Replace groups too whose standard deviation of rewards is below this share of its average
+    over steps (RLPR: 0.5)."""
     max_new_tokens: Annotated[Count, Default("the task's; 32 for 9x9 mazes")] = DERIVED
     """Response limit, in tokens."""
     temperature: Positive = 1.0

@@ -15,6 +15,7 @@ from torch import Tensor
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import pack
 from maxrl_fast.rewards.models import longest_text, read_model
+from maxrl_fast.runtime.files import read_json
 
 LONGEST_GRAM = 3
 EMBEDDED = 32  # texts per batch
@@ -67,14 +68,26 @@ class NGramDiversity:
         return one_minus_cosine(total, len(responses))
 
 
+def pooling_of(directory: Path) -> str:
+    """Return of which tokens the last hidden states make a vector, by the file of
+    sentence-transformers: lasttoken (Qwen3-Embedding), cls_token or mean_tokens, as without it."""
+    file = directory / "1_Pooling" / "config.json"
+    modes = read_json(file) if file.exists() else {"pooling_mode_mean_tokens": True}
+    for mode in ("lasttoken", "cls_token", "mean_tokens"):
+        if modes.get(f"pooling_mode_{mode}") is True:
+            return mode
+    raise InputError(f"{file} must have the pooling lasttoken, cls_token or mean_tokens")
+
+
 class EmbeddingDiversity:
-    """A text's vector is the mean over its tokens of a local model's last hidden states."""
+    """A text's vector is of a local model's last hidden states."""
 
     def __init__(self, directory: Path, device: torch.device) -> None:
         self.name = f"embeddings by {directory}"
         if not directory.is_dir():
             raise InputError(f"--embeddings must be the directory of a model, got {directory}")
         what = f"the model of --embeddings {directory}"
+        self._pooling = pooling_of(directory)
         self._tokenizer, model, _ = read_model(directory, "AutoModel", what, torch.float32)
         self._model = model.to(device)
         self._device = device
@@ -110,6 +123,10 @@ class EmbeddingDiversity:
         hidden = self._model(
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
         ).last_hidden_state
-        mask = batch["attention_mask"][..., None].float()
-        mean: Tensor = (hidden * mask).sum(1) / mask.sum(1).clamp_min(1)
-        return mean.cpu()
+        mask = batch["attention_mask"]  # [texts, T], padded on either side
+        weights = mask / mask.sum(1, keepdim=True).clamp_min(1)
+        if self._pooling != "mean_tokens":
+            place = mask.argmax(1) if self._pooling == "cls_token" else mask.cumsum(1).argmax(1)
+            weights = torch.nn.functional.one_hot(place, mask.shape[1])
+        vectors: Tensor = (hidden * weights[..., None]).sum(1)
+        return vectors.cpu()

@@ -19,7 +19,7 @@ from maxrl_fast.tasks import Task, held_out_sets
 from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.scorer import Scorer
-from maxrl_fast.training.collect import RolloutCollector
+from maxrl_fast.training.collect import RolloutCollector, StdFilter
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.critic import Critic, critic_model
 from maxrl_fast.training.learner import Learner
@@ -110,6 +110,9 @@ def build_collector(context: RunContext, learner: Learner | None = None) -> Roll
         scorer = Scorer(task, None)
     elif is_vote and learner is not None:
         scorer = Scorer(task, MajorityVote(task.answer))
+    std_filter, state = None, learner.objective_state if learner else {}
+    if "reward_std" in state:
+        std_filter = StdFilter(config.rollout.std_filter, state["reward_std"])
     # other tasks make prompts at once
     is_ahead = config.run.device == "cuda" and isinstance(task, (MazeTask, GymTask))
     return RolloutCollector(
@@ -125,6 +128,7 @@ def build_collector(context: RunContext, learner: Learner | None = None) -> Roll
         # rewards that serve only the evaluation may be any number
         needs=replace(needs, binary=needs.binary and not (is_vote and learner is None)),
         policy_reward=policy_reward,
+        std_filter=std_filter,
         length_penalty=build_length_penalty(config),
         make_prompts=PromptPrefetcher(task).take if is_ahead else None,
         clock=context.clock,
@@ -177,8 +181,9 @@ def build_trainer(context: RunContext) -> tuple[Trainer, WarmStart]:
         module,
     )
     learner.objective_state = dict(objective.state)
-    if config.loss.siren:
-        learner.objective_state["siren_anchor"] = torch.full((1,), torch.nan, dtype=torch.float64)
+    for name, x in (("siren_anchor", config.loss.siren), ("reward_std", config.rollout.std_filter)):
+        if x:
+            learner.objective_state[name] = torch.full((1,), torch.nan, dtype=torch.float64)
     learner.critic, learner.copies_policy = critic, teacher is None
     trainer = Trainer(
         build_collector(context, learner),

@@ -10,6 +10,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.group import Group
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import PROMPT, SEQUENCE, Prompts, Rollouts, Samples
 from maxrl_fast.rollout import Engine, RolloutRequest, Sampling, check_finite, check_rewards
@@ -61,6 +62,26 @@ class LengthPenalty:
         return (self.factor / self.buffer * (self.limit - self.buffer - lengths).float()).clamp_max(
             0.0
         )
+
+
+@dataclass(frozen=True)
+class StdFilter:
+    """RLPR's filter (Yu et al. 2025, arXiv:2506.18254), with the constants of its code: from step
+    11 on, the standard deviation of a group's rewards must be `share` of the average over steps."""
+
+    share: float
+    average: Tensor  # [1] float64, of the learner's state; NaN at the start
+
+    def bound(self, step: int) -> float:
+        return self.share * float(self.average) if step > 10 else 0.0
+
+    def observe(self, rewards: Tensor, step: int) -> None:
+        """Add a step to the average: the mean of steps 6 to 10, then a moving average."""
+        own = deviations(rewards)
+        mean = own[own.isfinite()].mean().cpu()
+        if step > 5 and mean.isfinite():
+            weight = 1 / (step - 5) if step <= 10 else 0.01
+            self.average.nan_to_num_(float(mean)).lerp_(mean, weight)
 
 
 @dataclass(frozen=True)
@@ -129,6 +150,7 @@ class RolloutCollector:
         needs: of the objective; parts not with dynamic sampling.
         policy_reward: scores the responses instead of the scorer; not where the objective needs
             greedy responses or parts.
+        std_filter: of dynamic sampling.
         length_penalty: added to the rewards that the objective sees.
         make_prompts: returns training prompts, given the first index and the count; None: the task
             makes them.
@@ -145,6 +167,7 @@ class RolloutCollector:
     max_batches: int = 1
     needs: Needs = Needs()
     policy_reward: PolicyReward | None = None
+    std_filter: StdFilter | None = None
     length_penalty: LengthPenalty | None = None
     make_prompts: Callable[[int, int], Prompts] | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
@@ -160,20 +183,22 @@ class RolloutCollector:
         batches: list[RolloutBatch] = []
         errors = Counter[str]()
         of_rewards = MetricAccumulator()
-        num_mixed = 0
+        num_mixed, bound = 0, self.std_filter.bound(step) if self.std_filter else 0.0
         while num_mixed < self.num_prompts and len(batches) < self.max_batches:
             batch = self._sample(step, first_prompt + len(batches) * self.num_prompts, of_rewards)
             batches.append(batch)
             errors.update(batch.metrics)
             if self.max_batches > 1:
-                num_mixed += int(is_mixed(batch.all_rewards).sum())
+                num_mixed += int(is_mixed(batch.all_rewards, bound).sum())
         metrics = dict(errors) | of_rewards.over(self.ranks)
         if self.max_batches == 1:
             return self._finished(replace(batches[0], metrics=metrics))
         warnings = [batch.warning for batch in batches if batch.warning]
         others = (text.removeprefix(f"step {step}: ") for text in warnings[1:])
         rewards = torch.cat([batch.all_rewards for batch in batches])
-        mixed = is_mixed(rewards)
+        mixed = is_mixed(rewards, bound)
+        if self.std_filter:
+            self.std_filter.observe(rewards, step)
         # Prefer mixed groups, then earlier ones; the chosen groups stay in the order of sampling.
         chosen = torch.argsort(~mixed, stable=True)[: self.num_prompts].sort().values  # [G]
         metrics |= {
@@ -300,8 +325,15 @@ def check_binary(rewards: Tensor, prompts: Prompts, when: str) -> None:
         )
 
 
-def is_mixed(rewards: Tensor) -> Tensor:
-    """Return the groups [G] whose known rewards [G, N] differ."""
+def deviations(rewards: Tensor) -> Tensor:
+    """Return the standard deviation [G] of the known rewards of groups; inf of fewer than two."""
+    group = Group(rewards.double().nan_to_num(), ~rewards.isnan())
+    return group.std(group.rewards, 1)[:, 0]
+
+
+def is_mixed(rewards: Tensor, bound: float = 0.0) -> Tensor:
+    """Return the groups [G] whose known rewards [G, N] differ, with this standard deviation."""
     known = ~rewards.isnan()
     largest, smallest = (rewards.masked_fill(~known, fill) for fill in (-torch.inf, torch.inf))
-    return known.any(1) & (largest.amax(1) > smallest.amin(1))
+    mixed = known.any(1) & (largest.amax(1) > smallest.amin(1))
+    return mixed & ~(deviations(rewards) < bound) if bound else mixed

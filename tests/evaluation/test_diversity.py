@@ -1,6 +1,7 @@
 """Diversity equals values computed by hand, and the mean over all pairs of responses."""
 
 import random
+import shutil
 from collections import Counter
 from itertools import combinations
 from math import sqrt
@@ -95,6 +96,23 @@ def test_embeddings_are_means_over_tokens_without_the_padding(embedder):
     assert diversity([[0]] * 4, drawn) == pytest.approx(expected, abs=1e-5)
     assert expected > 0.05
     assert diversity([[0]] * 2, ["left", "left"]) == pytest.approx(0, abs=1e-6)
+
+
+def test_embeddings_are_pooled_by_the_rule_of_the_model(embedder, tmp_path):
+    folder = shutil.copytree(embedder, tmp_path / "model")
+    (folder / "1_Pooling").mkdir()
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]]) > 0
+    for mode, place in (("lasttoken", -1), ("cls_token", 0), ("max_tokens", None)):
+        (folder / "1_Pooling/config.json").write_text(f'{{"pooling_mode_{mode}": true}}')
+        if place is None:
+            with refused("must have the pooling lasttoken, cls_token or mean_tokens"):
+                EmbeddingDiversity(folder, torch.device("cpu"))
+            break
+        diversity = EmbeddingDiversity(folder, torch.device("cpu"))
+        diversity._tokenizer.padding_side = "left"
+        hidden = diversity._model(torch.tensor([[0, 2, 3], [5, 2, 4]]), mask).last_hidden_state
+        expected = torch.stack([hidden[0, 1:][place], hidden[1][place]]).detach()
+        torch.testing.assert_close(diversity.embed(["up down", "right up left"]), expected)
 
 
 def test_embedding_models_that_cannot_be_read_are_refused(embedder, tmp_path):

@@ -209,7 +209,7 @@ def opo(g: Group, lengths: Tensor) -> Tensor:
 
 
 @estimator(
-    source="RLVR under Imperfect Verifiers 2025, backward (from a secondary source)",
+    source="PGBC, Cai et al. 2025, arXiv:2510.00915, Algorithm 1",
     weight="(N-1)/(N (1 - rho0 - rho1))",
     for_binary=True,
 )
@@ -223,7 +223,7 @@ def noisy_verifier_backward(
 
 
 @estimator(
-    source="RLVR under Imperfect Verifiers 2025, forward (derived, not compared)",
+    source="PGFC, Cai et al. 2025, arXiv:2510.00915, Algorithm 2",
     weight="1",
     for_binary=True,
     min_rollouts=1,

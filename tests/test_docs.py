@@ -63,7 +63,7 @@ CHOICES = f"""
 --correction icepop
 --kl-coef 0.1
 --loss sapo
---overlong-buffer 4
+--overlong-buffer 4 --dynamic-sampling 2
 --rollout vllm
 --reward rewards.py:score rewards.py:length""".splitlines()
 

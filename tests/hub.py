@@ -4,15 +4,15 @@ import contextlib
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
 
 from maxrl_fast.model.hub import directory_of
+from tests.server import Answer, serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LATER = "f" * 40
@@ -30,42 +30,19 @@ class Hub:
     def __init__(self, models: dict[str, Path]):
         self.models, self.main = models, COMMIT
         self.errors, self.asked = dict[str, tuple[int, str]](), list[str]()
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                path = self.path.partition("?")[0]
-                hub.asked.append(f"{self.command} {path}")
-                self._answer(*hub.answer(path))
-
-            do_HEAD = do_GET
-
-            def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
-                self.send_response(status)
-                for name, value in (headers | {"Content-Length": str(len(body))}).items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command == "GET":
-                    with contextlib.suppress(BrokenPipeError):  # a client that waits no longer
-                        self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.url = ""
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Hub"]:
-        thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self._server.shutdown()
-            self._server.server_close()
+        def answer(request: BaseHTTPRequestHandler, _: bytes) -> Answer:
+            path = request.path.partition("?")[0]
+            self.asked.append(f"{request.command} {path}")
+            return self.answer(path)
 
-    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        with serving(answer) as self.url:
+            yield self
+
+    def answer(self, path: str) -> Answer:
         if path in ("/", ""):
             return 200, {}, b""
         file, listing = _RESOLVE.fullmatch(path), _API.fullmatch(path)

@@ -52,6 +52,7 @@ RANKS += ["--kl-coef", "0.1"]
 # Some rewards are above 1, some below 0, and some fail.
 REWARD = """
 def score(prompt, response):
+    print("seen", len(prompt))
     return 8 / (len(response) % 8 - 2) - 1
 """
 

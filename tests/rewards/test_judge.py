@@ -1,50 +1,38 @@
 """The example of a judge, against a server of this process."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.rewards.pools import GB, pool
+from tests.server import serving
 
 JUDGE = Path(__file__).parents[2] / "examples" / "judge.py"
 
 
-class Server(ThreadingHTTPServer):
+class Model:
     """Answers requests by `reply(question)`: the text of a reply, or a status."""
 
-    daemon_threads = True
-
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
         self.reply = lambda question: "Score: 1"
         self.requests = []  # (path, headers, body)
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append((self.path, self.headers, body))
-        reply = self.server.reply(body["messages"][0]["content"])
-        self.send_response(reply if isinstance(reply, int) else 200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("retry-after-ms", "10")
-        self.end_headers()
+    def answer(self, request, body):
+        body = json.loads(body)
+        self.requests.append((request.path, request.headers, body))
+        reply = self.reply(body["messages"][0]["content"])
+        headers = {"Content-Type": "application/json", "retry-after-ms": "10"}
         message = {"role": "assistant", "content": reply}
-        self.wfile.write(json.dumps({"choices": [{"index": 0, "message": message}]}).encode())
-
-    def log_message(self, *_):
-        pass
+        content = json.dumps({"choices": [{"index": 0, "message": message}]}).encode()
+        return reply if isinstance(reply, int) else 200, headers, content
 
 
 @pytest.fixture(scope="module")
 def server():
-    with Server() as running:
-        yield running
-        running.shutdown()
+    model = Model()
+    with serving(model.answer) as model.url:
+        yield model
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +40,8 @@ def judge(server):
     """The example in a worker, with up to four calls at a time."""
     pytest.importorskip("openai")
     with pytest.MonkeyPatch.context() as patch:
-        url = f"http://127.0.0.1:{server.server_port}/v1"
-        names = {"JUDGE_URL": url, "JUDGE_MODEL": "org/model", "OPENAI_API_KEY": "secret"}
+        names = {"JUDGE_URL": f"{server.url}/v1", "JUDGE_MODEL": "org/model"}
+        names["OPENAI_API_KEY"] = "secret"
         for name, value in names.items():
             patch.setenv(name, value)
         options = {"time_limit": 30.0, "concurrency": 4, "environment": [*names]}

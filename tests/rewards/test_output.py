@@ -5,12 +5,10 @@ import os
 
 import pytest
 
-from maxrl_fast import train
 from maxrl_fast.rewards import output as module
 from maxrl_fast.rewards.output import FILE_NAME, FULL, RewardOutput
 from tests.rewards.pools import fails, pool, succeeds
 from tests.tables import refused
-from tests.test_train import base
 
 PRINTS = """
 import os, signal, subprocess, sys
@@ -110,19 +108,9 @@ def test_a_full_disk_stops_no_call(file, tmp_path):
         succeeds(one, "flood", text="lost")
 
 
-def test_a_run_has_the_file_and_a_link_in_its_place_is_refused(file, tmp_path, capsys):
-    file.write_text("def score(prompt, response):\n    print('seen', len(prompt))\n    return 1\n")
-    out = tmp_path / "run"
-    flags = [*base(), *f"--objective rloo --sft-steps 0 --steps 1 --out {out}".split()]
-    assert train.main([*flags, "--reward", f"{file}:score"]) == 0
-    lines = (out / FILE_NAME).read_text().splitlines()
+@pytest.mark.slow
+def test_a_run_has_the_file(shared_run):
+    lines = (shared_run("text") / FILE_NAME).read_text().splitlines()
     assert all(line.startswith("seen ") for line in lines)
-    # 4 rehearsed, two evaluations of 6 x 4, a step of 4 x 4
-    assert len(lines) == 4 + 2 * 24 + 16
-    (out / FILE_NAME).unlink()
-    (out / FILE_NAME).symlink_to(tmp_path / "target")
-    (tmp_path / "target").write_text("precious")
-    capsys.readouterr()
-    assert train.main(["--resume", str(out), *"--steps 2 --allow-changes".split()]) == 2
-    assert f"{out / FILE_NAME} must be a regular file, got a sym" in capsys.readouterr().err
-    assert (tmp_path / "target").read_text() == "precious"
+    # 4 rehearsed, two evaluations of 7 x 6, two steps of 4 x 4
+    assert len(lines) == 4 + 2 * 42 + 2 * 16

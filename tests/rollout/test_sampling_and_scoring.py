@@ -9,7 +9,6 @@ import torch
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.diversity import NGramDiversity
-from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.evaluation.outcome import SampleTally
 from maxrl_fast.job.build_task import build_policy_reward
 from maxrl_fast.job.rollout_records import rollout_records
@@ -39,8 +38,10 @@ def rewards_of(ids, num_samples=N):
 
 def test_a_step_of_episodes():
     task = CountingTask({(1, 0), (2, 1)})
-    batch = collector_of(task).collect(5, 0)
-    assert batch.raw_rollouts.turns() == [played(i, n, 3) for i in range(G) for n in range(N)]
+    batch = collector_of(task, needs=Needs(texts=True)).collect(5, 0)
+    episodes = [played(i, n, 3) for i in range(G) for n in range(N)]
+    assert batch.raw_rollouts.turns() == episodes
+    assert [*batch.texts] == [task.decode([*chain(*parts)]) for parts in episodes]
     known = [[True, True], [False, True], [True, False]]
     assert batch.has_reward.tolist() == known
     expected = torch.tensor(rewards_of(range(G)))
@@ -55,18 +56,6 @@ def test_a_step_of_episodes():
     assert batch.components[1] == {"turns": 2.0, "tool_errors": 0.5}
     assert batch.num_tokens == len(batch.rollouts.tokens)
     assert task.events == ["finish"]
-
-
-def test_dynamic_sampling_keeps_the_insertions_of_the_chosen_groups():
-    """Groups whose two samples fail alike are replaced."""
-    task = CountingTask({(0, 1), (1, 0), (1, 1)})
-    batch = collector_of(task, max_batches=3, needs=Needs(texts=True)).collect(1, 0)
-    ids = batch.prompts.ids.tolist()
-    assert ids == [2, 3, 4]
-    episodes = [played(i, n, 3) for i in ids for n in range(N)]
-    assert batch.rollouts.turns() == batch.raw_rollouts.turns() == episodes
-    assert [*batch.texts] == [task.decode([*chain(*parts)]) for parts in episodes]
-    torch.testing.assert_close(batch.rewards, torch.tensor(rewards_of(ids)))
 
 
 class Lengths(RewardSource):
@@ -103,26 +92,6 @@ def test_a_reward_function_sees_whole_episodes():
     assert batch.metrics["reward_timeout"] == known.count(False) - 2
     assert batch.warning.startswith(f"step 1: {known.count(False)} of 6 rewards failed")
     assert task.events == ["finish"]
-
-
-def test_evaluation_counts_failed_episodes_as_wrong():
-    task, kept = CountingTask({(2, 0)}), []
-    scorer, sampling = Scorer(task, None), Sampling(1.0, 32, task.stop_ids)
-    sizes = {"num_prompts": 5, "num_samples": 2, "chunk": 2}
-    evaluator = Evaluator(CountingEngine(), task, scorer, sampling, **sizes)
-    result = evaluator.evaluate(keep=lambda *chunk: kept.append(chunk))
-    right = [[num_turns(i, n) / 3 > 0.5 and (i, n) != (2, 0) for n in range(2)] for i in range(5)]
-    assert result.pass_at_k[1] == pytest.approx(sum(map(sum, right)) / 10)
-    assert result.pass_at_k[2] == pytest.approx(sum(map(any, right)) / 5)
-    assert result.record()["reward_errors"] == 0.1
-    assert task.events == ["finish"] * 3
-    episodes = [played(i, n, 3) for i in range(5) for n in range(2)]
-    assert [x for samples, _, _ in kept for x in samples.rollouts.turns()] == episodes
-    sampled = [sum(map(len, parts[::2])) for parts in episodes]
-    assert result.num_tokens == sum(sampled)
-    assert result.record()["response_length_mean"] == pytest.approx(sum(sampled) / 10)
-    assert [parts for _, _, own in kept for parts in own][1]["turns"] == 2.0
-    assert scorer.failures(Ranks(), "now")[0]["exception"] == 1
 
 
 class Broken(CountingEngine):

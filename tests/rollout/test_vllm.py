@@ -247,6 +247,8 @@ def test_logprobs_are_those_of_the_weights_that_were_loaded_last(engine):
         rollouts = sampled(engine, 6, sampling, 0, seed)
         assert find_wrong(rollouts, RolloutRequest(PROMPTS, 6, sampling), 32) == ""
         if temperature:
+            responses = rollouts.tokens.split(rollouts.lengths.tolist())
+            assert len({tuple(x.tolist()) for x in responses}) > 12  # each sample has its own draws
             assert rollouts.logprobs.std() > 0.3
             assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
             other = own_logprobs(tiny_decoder(seed + 5), rollouts, sampling)
@@ -272,22 +274,6 @@ def test_episodes_do_not_depend_on_when_replies_come(engine):
         played.append([[part for part, _ in parts] for parts in episodes_of(rollouts)])
     assert max(len(parts) for parts in played[0]) > 4
     assert played[0] == played[1] == played[2]
-
-
-@pytest.mark.vllm
-def test_tokens_follow_the_distribution(engine):
-    """The frequencies of 4,000 first tokens are within five standard deviations of the policy's
-    probabilities.
-    """
-    model, prompt, sampling = tiny_decoder(1), PROMPTS.take(0, 1), Sampling(1.5, 1, ())
-    engine.load_weights(model)
-    tokens = engine.generate(RolloutRequest(prompt, 4_000, sampling, 3, 1)).tokens
-    one = NativeEngine(model, torch.float32).generate(RolloutRequest(prompt, 1, sampling, 0, 0))
-    logits = response_logits(model, one_batch(prompt, one), torch.float32)[0].detach()
-    p = torch.softmax(logits / 1.5, -1)
-    observed = torch.bincount(tokens, minlength=32) / len(tokens)
-    assert ((observed - p).abs() < 5 * (p * (1 - p) / len(tokens)).sqrt() + 1e-3).all()
-    assert p.max() < 0.9
 
 
 @pytest.mark.vllm

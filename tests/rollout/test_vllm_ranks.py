@@ -1,13 +1,10 @@
 """--rollout vllm on two processes of torchrun that share an engine (`make test-vllm`)."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.distributed.test_torchrun import ROOT, finished, free_port, torchrun
+from tests.distributed.test_torchrun import finished, torchrun
 from tests.tasks.test_guess import reference
 from tests.test_train import read
 
@@ -42,51 +39,3 @@ def test_two_ranks_that_share_an_engine_play_their_episodes(tmp_path):
         replies, is_won = reference(game["answer"], turns, 4)
         assert re.findall("⟦(.*?)⟧", game["response"]) == replies[: len(turns) - 1]
         assert game["reward"] == is_won
-
-
-KILLED = """
-import os, signal, sys
-from maxrl_fast import train
-from maxrl_fast.rollout.vllm import VllmEngine
-
-sample = VllmEngine._sample
-
-def killed(self, request):
-    engine = self._llm.llm_engine
-    forward, calls = type(engine).step, []
-    def one_step():
-        calls.append(None)
-        if len(calls) == 2 and request.step == 1 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return forward(engine)
-    engine.step = one_step
-    return sample(self, request)
-
-VllmEngine._sample = killed
-sys.exit(train.main(sys.argv[1:]))
-"""
-
-
-def test_a_rank_killed_while_sampling_ends_the_one_that_shares_its_engine(tmp_path):
-    """The ranks are started apart, as on two machines, so that no torchrun ends one when the other
-    fails.
-    """
-    (tmp_path / "killed.py").write_text(KILLED)
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"WORLD_SIZE": "2", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    flags = "--task chain --chain-length 3 --rollouts 8 --vllm-tensor-parallel 2 --out".split()
-    flags.append(str(tmp_path / "run"))
-    command = [sys.executable, str(tmp_path / "killed.py"), *JOB, *flags]
-    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    ranks = [
-        subprocess.Popen(command, env=shared | {"RANK": str(rank)}, **options) for rank in range(2)
-    ]
-    try:
-        _, error = ranks[0].communicate(timeout=120)
-        assert ranks[1].wait(timeout=10) == -9
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert ranks[0].returncode == 1
-    assert "error: another process of the run has ended, or cannot be reached" in error, error
-    assert "Traceback" not in error

@@ -7,10 +7,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -27,6 +25,7 @@ from maxrl_fast.rollout.vllm_server import VllmServerEngine
 from tests.batches import make_prompts
 from tests.distributed.test_torchrun import finished, free_port, torchrun
 from tests.models import tiny_decoder
+from tests.server import serving
 from tests.tables import refused
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [9, 9]])
@@ -78,31 +77,15 @@ class FakeServer:
 def server():
     fake = FakeServer()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            request = json.loads(body) if body else None
-            fake.requests.append((self.path, request))
-            answer = fake.answers[self.path]
-            status, text = answer(request) if callable(answer) else answer
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
+    def answer(http, body):
+        request = json.loads(body) if body else None
+        fake.requests.append((http.path, request))
+        given = fake.answers[http.path]
+        status, text = given(request) if callable(given) else given
+        return status, {}, text.encode()
 
-        do_GET = do_POST
-
-        def log_message(self, *arguments):
-            pass
-
-    class Listening(ThreadingHTTPServer):
-        request_queue_size = 128  # the kernel resets connections that wait beyond it
-
-    listening = Listening(("127.0.0.1", 0), Handler)
-    threading.Thread(target=listening.serve_forever, daemon=True).start()
-    fake.url = f"http://127.0.0.1:{listening.server_port}"
-    yield fake
-    listening.shutdown()
-    listening.server_close()
+    with serving(answer) as fake.url:
+        yield fake
 
 
 def test_samples_come_back_in_order_with_a_seed_for_each_prompt(server):

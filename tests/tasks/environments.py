@@ -1,7 +1,6 @@
 """Environments for tests: a counter in the form of TRL's documentation, and hostile ones."""
 
 import asyncio
-import functools
 import os
 import sys
 import time
@@ -143,29 +142,6 @@ class FailingReset(CounterEnv):
 def documented(function):
     function.__doc__ = CounterEnv.increase.__doc__
     return function
-
-
-class Kinds(CounterEnv):
-    alias = CounterEnv.increase
-    constant = staticmethod(lambda: 1)
-    constant.__func__.__doc__ = "Say 1."
-
-    @classmethod
-    @documented
-    def of_class(cls, step: int):
-        return cls.__name__
-
-    @functools.lru_cache  # noqa: B019
-    @documented
-    def cached(self, step: int):
-        return step
-
-    @documented
-    async def cancels(self, step: int):
-        raise asyncio.CancelledError(step)
-
-    def get_reward(self):
-        return {"reward": 1.0, "tool_errors": 7.0}
 
 
 class Hoarding(CounterEnv):

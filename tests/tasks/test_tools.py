@@ -1,10 +1,6 @@
 """Environments with tools, played by scripted turns: tokens, orders, failures, and bad input."""
 
-import re
 import runpy
-import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -13,7 +9,7 @@ from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
 from tests.rewards.pools import eventually, own_descendants
-from tests.runs import ROOT, assert_same, read
+from tests.runs import read
 from tests.tables import refused
 from tests.tasks import environments
 from tests.tasks.test_dataset import written
@@ -106,21 +102,6 @@ def test_an_episode_has_the_tokens_of_the_chat_template(make):
     assert prompt == tokenizer.apply_chat_template(columns["prompt"], **options)
     assert prompt + tokens == tokenizer.apply_chat_template(chat, **options) + turns[2]
     assert scores.components == [{"tool_errors": 1.0}]
-
-
-def test_a_tool_is_what_can_be_called_and_has_its_attributes_name(make):
-    task = make("python:Kinds", cls=environments.Kinds, max_turns=9)
-    names = "alias", "cached", "cancels", "of_class"
-    calls = {name: {"step": 2} for name in names} | {"constant": {}}
-    tools = task._workers.signature["tools"]
-    assert {tool["function"]["name"] for tool in tools} == {*calls, "increase"}
-    tokenizer = task.tokenizer
-    (tokens,), scores = play(
-        task, [[turn_of(tokenizer, *calls.items()), turn_of(tokenizer, text="Done.")]]
-    )
-    replies = re.findall(r"<tool_response>\n(.*?)\n</", task.decode(tokens, with_special=True))
-    assert replies == ["2", "2", "CancelledError: 2", "Kinds", "1"]
-    assert scores.components == [{"tool_errors": 7.0}]  # the user's own
 
 
 def said(text, *calls):
@@ -362,38 +343,6 @@ def test_a_tiny_policy_trains_in_the_example(trained):
             assert SUBMITTED in record["response"]
             assert record["reward"] == float(record["answer"] == 2)
     assert sum(reply in record["response"] for record in records) > 24
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from maxrl_fast import train
-from maxrl_fast.tasks.tools import ToolEpisodes
-
-*job, out = sys.argv[1:]
-submit = ToolEpisodes.submit
-
-def killed(self, sample, turn):
-    submit(self, sample, turn)
-    if (Path(out) / "checkpoints" / "step-000001").exists():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-ToolEpisodes.submit = killed
-sys.exit(train.main([*job, "--out", out]))
-"""
-
-
-@pytest.mark.slow
-def test_a_run_killed_in_an_episode_resumes_bitwise(trained, tmp_path):
-    """It is killed where a turn of a step after the first one is submitted."""
-    (job, whole), out = trained, tmp_path / "killed"
-    command = [sys.executable, "-c", KILLED, *job, "--save-every", "1", str(out)]
-    killed = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert not (out / "latest").resolve().samefile(whole / "latest")
-    assert train.main(["--resume", str(out)]) == 0
-    assert_same(whole, out)
-    assert any("turns" in record for record in read(out / "rollouts.jsonl"))
 
 
 @pytest.mark.slow

@@ -1,20 +1,16 @@
-"""Several rewards: weights, components, and what does not apply."""
+"""Several rewards: weights, components, and what does not apply; majority votes."""
 
 import contextlib
-import json
 
 import pytest
 
-from maxrl_fast import evaluate, train
 from maxrl_fast.config.options import RewardOptions
 from maxrl_fast.job.build_task import build_scorer
 from maxrl_fast.records import Rollouts
-from maxrl_fast.report.reading import read_folder
 from maxrl_fast.rewards import RewardSource, Scores
-from maxrl_fast.rewards.combined import WeightedRewards, short_names
+from maxrl_fast.rewards.combined import MajorityVote, WeightedRewards, short_names
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
-from tests.test_train import base, read
 
 FUNCTIONS = """
 NAN = float("nan")
@@ -26,9 +22,6 @@ def parts(prompt, response):
     first = response.split()[0]
     reward = {"UP": 1.0, "DOWN": NAN}.get(first, 0.5)
     return {"reward": reward, "up": first == "UP", "down": 1.0 if first == "DOWN" else None}
-
-def summed(prompt, response):
-    return {"a": 1.0, "b": len(response.split()), "c": None}
 
 def never(prompt, response):
     return None
@@ -116,27 +109,14 @@ def test_a_sum_beyond_float32_is_a_failure():
     assert scores.failures[0].message == "a reward must be a finite number of float32, got 6e+38"
 
 
-@pytest.mark.slow
-def test_a_run_with_two_rewards_logs_them_and_resumes_only_with_the_same(
-    functions, tmp_path, capsys
-):
-    out = tmp_path / "run"
-    job = f"--objective rloo --steps 2 --reward {functions}:length {functions}:summed"
-    job += f" --reward-weights 1 0.1 --out {out}"
-    assert train.main([*base(), *job.split()]) == 0
-    said = capsys.readouterr().out
-    assert "reward: 1 length + 0.1 summed" in said
-    for record in (*read(out / "metrics.jsonl"), read(out / "eval.jsonl")[0]):
-        assert record["reward/summed.a"] == 1.0
-        total = record["reward/length"] + 0.1 * record["reward/summed"]
-        assert record.get("reward_mean", total) == pytest.approx(total, rel=1e-5)
-    assert "reward/summed.b" in read_folder(out, "run").metrics
-    assert json.loads((out / "config.json").read_text())["reward_weights"] == [1.0, 0.1]
-    assert train.main(["--resume", str(out), "--reward-weights", "1", "0.2"]) == 2
-    assert "reward_weights: [" in capsys.readouterr().err
-    words = f"{out} --eval-prompts 2 --samples 2 --out {tmp_path}/evaluation"
-    assert evaluate.main(words.split()) == 0
-    assert json.loads((tmp_path / "evaluation" / "eval.json").read_text())["reward/summed.a"] == 1.0
-    functions.write_text(FUNCTIONS + "\n")
-    assert train.main(["--resume", str(out)]) == 2
-    assert "the file of --reward 2: changed" in capsys.readouterr().err
+def votes(responses, group):
+    rows = [{"prompt": "", "response": response} for response in responses]
+    return MajorityVote(lambda text: text.strip()).score(rows, group=group).rewards
+
+
+def test_the_most_frequent_answer_of_each_group_is_right():
+    assert votes(["3", "4", "3 ", "", "4", "4", "4", "3"], 4) == [1, 0, 1, 0, 1, 1, 1, 0]
+    assert votes(["1", "2", "2", "1"], 4) == [1, 0, 0, 1]  # of a tie, the answer sampled first
+    assert votes(["", "", ""], 3) == [0, 0, 0]  # no answer gets no vote
+    assert votes(["", "", "5"], 3) == [0, 0, 1]
+    assert votes(["7", ""], 1) == [1, 0]  # a group of one agrees with itself

@@ -117,9 +117,10 @@ class TaskOptions:
     """Where prompts come from. Only the options that the task uses are shown."""
 
     task: Annotated[str, Note.MAY_NAME_CODE] = "maze"
-    """maze; chain; guess; gsm8k or math, from the Hugging Face hub or --data; gym:NAME, a data set
-    of reasoning-gym; dataset, prompts of --data scored by --reward; FILE.py:FUNCTION, which is
-    dataset with this reward; FILE.py:CLASS or package.module:CLASS, your own task."""
+    """maze; chain; guess; gsm8k or math, from the Hugging Face hub or --data; code, Python programs
+    that are run against tests; gym:NAME, a data set of reasoning-gym; dataset, prompts of --data
+    scored by --reward; FILE.py:FUNCTION, which is dataset with this reward; FILE.py:CLASS or
+    package.module:CLASS, your own task."""
     maze_size: Annotated[int, when.MAZE] = 9
     """Cells along one side of a maze, odd, 5 to 31."""
     chain_length: Annotated[int, when.CHAIN] = 64
@@ -157,10 +158,12 @@ class TaskOptions:
     """Train only on the lines with this value in column NAME, or one of these. A training set
     without the column keeps all its lines; held-out sets do too."""
     prompt_key: Annotated[
-        str | None, Default("prompt; question for gsm8k, problem for math"), when.DATASET
+        str | None, Default("prompt; question for gsm8k and code, problem for math"), when.DATASET
     ] = None
     """Key of the prompt in a line."""
-    answer_key: Annotated[str | None, Default("answer"), when.WITH_ANSWERS] = None
+    answer_key: Annotated[
+        str | None, Default("answer; input_output for code"), when.WITH_ANSWERS
+    ] = None
     """Key of the right answer in a line, or a path of keys such as reward_model.ground_truth."""
     prompt_suffix: Annotated[
         str | None, Default("the papers' for gsm8k and math"), when.READS_TEXT

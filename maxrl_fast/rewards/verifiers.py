@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from maxrl_fast.rewards.mathematics import equal
+from maxrl_fast.rewards.programs import run_tests
 
 # What a box without braces holds: to the end of the formula or the line, or to the next word.
 BARE = re.compile(
@@ -29,6 +30,8 @@ def __getattr__(name: str) -> Any:
         importlib.import_module("reasoning_gym")
 
         return _score_gym
+    if name == "code":
+        return run_tests
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -157,7 +157,10 @@ class DatasetTask(TextTask):
         gold = source.form.gold or self._spec.gold
         answer_key = None if source.form.gold else answer_key
         for place, line in lines:
-            columns = {**line, "prompt": self._asked(line[source.key])}
+            prompt, code = line[source.key], line.get(self._spec.code_key)
+            if isinstance(prompt, str) and code:
+                prompt += f"\n\n```python\n{code}\n```"
+            columns = {**line, "prompt": self._asked(prompt)}
             try:
                 answer = {} if gold is None else {"answer": gold(line, answer_key)}
                 found.append((place, columns | answer))

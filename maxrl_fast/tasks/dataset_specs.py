@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.rewards.programs import program_of, tests_of
 from maxrl_fast.rewards.verifiers import boxed
 
 AsLine = Callable[[dict[str, Any]], dict[str, Any]]
@@ -41,6 +42,7 @@ class DatasetSpec:
         prompt_key: the default of --prompt-key.
         is_question: text is the user message of a chat template; otherwise the whole prompt.
         suffix: text added to prompts that are text.
+        code_key: key of code to begin with, which follows the question of a line that has it.
         hub, test_hub: the default data sets, by their names in NAMED_SETS.
         gold: returns the correct answer of a line; None: only the user's reward reads answers.
         form: how a response gives the answer that `gold` returns.
@@ -53,6 +55,7 @@ class DatasetSpec:
     prompt_key: str = "prompt"
     is_question: bool = False
     suffix: str = ""
+    code_key: str = ""
     hub: str | None = None
     test_hub: str | None = None
     gold: GoldAnswer | None = None
@@ -109,6 +112,10 @@ def math_answer(line: dict[str, Any], key: str | None) -> str:
             return answer
         raise InputError(f"a solution must have its answer in \\boxed{{}}, got {solution!r:.200}")
     return _answer_text(line, key or "answer")
+
+
+def code_tests(line: dict[str, Any], key: str | None) -> str:
+    return tests_of(look_up(line, key or "input_output"), line.get("metadata"))
 
 
 def _first_answer(row: dict[str, Any]) -> dict[str, Any]:
@@ -180,6 +187,18 @@ DATASETS = {
         hub="math",
         test_hub="math500",
         gold=math_answer,
+        max_new_tokens=2048,
+    ),
+    # TACO, LiveCodeBench
+    "code": DatasetSpec(
+        prompt_key="question",
+        is_question=True,
+        suffix="\n\nWrite a Python program, and put it into a block ```python ... ```.",
+        code_key="starter_code",
+        gold=code_tests,
+        reward="maxrl_fast.rewards.verifiers:code",
+        answer=program_of,
+        answer_limit=30_000,  # an argument of a process has at most 128 KB
         max_new_tokens=2048,
     ),
 }

@@ -1,0 +1,66 @@
+"""--task code: problems in the forms of TACO and LiveCodeBench, and programs of all kinds."""
+
+import json
+
+import pytest
+
+from maxrl_fast.rewards.pool import RewardPool
+from maxrl_fast.tasks.dataset import DatasetTask
+from maxrl_fast.tasks.dataset_specs import DATASETS
+from tests.tables import refused
+from tests.tasks.test_dataset import save_byte_level_policy, written
+
+ADD = "a, b = map(int, input().split())\nprint(float(a + b))"
+METHOD = (
+    "class Solution:\n    def f(self, x: List[int]):\n        print(1)\n        return (a + b,)"
+)
+STDIN = {"inputs": ["1 2\n", ["3 4"]], "outputs": ["3", ["7\n"]]}
+CALLS = {"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [[3], 7]}
+PAIR = {"input": "1 2", "output": "3.00", "testtype": "stdin"}
+CALL = {"input": "[1, 2]", "output": "[3]", "testtype": "functional"}
+
+
+def scored(tests, *programs, seconds=30.0):
+    row = {"x": json.dumps(tests), "metadata": '{"func_name": "f"}'}
+    line = {"prompt": "Add.", "answer": DATASETS["code"].gold(row, "x"), **row}
+    rows = [{**line, "response": f"So:\n```python\n{x}\n```\nDone."} for x in programs]
+    limits = {"workers": 2, "time_limit": seconds, "memory_limit": 10**9}
+    with RewardPool("maxrl_fast.rewards.verifiers:code", **limits) as pool:
+        scores = pool.score(rows)
+    assert not scores.failures
+    return scores.rewards, scores.num_late
+
+
+@pytest.mark.parametrize(
+    ("tests", "right", "is_one"),
+    [
+        (STDIN, ADD, 0),
+        (CALLS, "def f(a, b):\n    return a + b", 0),
+        ([PAIR], ADD, 1),
+        ([CALL], METHOD.replace("a + b", "sum(x)"), 1),
+    ],
+)
+def test_a_program_passes_all_tests_or_has_no_reward(tests, right, is_one):
+    first, wrong = (right.replace("sum(x)", x).replace("a + b", x) for x in "34")
+    rewards, _ = scored(tests, right, first, wrong, "", "1 +", "raise SystemExit(1)", "\0")
+    assert rewards == [1, is_one, 0, 0, 0, 0, 0]
+
+
+def test_programs_end_at_their_limits():
+    late = "while True: pass", "import subprocess; subprocess.run(['sleep', '60'])"
+    assert scored(STDIN, *late, seconds=1.0) == ([0, 0], 2)
+    assert scored(STDIN, "b = bytes(1 << 31)", "print('3' * (1 << 25))", ADD) == ([0, 0, 1], 0)
+
+
+def test_a_problem_has_its_starter_code_and_its_tests(tmp_path):
+    row = {"question": "Add.", "starter_code": "def f", "input_output": CALLS}
+    empty = {"question": "?", "input_output": '{"inputs": [], "outputs": []}'}
+    data = written(tmp_path / "taco.jsonl", [{**row, "question": f"{i}"} for i in range(30)])
+    policy = save_byte_level_policy(tmp_path)
+    task = DatasetTask(DATASETS["code"], 0, policy, data=(data,))
+    assert "\n\n```python\ndef f\n```\n\nWrite" in task.decode(
+        task.prompts("test", 0, 1).tokens.tolist()
+    )
+    assert task.answer("```\n1\n```\nor\n```python\n2\n```") == "2"
+    with refused("each line must have tests in the form of TACO or LiveCodeBench"):
+        DatasetTask(DATASETS["code"], 0, policy, data=(written(data, [empty]),))

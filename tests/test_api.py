@@ -167,16 +167,6 @@ def test_a_reward_in_a_file_is_found_when_the_run_resumes_from_another_folder(
 
 
 @pytest.mark.slow
-def test_two_lambdas_are_two_rewards(tmp_path):
-    rewards = [lambda prompt, response: 0.5, lambda prompt, response: 0.25]
-    more = {"reward_weights": [1, 2], "steps": 1, "out": tmp_path / "run"}
-    run = maxrl_fast.run(OPTIONS, reward=rewards, **more)
-    assert run.metrics["reward_mean"].tolist() == [1.0]
-    names = [name for name in run.metrics.columns if name.startswith("reward/")]
-    assert names == ["reward/<lambda>", "reward/<lambda>-2"]
-
-
-@pytest.mark.slow
 def test_interrupting_saves_and_returns_and_resume_ends_as_if_it_had_not_been(tmp_path, capfd):
     def score(prompt, response):
         return len(response) % 3 == 0
@@ -201,23 +191,6 @@ def test_interrupting_saves_and_returns_and_resume_ends_as_if_it_had_not_been(tm
     resumed = stopped.resume(reward=score)
     assert (resumed.exit, len(resumed.metrics)) == (0, 3)
     assert_same_run(whole.out, resumed.out)
-
-
-@pytest.mark.slow
-def test_a_second_interrupt_raises_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("maxrl_fast.job.control.ECHO", -1.0)  # else one within a second is an echo
-
-    before = signal.getsignal(signal.SIGINT)
-
-    def interrupted(self, *args, **options):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        raise AssertionError("the second interrupt has not been raised")
-
-    monkeypatch.setattr(Learner, "update", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        maxrl_fast.run(OPTIONS, out=tmp_path / "run")
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.slow

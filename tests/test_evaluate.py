@@ -2,7 +2,6 @@
 refuses.
 """
 
-import io
 import json
 import re
 import shutil
@@ -10,12 +9,10 @@ from itertools import combinations
 
 import pytest
 import torch
-from rich.console import Console
 
 from maxrl_fast import evaluate
 from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.job.screen import Screen
 from maxrl_fast.report.reading import read_folder
 from maxrl_fast.tasks.maze import MazeTask
 from tests import brute_force
@@ -181,7 +178,8 @@ def test_a_policy_is_never_compared_with_itself(maze_run, tmp_path, capsys):
 
 
 def test_flags_override_the_runs_options(maze_run, tmp_path, capsys):
-    flags = "--maze-size 7 --task-seed 1 --split train --top-p 0.9 --seed 2 --eval-prompts 5"
+    flags = "--maze-size 7 --task-seed 1 --split train --top-p 0.9 --seed 2 --eval-prompts 5 "
+    flags += "--confidence 0.9"
     assert run(maze_run, *flags.split(), "--out", tmp_path / "out") == 0
     options = read(tmp_path / "out")["options"]
     wanted = {"maze_size": 7, "task_seed": 1, "seed": 2, "split": "train", "max_new_tokens": 18}
@@ -193,6 +191,11 @@ def test_flags_override_the_runs_options(maze_run, tmp_path, capsys):
     assert error == ""
     assert f"seed are those of the run {maze_run}, unless a flag overrides them" in text
     assert "5 train prompts x 4 samples, temperature 1, top-p 0.9, at most 18 tokens" in text
+    interval = read(tmp_path / "out")["pass_at_k"]["2"]
+    assert f"{interval['mean']:.3f} ({interval['low']:.3f}, {interval['high']:.3f})" in text
+    assert "90%" in text
+    names = ["coverage.png", "eval.json", "lock", "samples.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
 
 
 def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path, capsys):
@@ -208,25 +211,6 @@ def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path, 
     distinct = f"({num_distinct} distinct: intervals treat all prompts as distinct)"
     assert f"12 test prompts {distinct} x 4 samples" in text
     assert read(tmp_path / "out")["num_distinct_prompts"] == num_distinct
-
-
-def test_the_screen_shows_progress_and_results(maze_run, tmp_path, monkeypatch):
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True, width=160, no_color=True)
-    monkeypatch.setattr(evaluate, "Screen", lambda: Screen(console))
-    flags = ("--baseline", maze_run / "checkpoints" / "step-000000", "--confidence", "0.9")
-    assert run(maze_run / "latest", *flags, "--out", tmp_path / "out") == 0
-    text, results = output.getvalue(), read(tmp_path / "out")
-    words = "evaluate, 12/12, left, max@k, maj@k, 90%, samples to match, preserved, out of support"
-    assert all(word in text for word in words.split(", "))
-    interval = results["pass_at_k"]["2"]
-    assert f"{interval['mean']:.3f} ({interval['low']:.3f}, {interval['high']:.3f})" in text
-    gain = results["baseline"]["gain"]["4"]
-    assert f"{gain['mean']:+.3f} ({gain['low']:+.3f}, {gain['high']:+.3f})" in text
-    names = ["coverage.png", "eval.json", "samples.jsonl"]
-    assert all(str(tmp_path / "out" / name) in text for name in names)
-    assert (tmp_path / "out" / "coverage.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([*names, "lock"])
 
 
 def test_finished_evaluations_are_compared(maze_run, finished, tmp_path, capsys):

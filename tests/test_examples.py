@@ -246,13 +246,6 @@ def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(
     assert shown == printed, f"the header must have these lines:\n{wanted}"
 
 
-def test_a_recipe_names_its_model_of_the_hub(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert train.main(["--config", str(EXAMPLES / "polaris_qwen3.toml"), "--dry-run"]) == 2
-    assert "hf://Qwen/Qwen3-1.7B-Base" in " ".join(capsys.readouterr().err.split())
-
-
 @pytest.mark.slow
 def test_gym_tiny(tmp_path, capsys, monkeypatch):
     """Run a short version. The whole example takes two minutes."""

@@ -1,17 +1,16 @@
 """The command `python -m maxrl_fast.objectives`: its table, its weights and what it refuses."""
 
-import re
-
 import pytest
 import torch
 
-from maxrl_fast import objectives, ops
+from maxrl_fast import ops
 from maxrl_fast.algorithms.estimators import ALIASES
 from maxrl_fast.algorithms.known import explain_name
 from maxrl_fast.objectives import main
 from maxrl_fast.ops import ESTIMATORS, LOSSES
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import OBJECTIVES, make_objective, objective_defaults
+from maxrl_fast.training.objectives.weight import weight_of
 from tests.tables import table
 
 
@@ -20,17 +19,6 @@ def test_the_table_has_every_estimator(capsys):
     words = capsys.readouterr().out.split()
     assert {*ESTIMATORS, *OBJECTIVES, *LOSSES, *CORRECTIONS} <= set(words)
     assert "[sg(rho)" in words  # rich does not take the brackets of a formula for markup
-
-
-@pytest.mark.parametrize("width", [60, 200])
-def test_no_word_is_cut_in_a_terminal(width, capsys, monkeypatch):
-    monkeypatch.setattr(objectives.sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert main([]) == 0
-    printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    assert "…" not in printed
-    assert {*ESTIMATORS, *OBJECTIVES, *LOSSES, *CORRECTIONS} <= set(printed.split())
-    assert max(map(len, printed.splitlines())) <= width
 
 
 @pytest.mark.parametrize(
@@ -65,6 +53,19 @@ def test_the_default_size_fits_the_number_of_rollouts(name):
     size = ESTIMATORS[name].size
     assert objective_defaults(name, 16)[size.name] == (4 if size.name == "k" else 15)
     assert objective_defaults(name, 3)[size.name] == 3 - size.below_n
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"objective": "pacs", "k": None}, "has no W_N"),
+        ({"rollouts": 10**6}, "must be 1 to 2,048"),
+        ({"k": [4]}, "maxpo needs"),
+    ],
+)
+def test_a_run_whose_weight_is_not_known_says_why(options, reason):
+    run = {"objective": "maxpo", "k": 4, "rollouts": 16} | options
+    assert reason in weight_of(run, [0.5])["reason"]
 
 
 def test_weights_are_printed_and_drawn(tmp_path, capsys):

@@ -1,6 +1,5 @@
 """What a wheel rests on. `make dist` builds one and looks into it."""
 
-import os
 import re
 import runpy
 import subprocess
@@ -32,29 +31,6 @@ def test_the_build_asks_torch_whether_it_has_cuda(code, built, monkeypatch):
     assert cuda() == built
     monkeypatch.setenv("MAXRL_FAST_CUDA", "ON")
     assert cuda() == "ON"
-
-
-PROJECT = """cmake_minimum_required(VERSION 3.25)
-project(x LANGUAGES CXX)
-find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
-find_package(pybind11 CONFIG REQUIRED)
-pybind11_add_module(_C x.cpp)
-"""
-
-
-@pytest.mark.slow
-def test_another_build_links_nothing(tmp_path):
-    """pip builds into another folder each time, and linking takes as long as compiling."""
-    (tmp_path / "CMakeLists.txt").write_text(PROJECT)
-    (tmp_path / "setup.py").write_text((ROOT / "setup.py").read_text())
-    (tmp_path / "x.cpp").write_text("#include <pybind11/pybind11.h>\nPYBIND11_MODULE(_C, m) {}")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    for folder, said in (("one", "Linking"), ("two", "no work to do")):
-        command = [sys.executable, "setup.py", "build_ext", "--build-lib", folder]
-        options = {"cwd": tmp_path, "env": os.environ | {"PATH": path}, "check": True}
-        built = subprocess.run(command, capture_output=True, text=True, **options)
-        assert said in built.stdout
-        assert [*(tmp_path / folder).rglob("_C*.so")]
 
 
 def test_a_missing_compiler_is_one_sentence():

@@ -84,20 +84,6 @@ def test_gaps_smoothing_and_the_line_of_4000_steps(show, tmp_path):
         assert (None if shown == "–" else float(shown)) == values[step]
 
 
-def test_hovering_shows_all_digits_and_a_click_moves_the_step(show, tmp_path, two):
-    page = show(tmp_path / "one", tmp_path / "two")
-    place = move_over(page, chart_of(card(page, "entropy"), ""), 11 / 30)
-    tooltip = page.locator("#tooltip")
-    tooltip.locator("strong").wait_for()
-    assert tooltip.locator("strong").inner_text() == "step 11"
-    shown = [float(text) for text in tooltip.locator("b").all_inner_texts()]
-    assert shown == [records[10]["entropy"] for records in two.values()]
-    page.mouse.click(*place)
-    assert page.locator("#step").input_value() == "11"
-    page.mouse.move(2, 2)
-    tooltip.wait_for(state="hidden")
-
-
 def test_runs_and_curves_can_be_hidden(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two")
     panels = ("#curves", "#coverage", "#weights", "#norms")
@@ -191,18 +177,6 @@ CLIPPED = """() => [...document.querySelectorAll('body *')].filter(node => {
     return box.width > 1 && !node.closest('.hidden') && (isCut || box.right > innerWidth + 1);
 }).map(node => `${node.tagName}.${node.className.baseVal ?? node.className}: ` +
     node.textContent.slice(0, 60))"""
-
-
-def test_a_run_of_one_step_and_an_evaluation_without_runs(show, tmp_path):
-    write_run(tmp_path / "short", steps=1)
-    page = show(tmp_path / "short")
-    assert runs_drawn(page, "#curves") == {0}
-    write_evaluation(tmp_path / "evaluation")
-    page = show(tmp_path / "evaluation")
-    page.locator("#samples .sample").wait_for()
-    assert page.locator("#step, #curves, #weights").count() == 0
-    assert len(drawn(chart_of(page, "#coverage"), 0)) == 1
-    assert page.locator("#samples .response").count() == 1
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 380)])

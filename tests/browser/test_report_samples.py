@@ -1,8 +1,6 @@
-"""The prompts, rewards and samples of the report's page in a real browser."""
+"""The prompts and samples of the report's page in a real browser."""
 
-import json
 import re
-import statistics
 
 import pytest
 
@@ -50,27 +48,6 @@ def test_prompts_are_gained_and_lost_and_sorted(show, tmp_path, two):
         assert after == pytest.approx(counts[1][i] / 8, abs=1e-3)
 
 
-def test_rewards_are_a_histogram_with_components(show, tmp_path, two):
-    page = show(tmp_path / "one", tmp_path / "two")
-    rewards = page.locator("#rewards")
-    rewards.locator(".bar").first.wait_for()
-    assert rewards.locator(".stage").all_inner_texts() == ["0", "1"]
-    # 26 samples, of which 2 have no reward
-    assert rewards.locator(".amount").first.inner_text() == "58.3% · 14"
-    caption = rewards.locator(".caption")
-    assert "one: mean 0.4167 over 24 samples, 2 without a value" in caption.inner_text()
-    rewards.get_by_role("button", name="Training rollouts").click()
-    rewards.locator("select[name=quantity]").select_option("right")
-    values = [x["components"]["right"] for x in read(tmp_path / "one" / "rollouts.jsonl")]
-    assert rewards.locator(".stage").all_inner_texts() == ["0", "0.2500", "1"]
-    bars = rewards.locator('.bar[data-run="0"]').all()
-    shares = [float(bar.get_attribute("data-value")) for bar in bars]
-    assert shares == [pytest.approx(values.count(value) / 24) for value in (0, 0.25, 1)]
-    rewards.get_by_role("button", name="At the step").click()
-    move_to(page, 5)
-    assert "over 12 samples" in caption.inner_text()
-
-
 def test_samples_are_by_prompt_with_two_runs_side_by_side(show, tmp_path, two):
     page = show(tmp_path / "one", tmp_path / "two")
     samples = page.locator("#samples")
@@ -106,29 +83,6 @@ def test_samples_are_by_prompt_with_two_runs_side_by_side(show, tmp_path, two):
     assert samples.locator(".response pre").all_inner_texts() == ["response 11"]
     samples.locator("input[name=text]").fill("nowhere")
     assert samples.locator(".sample").count() == 0
-
-
-def test_training_rollouts_are_shown_by_prompt_over_time(show, tmp_path, two):
-    page = show(tmp_path / "one")
-    samples = page.locator("#samples")
-    samples.get_by_role("button", name="Training rollouts").click()
-    assert samples.locator(".count").inner_text() == "2 prompts, 24 of 24 samples"
-    kept = [x for x in read(tmp_path / "one" / "rollouts.jsonl") if x["id"] == 101]
-    prompt = samples.locator('.sample[data-id="101"]')
-    texts = prompt.locator(".column summary").all_inner_texts()
-    for step, text in zip((1, 9), texts, strict=True):
-        mean = statistics.mean(x["reward"] for x in kept if x["step"] == step)
-        assert text.startswith(f"step {step} · ")
-        assert float(text.split()[5]) == pytest.approx(mean, abs=1e-3)
-    assert prompt.locator(".response").count() == 8  # four of each step
-    prompt.get_by_role("button", name="Show 2 more").first.click()
-    assert prompt.locator(".response").count() == 10
-    facts = prompt.locator(".response .facts").first.inner_text()
-    assert re.fullmatch(r"5 tokens · advantage -?[\d.e-]+ · right [\d.]+ · short –", facts)
-    facts = prompt.locator("header .facts").first.inner_text()
-    assert facts.startswith("answer answer 101 </script>")
-    prompt.locator("header summary", has_text="columns").click()
-    assert json.loads(prompt.locator("header pre").inner_text())["level"] == 101
 
 
 def test_mazes_are_drawn_with_the_path_of_the_response(show, tmp_path):

@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pandas
 import pytest
 
 from maxrl_fast.job.log import Log
@@ -48,13 +47,6 @@ def test_rows_are_dicts(log):
 
 def test_a_log_that_has_not_begun_is_empty(tmp_path):
     assert len(Log.read(tmp_path / "none.jsonl")) == 0
-
-
-def test_pandas_gets_the_same_columns(log):
-    frame = log.to_pandas()
-    assert isinstance(frame, pandas.DataFrame)
-    assert list(frame.columns) == log.columns
-    assert frame["step"].tolist() == [1, 2, 3]
 
 
 def test_a_notebook_shows_a_short_table_without_markup_of_its_own(log):

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maxrl_fast import train
 from maxrl_fast.evaluation.kept_samples import prompt_records
 from maxrl_fast.job.run_files import LogFile
-from maxrl_fast.job.tensorboard import TensorBoard
 from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks.maze import WORDS, MazeTask
@@ -84,14 +82,6 @@ def test_diagnostics_cover_every_prompt_of_the_step(maze_run):
     timings = json.loads((maze_run / "timings.json").read_text())
     assert {"warm start", "evaluation", "rollout", "update", "diagnosis"} <= set(timings)
     assert min(timings.values()) >= 0
-
-
-def test_tensorboard_drops_what_a_resumed_run_writes_again(tmp_path):
-    for number, purge_step in ((1.0, 0), (2.0, 3)):
-        board = TensorBoard(tmp_path, {}, "run", purge_step)
-        board.log({"a": number}, 3)
-        board.close(is_done=False)
-    assert [event.step for event in EventAccumulator(str(tmp_path)).Reload().Scalars("a")] == [3]
 
 
 def lines(*steps):

@@ -11,9 +11,7 @@ from html.parser import HTMLParser
 from importlib.resources import files
 
 import pytest
-import torch
 
-from maxrl_fast.ops import effective_weight
 from maxrl_fast.report import main, reading, samples
 from maxrl_fast.report.page import KEY_OPTIONS
 from tests.browser.made_up import HOSTILE, KEYS, write_evaluation, write_lines, write_run
@@ -137,36 +135,6 @@ def test_key_options_and_differing_options_are_shown(tmp_path, report):
     assert data["differing"] == ["maze_size", "data"]
     assert [run["options"]["maze_size"] for run in data["runs"]] == [9, 11]
     assert data["runs"][1]["options"]["data"] == "y" * 200 + " …"
-
-
-@pytest.mark.parametrize(
-    ("options", "estimator", "size"),
-    [
-        ({"objective": "maxrl", "k": None, "order": 5, "rollouts": 9}, "maxrl", {"order": 5}),
-        ({"objective": "grpo", "k": None, "rollouts": 8, "ddof": 0}, "grpo", {"ddof": 0.0}),
-    ],
-)
-def test_weights_are_exact_at_the_runs_size(tmp_path, report, options, estimator, size):
-    write_run(tmp_path / "run", **options)
-    data = report(tmp_path / "run").data
-    rates = torch.tensor(data["pass_rates"], dtype=torch.float64)
-    expected = effective_weight(estimator, options["rollouts"], rates, **size)
-    assert data["runs"][0]["weight"] == {"values": expected.tolist()}
-    assert data["pass_rates"][0] == pytest.approx(1e-3)
-    assert data["pass_rates"][-1] == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"objective": "pacs", "k": None}, "has no W_N"),
-        ({"rollouts": 10**6}, "must be 1 to 2,048"),
-        ({"k": [4]}, "maxpo needs"),
-    ],
-)
-def test_a_missing_weight_has_a_reason(tmp_path, report, options, reason):
-    write_run(tmp_path / "run", **options)
-    assert reason in report(tmp_path / "run").data["runs"][0]["weight"]["reason"]
 
 
 def test_hostile_text_stays_in_the_data(tmp_path, report):

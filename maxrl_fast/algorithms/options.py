@@ -146,7 +146,7 @@ def notes_of(hint: Any) -> Iterator[Any]:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.4)
+    close = difflib.get_close_matches(word, list(words), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -327,6 +327,7 @@ def test_choices_have_the_names_that_others_give_them():
     --task chain --gym-config {} | --gym-config is not used by task chain
     --task reward.py:score --reward a:b | --reward is not used by task reward.py:score
     --task gsm8 | package.module:CLASS or FILE.py:FUNCTION, got 'gsm8'; did you mean 'gsm8k'\?
+    --task nothing | got 'nothing'$
     --task dataset --reward r.py:f --max-turns 3 | --max-turns needs --environment
     --reward-source vote --objective self | --reward-source vote does not support self: it needs
         individual rewards

@@ -39,6 +39,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.scorer import Scorer
 
 SIZES = {
     # 3.9M parameters
@@ -64,7 +65,13 @@ TURN = 3  # steps of one trainer before the other's turn
 
 
 def trl_trainer(
-    config: ResolvedConfig, task: Task, checkpoint: Path, steps: int, max_rows: int, after_step: Any
+    config: ResolvedConfig,
+    task: Task,
+    scorer: Scorer,
+    checkpoint: Path,
+    steps: int,
+    max_rows: int,
+    after_step: Any,
 ) -> tuple[Any, list[float]]:
     """Return a GRPOTrainer of the same job, and the list to which its steps' mean rewards are
     appended.
@@ -88,9 +95,8 @@ def trl_trainer(
     rewards: list[float] = []
 
     def reward(completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
-        scores: list[float] = task.score(
-            prompts.select(torch.tensor(index)), Rollouts.given(completion_ids)
-        ).tolist()
+        chosen, rollouts = prompts.select(torch.tensor(index)), Rollouts.given(completion_ids)
+        scores: list[float] = scorer.score(chosen, rollouts).tolist()
         rewards.append(statistics.mean(scores))
         return scores
 
@@ -137,6 +143,7 @@ def measure(config: Config, steps: int, max_rows: int) -> dict[str, Any]:
     resolved, task, model = warm_started(config)
     device = torch.device(resolved.run.device)
     ours = timed_trainer(resolved, task, model)
+    scorer = ours.trainer.collector.scorer
     times: dict[str, list[float]] = {"ours": [], "trl": []}
     peaks: dict[str, int | None] = {}  # of the last step
 
@@ -164,7 +171,9 @@ def measure(config: Config, steps: int, max_rows: int) -> dict[str, Any]:
         checkpoint.mkdir()
         files = new_files(model.config, task.stop_ids) | task.tokenizer_files()
         write_policy(checkpoint, model.config.dtype, model.weights(), files)
-        trainer, rewards = trl_trainer(resolved, task, checkpoint, steps, max_rows, InTurn())
+        trainer, rewards = trl_trainer(
+            resolved, task, scorer, checkpoint, steps, max_rows, InTurn()
+        )
         trainer.train()
     counted = {
         name: [x for i, x in enumerate(values) if i % TURN] for name, values in times.items()

@@ -117,7 +117,7 @@ def measured(folder: Path, learner: Learner, rounds: int, device: torch.device) 
     """
     folder.mkdir()
     files, progress = RunFiles(folder, {}), Progress("training")
-    checkpoints = Checkpoints(files, {}, {}, 0, 1, Ranks(), StopSignal(), Stopwatch(), None)
+    checkpoints = Checkpoints(files, {}, {}, {}, 0, 1, Ranks(), StopSignal(), Stopwatch(), None)
     times: dict[str, list[float]] = {
         name: [] for name in ("foreground", "thread", "thread_until_written", "slowdown")
     }

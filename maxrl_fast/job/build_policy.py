@@ -12,7 +12,13 @@ import torch
 from maxrl_fast.config.options import Config, ResolvedConfig, RolloutOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.resume import Saved
-from maxrl_fast.model.checkpoint import DTYPES, kept_files, new_files
+from maxrl_fast.model.checkpoint import (
+    DTYPES,
+    StoredTensor,
+    carried_tensors,
+    kept_files,
+    new_files,
+)
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.hub import HUB, directory_of, find_model
 from maxrl_fast.model.huggingface import HuggingFacePolicy
@@ -142,12 +148,17 @@ def tokens_of(files: Mapping[str, Any], place: str) -> dict[int, str]:
     return tokens | added
 
 
-def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> dict[str, Any]:
-    """Return the checkpoint files besides the weights, by name: JSON contents or bytes. The
-    configuration is that of the checkpoint `start`; None: of a new policy."""
+def build_policy_files(
+    task: Task, model: PolicyModel, start: Path | None
+) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """Return what checkpoints have besides the policy's weights: files by name, JSON contents or
+    bytes, and tensors by name. The configuration is that of the checkpoint `start`; None: of a new
+    policy."""
+    files = task.tokenizer_files()
     if start is None:
-        return {**task.tokenizer_files(), **new_files(model.config, task.stop_ids)}
-    return {**task.tokenizer_files(), **kept_files(start, task.stop_ids, model.config.dtype)}
+        return {**files, **new_files(model.config, task.stop_ids)}, {}
+    files = {**files, **kept_files(start, task.stop_ids, model.config.dtype)}
+    return files, carried_tensors(start, model) if model.backend != "native" else {}
 
 
 def dtype_of(config: ResolvedConfig) -> torch.dtype:

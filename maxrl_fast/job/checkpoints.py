@@ -34,7 +34,7 @@ from maxrl_fast.job.learner_state import (
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved, machine_of, rename_damaged_after
 from maxrl_fast.job.run_files import RunFiles
-from maxrl_fast.model.checkpoint import write_policy
+from maxrl_fast.model.checkpoint import StoredTensor, write_policy
 from maxrl_fast.model.linear import save_adapters
 from maxrl_fast.model.policy_model import PolicySizes, find_nonfinite
 from maxrl_fast.runtime.background import Background
@@ -63,6 +63,7 @@ class Checkpoints:
         self,
         files: RunFiles,
         policy_files: Mapping[str, Any],
+        carried: Mapping[str, StoredTensor],
         fingerprints: Mapping[str, str],
         save_every: int,
         keep: int,
@@ -72,7 +73,7 @@ class Checkpoints:
         saved: Saved | None,
     ):
         self.out, self._save_every, self._keep = files.out, save_every, keep
-        self._policy_files, self._fingerprints = policy_files, fingerprints
+        self._policy_files, self._carried, self._fingerprints = policy_files, carried, fingerprints
         self._ranks, self._stop, self._clock, self._files = ranks, stop, clock, files
         self._saved, self._background = saved, Background()
         # newest complete one; newest started
@@ -184,7 +185,9 @@ class Checkpoints:
             if ranks.is_first:
                 base = self._files.options["model"]
                 save_adapters(folder / "adapter", base, saved.adapter_config, saved.adapters)
-                write_policy(folder, saved.dtype, saved.weights, self._policy_files)
+                write_policy(
+                    folder, saved.dtype, saved.weights, self._policy_files, carried=self._carried
+                )
                 (folder / "progress.json").write_text(record)
             wait_for_others()
             if ranks.is_first:

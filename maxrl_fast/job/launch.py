@@ -239,9 +239,9 @@ class Job:
         config, task, ranks, clock = context.config, context.task, context.ranks, context.clock
         # a resumed run keeps the configuration of its checkpoint
         start = saved.directory if saved else config.model.directory
-        policy_files = build_policy_files(task, context.policy, start)
+        kept = build_policy_files(task, context.policy, start)
         rhythm = config.run.save_every, config.run.keep_checkpoints
-        checkpoints = Checkpoints(files, policy_files, prints, *rhythm, ranks, stop, clock, saved)
+        checkpoints = Checkpoints(files, *kept, prints, *rhythm, ranks, stop, clock, saved)
         trainer, warm_start = build_trainer(context)
         # with the seconds that the clock counts
         progress = saved.progress if saved else Progress(seconds=clock.seconds)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from maxrl_fast.model import flash
 from maxrl_fast.model.flash import VarlenSpec
+from maxrl_fast.model.recurrence import Levels, levels_of
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import check_mode, first_order, register_backward
 from maxrl_fast.ops.dispatch import KernelLaunch, dtype_name, operator
@@ -113,6 +114,11 @@ class Forest:
         parts = [x.split([int(n.sum()) for n in y]) for x, y in zip(index, levels, strict=True)]
         specs = [VarlenSpec(*x, self.device) for x in zip(*levels, strict=True)]
         return list(zip(*parts, specs, strict=True))
+
+    @cached_property
+    def padded(self) -> Levels:
+        """The segments in batches, depth by depth, for layers with a state."""
+        return levels_of(self.lengths, self.parents, self.device)
 
     def copied_keys(self, window: int, softcap: float) -> tuple[Tensor, VarlenSpec]:
         """Return the index of the keys that each segment attends to, and the attention; made once

@@ -4,9 +4,11 @@ Nothing is pickled, and no code of a checkpoint is executed.
 """
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +19,11 @@ from torch import Tensor
 from maxrl_fast.errors import InputError, UnsupportedModelError
 from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling
 from maxrl_fast.model.huggingface import HuggingFaceSizes
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.runtime.files import printable, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 # limit of one file: while one is written, the process sends no sign of life to the other ranks
 SHARD_BYTES = 2 * 10**9
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,9 +42,10 @@ def write_policy(
     weights: Iterable[tuple[str, Tensor]],
     files: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
+    carried: Mapping[str, "StoredTensor"] = MappingProxyType({}),
 ) -> None:
     """Write a checkpoint that `transformers` loads into an existing directory. weights: stored in
-    `dtype`. files: JSON contents or bytes by name."""
+    `dtype`. files: JSON contents or bytes by name. carried: tensors stored as they are."""
     for name, content in files.items():
         if not isinstance(content, bytes):
             content = (json.dumps(content, indent=2) + "\n").encode()
@@ -48,8 +53,8 @@ def write_policy(
         (directory / name).write_bytes(content)
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
-    for name, weight in weights:
-        tensor = weight.to("cpu", DTYPES[dtype]).contiguous()
+    own = ((name, weight.to("cpu", DTYPES[dtype]).contiguous()) for name, weight in weights)
+    for name, tensor in itertools.chain(own, ((name, x.read()) for name, x in carried.items())):
         if shards[-1] and size + tensor.nbytes > shard_bytes:
             shards.append({})
             size = 0
@@ -103,10 +108,12 @@ def new_files(
 def kept_files(
     directory: Path, stop_ids: Collection[int], dtype: str = "float32"
 ) -> dict[str, bytes]:
-    """Return config.json and generation_config.json for checkpoints of a policy loaded from here;
-    the latter's eos_token_id becomes `stop_ids` if it names other tokens."""
+    """Return config.json, generation_config.json and the processors of images and sound for
+    checkpoints of a policy loaded from here. eos_token_id of generation_config.json becomes
+    `stop_ids` if it names other tokens."""
     config = read_json(directory / "config.json")
-    config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
+    for part in (config, config.get("text_config") or {}):
+        part |= {key: dtype for key in ("dtype", "torch_dtype") if key in part}
     names = "bos_token_id", "pad_token_id"
     generation: dict[str, Any] = {key: config[key] for key in names if key in config}
     generation |= {"eos_token_id": list(stop_ids), "do_sample": True}
@@ -119,6 +126,9 @@ def kept_files(
             # with it transformers prefers the eos_token_id of config.json
             generation.pop("_from_model_config", None)
     contents = {"config.json": config, "generation_config.json": generation}
+    for name in PROCESSORS:
+        if (directory / name).exists():
+            contents[name] = read_json(directory / name)
     return {
         name: (json.dumps(without_code(fields), indent=2) + "\n").encode()
         for name, fields in contents.items()
@@ -144,6 +154,23 @@ class StoredTensor(NamedTuple):
         except (OSError, SafetensorError) as error:
             raise InputError(f"cannot read {self.name} from {self.path}: {error}") from error
         return tensor
+
+
+def carried_tensors(directory: Path, model: PolicyModel) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint that are not of its decoder of text, which the policy's
+    own checkpoints keep: encoders of images or sound, heads that predict several tokens."""
+    stored, own = _find_tensors(directory), {name for name, _ in model.weights()}
+    if model.config.tie_word_embeddings:
+        stored = {name: x for name, x in stored.items() if not name.endswith("lm_head.weight")}
+    others = {name: x for name, x in stored.items() if name not in own}
+    if others and (renamed := own - stored.keys()):  # under old names, which transformers knows
+        if "text_config" not in hf_config(model.config):
+            return {}
+        raise InputError(
+            f"{_tensor_list(directory)} must name its tensors as transformers saves them, got none "
+            f"that is {min(renamed)}"
+        )
+    return others
 
 
 def load_checkpoint(directory: Path) -> Decoder:

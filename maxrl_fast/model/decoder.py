@@ -18,6 +18,7 @@ from maxrl_fast.model.layer_kernels import choose_rows, layer_ops
 from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
 from maxrl_fast.model.linear import Linear, merged_weights, packed
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
+from maxrl_fast.model.recurrence import Recurrence
 
 # A caller's attention function: (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]) -> [U, Hq, D].
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -257,6 +258,7 @@ class Decoder(PolicyModel):
         attention: Attention,
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
+        recurrence: Recurrence | None = None,
     ) -> Tensor:
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
         c = self.config

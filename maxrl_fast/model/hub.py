@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.model.checkpoint import PROCESSORS
 from maxrl_fast.model.tokenizer import FILES as TOKENIZER_FILES
 
 HUB = "hf://"
 FOLDER = "--model must be the folder of a checkpoint"
-SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+SMALL_FILES = ("config.json", "generation_config.json", *PROCESSORS, *TOKENIZER_FILES)
 WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 STALL_SECONDS = 120  # without a byte from the hub
 REACH_SECONDS = 2.0  # to look up the hub's name, connect and get an answer

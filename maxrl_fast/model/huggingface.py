@@ -1,5 +1,5 @@
 """A policy whose layers are transformers': any decoder that calls the attention function once a
-layer, which calls the policy's.
+layer, which calls the policy's, alone or within a model that reads images or sound too.
 
 Scale, sliding window, soft cap and sinks are passed on; anything else that eager attention would
 honour is refused by name. Parameters are the float32 master weights; each layer casts them to the
@@ -7,6 +7,7 @@ compute dtype. Routers of mixtures of experts compute in float32. Dropout is off
 """
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -25,6 +26,7 @@ from maxrl_fast.model.attention import AttentionVariant
 from maxrl_fast.model.layer_kernels import choose_rows
 from maxrl_fast.model.linear import merged_weights
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
+from maxrl_fast.model.recurrence import Recurrence, States
 from maxrl_fast.ops.logit_chunks import output_product
 
 NAME = "maxrl_fast"  # under which the functions are registered
@@ -40,10 +42,13 @@ _OTHER = {
 class HuggingFaceSizes(PolicySizes):
     # of config.json, without keys that make transformers run code
     fields: dict[str, Any] = field(default_factory=dict)
+    # tokens in whose place a model that reads images or sound too has these
+    images: tuple[int, ...] = ()
 
 
 class HuggingFacePolicy(PolicyModel):
-    """A ...ForCausalLM of transformers, changed in place, and its sizes."""
+    """A ...ForCausalLM of transformers, or a ...ForConditionalGeneration of which only the decoder
+    of text is left, changed in place; and its sizes."""
 
     def __init__(self, model: Any, sizes: HuggingFaceSizes):
         super().__init__()
@@ -52,8 +57,10 @@ class HuggingFacePolicy(PolicyModel):
         self.backend = f"transformers {transformers.__version__}"
         self.config, self.hf = sizes, model.eval()
         self._block_names = _block_names(model)
-        routers, blocks = _router_classes(model), list[Any](self.blocks)
+        routers, blocks = _router_classes(self.body), list[Any](self.blocks)
         in_blocks = {id(module) for block in blocks for module in block.modules()}
+        for module in [x for block in blocks for x in block.modules() if _cache_name(x)]:
+            _mix(module, _Recurrent)
         for module in list[nn.Module](self.body.modules()):
             if isinstance(module, routers):
                 _mix(module, _Router)
@@ -67,7 +74,8 @@ class HuggingFacePolicy(PolicyModel):
             block.block_index = i
         _register()
         self.set_eager(False)
-        self.softcap = float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
+        text = model.config.get_text_config()
+        self.softcap = float(getattr(text, "final_logit_softcapping", None) or 0.0)
 
     @property
     def lm_head(self) -> Any:
@@ -86,7 +94,7 @@ class HuggingFacePolicy(PolicyModel):
 
     def set_eager(self, is_eager: bool) -> None:
         try:
-            self.hf.set_attn_implementation("eager" if is_eager else NAME)
+            self.hf.get_decoder().set_attn_implementation("eager" if is_eager else NAME)
         except Exception as error:  # transformers raises anything
             raise InputError(
                 f"{self.config.model_type} does not support our attention function: {error}"
@@ -99,6 +107,7 @@ class HuggingFacePolicy(PolicyModel):
         attention: Callable[..., Tensor],
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
+        recurrence: Recurrence | None = None,
     ) -> Tensor:
         for module in self.body.modules():
             if isinstance(module, _Embedding):
@@ -106,7 +115,7 @@ class HuggingFacePolicy(PolicyModel):
         for block in self.blocks:
             if self.checkpoint_activations:
                 _set_checkpointing(block)
-        with within(Pass(attention, -1)):
+        with within(Pass(attention, recurrence, -1)):
             inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
             output = self.body(**inputs, use_cache=False)
         return self.padded(choose_rows(output[0][0], rows))
@@ -269,20 +278,45 @@ class _Router(nn.Module):
         return _in_dtype(self, torch.float32, super().forward, args, kwargs)
 
 
+def _cache_name(module: Any) -> str | None:
+    """Return how a layer with a state calls its cache, which it takes after its input; None for
+    other modules."""
+    names = [*inspect.signature(module.forward).parameters][1:2]
+    return names[0] if names and names[0] in ("cache_params", "past_key_values") else None
+
+
+class _Recurrent(nn.Module):
+    """A layer with a state, whose states the pass keeps."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        layer_pass, own_forward = current.get(), super().forward
+        if layer_pass is None:
+            return own_forward(hidden_states, **kwargs)
+        if layer_pass.recurrence is None:
+            raise InputError(f"{type(self).__name__} has a state, which this caller cannot keep")
+        name = next(x for x in kwargs if x in ("cache_params", "past_key_values"))
+
+        def run(hidden: Tensor, states: States, mask: Tensor | None) -> Tensor:
+            own = kwargs | {name: states, "attention_mask": mask}
+            return own_forward(hidden, **own)
+
+        layer_pass.num_states += 1
+        key = layer_pass.layer, layer_pass.num_states
+        return layer_pass.recurrence(key, run, hidden_states[0])[None]
+
+
 class _Block(_Cast):
     """A layer keeps its attention function for activation checkpointing."""
 
     block_index = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outer = current.get()
-        own = None if outer is None else outer.attention
-        return super().__call__(*args, layer_attention=own, **kwargs)
+        return super().__call__(*args, layer_pass=current.get(), **kwargs)
 
-    def forward(
-        self, *args: Any, layer_attention: Callable[..., Tensor] | None = None, **kwargs: Any
-    ) -> Any:
-        with within(None if layer_attention is None else Pass(layer_attention, self.block_index)):
+    def forward(self, *args: Any, layer_pass: "Pass | None" = None, **kwargs: Any) -> Any:
+        if layer_pass is not None:
+            layer_pass = Pass(layer_pass.attention, layer_pass.recurrence, self.block_index)
+        with within(layer_pass):
             return super().forward(*args, **kwargs)
 
 
@@ -301,9 +335,11 @@ def _set_checkpointing(block: Any) -> None:
 
 @dataclass
 class Pass:
-    attention: Callable[..., Tensor]  # of PolicyModel.forward
+    attention: Callable[..., Tensor]  # of PolicyModel.forward, as is `recurrence`
+    recurrence: Recurrence | None
     layer: int
     num_calls: int = 0
+    num_states: int = 0
 
 
 current: ContextVar[Pass | None] = ContextVar("current", default=None)

@@ -4,6 +4,7 @@ transformers gets a configuration without the keys that make it run code, reads 
 and downloads nothing.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,34 +17,31 @@ from maxrl_fast.model.decoder import check_sizes
 from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
 from maxrl_fast.runtime.files import printable, read_json
 
-# Kinds of layers (layer_types) that are not attention over earlier tokens, or not by the attention
-# function.
-_NOT_ATTENTION = (
-    *("linear_attention", "conv", "mamba", "recurrent"),
-    *("hybrid", "sparse", "compressed", "indexed"),
-)
-# Parts of a model that reads more than text.
-_TEXT = {"text_config", "text_encoder", "decoder", "generator", "thinker_config", "patcher_config"}
+# Kinds of layers (layer_types) that attend to some of the earlier tokens, chosen by themselves.
+_NOT_ATTENTION = ("sparse", "compressed", "indexed")
+# Parts of a model whose decoder of text transformers does not set apart.
+_PARTS = {"text_encoder", "decoder", "generator", "thinker_config", "patcher_config"}
 # Rotary embeddings whose frequencies change once a sequence is longer than this key says; a packed
 # stream has only one.
 _BY_LENGTH = ("dynamic", "longrope")
 
 
 def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> HuggingFacePolicy:
-    """Return the policy of a directory, on the CPU in float32, or the meta device if `is_empty`.
-    longest: tokens of the longest prompt with its response."""
+    """Return the policy of a directory, on the CPU in float32, or the meta device if `is_empty`: of
+    a model that reads images or sound too, its decoder of text. longest: tokens of the longest
+    prompt with its response."""
     config, sizes = read_huggingface(directory)
     check_supported(config, longest)
-    from transformers import AutoModelForCausalLM
-
+    loader = model_class(config)
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     try:
         with Quiet():
             if is_empty:
                 with torch.device("meta"):
-                    empty = AutoModelForCausalLM.from_config(config, **options)
+                    empty = loader.from_config(config, **options)
+                    keep_decoder(empty)
                     return HuggingFacePolicy(empty, sizes)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = loader.from_pretrained(
                 directory,
                 config=config,
                 trust_remote_code=False,
@@ -71,10 +69,13 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
     is_tied = sizes.tie_word_embeddings and model._tied_weights_keys
     if is_tied and head.weight is not model.get_input_embeddings().weight:
         raise untied(directory)
+    for weight in model.parameters():  # the file's memory is mapped at any address, on which the
+        weight.data = weight.data.clone()  # last bits of products depend
     return policy_of(model, sizes)
 
 
 def policy_of(model: Any, sizes: HuggingFaceSizes) -> HuggingFacePolicy:
+    keep_decoder(model)
     policy = HuggingFacePolicy(model, sizes)
     policy.logit_scale = _logit_scale(policy)
     return policy
@@ -86,9 +87,11 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
     model_type = fields.get("model_type")
     try:
         import transformers
-        from transformers import AutoConfig
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        )
     except ImportError as error:
         raise InputError(
             f"{path}: model_type {model_type!r:.80} needs transformers: pip install "
@@ -99,7 +102,7 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
             "--model-backend transformers needs transformers 5 or later, got "
             f"{transformers.__version__}"
         )
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
     is_known = isinstance(model_type, str) and model_type in names
     if not is_known or model_type not in CONFIG_MAPPING:
         raise InputError(
@@ -108,7 +111,8 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
     if fields.get("quantization_config") is not None:
         raise InputError(f"{path}: weights must not be quantized, got a quantization_config")
     try:
-        config = AutoConfig.for_model(**fields)
+        read = json.loads(json.dumps(fields), object_hook=_number)
+        config = CONFIG_MAPPING[str(model_type)].from_dict(read)
         sizes = sizes_of(config, fields)
     except InputError:
         raise
@@ -117,7 +121,43 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
     return config, sizes
 
 
+def _number(part: dict[str, Any]) -> Any:
+    """transformers writes infinity as {"__float__": "Infinity"}."""
+    return float(part["__float__"]) if [*part] == ["__float__"] else part
+
+
+def model_class(config: Any) -> Any:
+    """Return transformers' class that loads a configuration, with all that the model reads."""
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    return AutoModelForMultimodalLM if has_parts(config) else AutoModelForCausalLM
+
+
+def has_parts(config: Any) -> bool:
+    return "text_config" in config.sub_configs
+
+
+def keep_decoder(model: Any) -> None:
+    """Remove the modules beside the decoder of text, such as encoders of images, from a model."""
+    if not has_parts(model.config):
+        return
+    kept = {*model.get_decoder().modules(), model.get_output_embeddings()}
+
+    def prune(module: Any) -> None:
+        for name, child in [*module.named_children()]:
+            if kept.isdisjoint(child.modules()):
+                delattr(module, name)
+            elif child not in kept:
+                prune(child)
+
+    prune(model)
+
+
 def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
+    tied, model_type = bool(getattr(config, "tie_word_embeddings", False)), config.model_type
+    names = (f"{x}_token_{y}" for x in ("image", "video", "audio") for y in ("id", "index"))
+    images = {int(getattr(config, x)) for x in names if getattr(config, x, None) is not None}
+    config = config.get_text_config()
     heads, hidden = config.num_attention_heads, config.hidden_size
     head_dim = getattr(config, "qk_head_dim", None) or _largest(config, "head_dim")
     intermediate = _largest(config, "intermediate_size") or 4 * hidden
@@ -134,9 +174,13 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2**31 - 1,
     }
     check_sizes(**sizes)
-    tied, dtype = bool(getattr(config, "tie_word_embeddings", False)), stored_dtype(fields)
     return HuggingFaceSizes(
-        **sizes, tie_word_embeddings=tied, model_type=config.model_type, dtype=dtype, fields=fields
+        **sizes,
+        tie_word_embeddings=tied,
+        model_type=model_type,
+        dtype=stored_dtype(fields),
+        fields=fields,
+        images=tuple(sorted(images)),
     )
 
 
@@ -155,9 +199,10 @@ def check_supported(config: Any, longest: int) -> None:
 
 
 def _reasons(config: Any, longest: int) -> Iterator[str]:
-    parts = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
-    if any(part is not None for part in parts) or config.sub_configs.keys() & _TEXT:
-        yield "it is not a decoder of text alone"
+    parts = {name for name in ("vision_config", "audio_config") if getattr(config, name, None)}
+    if config.sub_configs.keys() & _PARTS or (parts and not has_parts(config)):
+        yield "it has no separate decoder of text"
+    config = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         yield "it has an encoder"
     for kind in getattr(config, "layer_types", None) or ():
@@ -190,7 +235,7 @@ def _logit_scale(policy: HuggingFacePolicy) -> float:
     Families use one name for a factor and a divisor, so it is measured, where soft caps do not
     matter.
     """
-    config, candidates = policy.hf.config, [1.0]
+    config, candidates = policy.hf.config.get_text_config(), [1.0]
     for name in ("logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier"):
         value = getattr(config, name, None)
         if isinstance(value, (int, float)) and value > 0:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.model.recurrence import Recurrence
 
 Change = Callable[[Tensor], Tensor] | None  # of weights
 
@@ -80,12 +81,14 @@ class PolicyModel(nn.Module):
         attention: Callable[..., Tensor],
         rows: Tensor,
         dtype: torch.dtype = torch.float32,
+        recurrence: Recurrence | None = None,
     ) -> Tensor:
         """Return the final hidden states [R, H] in `dtype`, after the last norm, of `rows` [R] of a
         packed stream of tokens and positions [U], all int64.
 
         attention: called once a layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and
         an AttentionVariant if the layer has one; after the last one only `rows` are computed.
+        recurrence: called by layers with a state.
         """
         raise NotImplementedError
 

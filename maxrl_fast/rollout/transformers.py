@@ -11,6 +11,7 @@ from torch import Tensor
 from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant, Forest, tree_attention
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.model.recurrence import Run, States, over_forest
 from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
@@ -84,6 +85,7 @@ class _Passes:
         self.lengths = torch.zeros_like(self.keys)
         # by layer: keys and values of prompts, and of samples
         self.caches: dict[int, list[Tensor]] = {}
+        self.states: dict[tuple[int, int], States] = {}  # of samples, of layers with a state
 
     def run(self, prompts: Prompts, index: Tensor) -> None:
         """Sample responses to prompts [g]; index: [g, n] samples of the request."""
@@ -136,6 +138,7 @@ class _Passes:
             while sample_on()[1]:
                 pass
         self.caches.clear()
+        self.states.clear()
         self.tokens[samples], self.logprobs[samples] = tokens, logprobs
         self.lengths[samples] = lengths
 
@@ -156,10 +159,21 @@ class _Passes:
             self.caches[layer] = [tiling.pad(k), tiling.pad(v), *own]
             return tree_attention(q, k, v, forest, variant)
 
+        def recurrence(layer: tuple[int, int], run: Run, hidden: Tensor) -> Tensor:
+            out, states = over_forest(run, hidden, forest.padded)
+            own = torch.arange(len(prompts), device=hidden.device).repeat_interleave(num_samples)
+            self.states[layer] = states.rows(own)
+            return out
+
         starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)  # [U]
         positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts
         hidden = self.model(
-            prompts.tokens, positions, attention, prompts.cu_seqlens[1:] - 1, self.dtype
+            prompts.tokens,
+            positions,
+            attention,
+            prompts.cu_seqlens[1:] - 1,
+            self.dtype,
+            recurrence,
         )
         return self.model.logits(hidden)
 
@@ -176,8 +190,12 @@ class _Passes:
                 own[:, :, at] = x.unflatten(0, (groups, -1))  # [g, n, Hkv, D]
             return decode_attention(q, cache, prompt_lengths, at, variant)
 
+        def recurrence(layer: tuple[int, int], run: Run, hidden: Tensor) -> Tensor:
+            return run(hidden[:, None], self.states[layer], None)[:, 0]
+
         rows = torch.arange(len(token), device=token.device)
-        return self.model.logits(self.model(token, positions, attention, rows, self.dtype))
+        hidden = self.model(token, positions, attention, rows, self.dtype, recurrence)
+        return self.model.logits(hidden)
 
 
 def decode_attention(

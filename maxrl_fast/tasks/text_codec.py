@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.model.huggingface import HuggingFaceSizes
 from maxrl_fast.model.policy import read_sizes
 from maxrl_fast.model.tokenizer import ControlTokens, Message, Prompt, load_tokenizer, saved_files
 from maxrl_fast.records import Prompts, Rollouts, pack
@@ -51,6 +52,7 @@ class TextCodec:
         self.model = model
         sizes = read_sizes(model)
         self.vocab_size, self.positions = sizes.vocab_size, sizes.max_position_embeddings
+        self._images = {*(sizes.images if isinstance(sizes, HuggingFaceSizes) else ())}
         self.tokenizer, self._max_prompt_tokens = load_tokenizer(model), max_prompt_tokens
         if len(self.tokenizer) > self.vocab_size:
             needed = len(self.tokenizer)
@@ -95,6 +97,9 @@ class TextCodec:
         for prompt, place in zip(prompts, places, strict=True):
             with _at(place):
                 ids = self.conversation.prompt(self._checked(prompt))
+                if found := self._images.intersection(ids):
+                    what = self.decode([*found], with_special=True)
+                    raise InputError(f"a prompt must have no images or sound, got its token {what}")
             encoded.append(ids if 0 < len(ids) <= most else None)
         return encoded
 

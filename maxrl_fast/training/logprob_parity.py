@@ -35,8 +35,9 @@ def check_exact(policy: PolicyModel) -> str:
     # Prompts differ in length; some responses end within a sliding window, some beyond it.
     own = [longest // 4 - 1, longest // 5, longest // 6, longest // 4 - 2]
     first = longest - longest // 4
+    words = torch.tensor([*{*range(sizes.vocab_size)}.difference(sizes.images)])
     prompts, responses = (
-        [torch.randint(sizes.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+        [words[torch.randint(len(words), (n,), generator=generator)].tolist() for n in lengths]
         for lengths in ((first, first // 2 + 1), own)
     )
     try:
@@ -115,7 +116,7 @@ def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:
 
 
 def _length(policy: HuggingFacePolicy) -> int:
-    config = policy.hf.config
+    config = policy.hf.config.get_text_config()
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     longest = max((int(x) for x in windows if isinstance(x, int)), default=0)
     beyond = longest * 3 // 2 + MIN_TOKENS

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant, tree_attention
 from maxrl_fast.model.layer_kernels import choose_rows
 from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.model.recurrence import Run, over_forest
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Samples
 from maxrl_fast.runtime.ranks import Ranks
@@ -27,7 +28,10 @@ def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tenso
     ) -> Tensor:
         return tree_attention(q, k, v, batch.forest, variant)
 
-    hidden = module(batch.tokens, batch.positions, attention, batch.rows, dtype)
+    def recurrence(layer: tuple[int, int], run: Run, hidden: Tensor) -> Tensor:
+        return over_forest(run, hidden, batch.forest.padded)[0]
+
+    hidden = module(batch.tokens, batch.positions, attention, batch.rows, dtype, recurrence)
     return choose_rows(hidden, batch.target_rows, batch.by_row)
 
 

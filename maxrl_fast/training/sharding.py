@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant
 from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.model.recurrence import Run, States
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import num_critic_weights
@@ -74,8 +75,11 @@ def _arrange_buckets(module: nn.Module, model: PolicyModel, dtype: torch.dtype) 
             q = q + variant.sinks[:, None]
         return q + (k + v).sum(1, keepdim=True)  # [2, Hq, D]: every weight has a gradient
 
+    def recurrence(layer: tuple[int, int], run: Run, hidden: Tensor) -> Tensor:
+        return run(hidden[None], States({}, {}, None), None)[0]
+
     tokens = torch.arange(2, device=model.lm_head.weight.device)
-    hidden = module(tokens, tokens, attention, tokens, dtype)
+    hidden = module(tokens, tokens, attention, tokens, dtype, recurrence)
     (hidden @ model.output_matrix.to(dtype).t()).sum().backward()
     module.zero_grad(set_to_none=False)
 

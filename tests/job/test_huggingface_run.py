@@ -7,13 +7,14 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from maxrl_fast import evaluate, train
+from maxrl_fast.model.huggingface_checkpoint import load_huggingface
 from maxrl_fast.model.linear import LoraLinear
 from maxrl_fast.model.policy import load_policy
 from maxrl_fast.tasks.maze import MazeTask
-from tests.runs import ADAPTERS, LORA, RANKS, assert_same, read, stop_and_resume
+from tests.runs import ADAPTERS, LORA, RANKS, assert_same, read, stop_and_resume, tiny_policy
 from tests.tables import table
 
 pytestmark = pytest.mark.slow
@@ -51,6 +52,25 @@ def test_a_checkpoint_is_one_of_transformers_and_is_evaluated(lora, tmp_path):
     assert evaluate.main([str(lora / "latest"), *flags.split()]) == 0
     results = json.loads((tmp_path / "evaluated" / "eval.json").read_text())
     assert results["checkpoint"].endswith("step-000004")
+
+
+def test_a_run_of_a_model_that_reads_images_too_keeps_the_rest_of_it(tmp_path, monkeypatch):
+    """Qwen3.5, with layers of the gated delta rule."""
+    start = tiny_policy("qwen3_5", tmp_path / "start", MazeTask(5).vocab_size)
+    (tmp_path / "start" / "preprocessor_config.json").write_text('{"size": 28}')
+    stop_and_resume(monkeypatch, tmp_path / "run", [*LORA, "--model", start], "step 3")
+    latest = tmp_path / "run" / "latest"
+    assert json.loads((latest / "preprocessor_config.json").read_text()) == {"size": 28}
+    before, after = (load_file(f"{path}/model.safetensors") for path in (start, latest))
+    assert before.keys() == after.keys()
+    for name in before:
+        is_text = name.startswith(("model.language_model.", "lm_head."))
+        assert torch.equal(before[name], after[name]) != is_text, name
+    whole = AutoModelForMultimodalLM.from_pretrained(latest, attn_implementation="eager")
+    own = load_huggingface(latest, 64)
+    tokens = torch.arange(9)
+    with torch.no_grad():
+        assert torch.equal(whole(input_ids=tokens[None]).logits[0], own.own_logits(tokens)[0])
 
 
 def test_adapters_are_saved_as_peft_reads_them(lora, start, tmp_path, capsys):

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.huggingface_checkpoint import check_supported, policy_of, sizes_of
+from maxrl_fast.model.huggingface_checkpoint import (
+    check_supported,
+    has_parts,
+    policy_of,
+    sizes_of,
+)
 from maxrl_fast.training.logprob_parity import check_exact
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -112,10 +117,12 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 def verdict(family: str) -> str:
     """Return "exact", or why a policy of this family is refused."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     if family in NOT_TRIED:
         return "not tried: a run decides"
+    if has_parts(CONFIG_MAPPING[family]):
+        return "a decoder of text within: a run decides"
     try:
         if family not in OTHERS:  # the kinds of layers that it has by default
             check_supported(AutoConfig.for_model(family), LONGEST)
@@ -173,10 +180,14 @@ def shortened(message: str, family: str) -> str:
 def table() -> str:
     """Return the table of docs/models.md."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
 
+    names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
     families: dict[str, list[str]] = {}
-    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    for family in sorted(names):
         families.setdefault(verdict(family), []).append(f"`{family}`")
     lines = [f"| transformers {transformers.__version__} | `model_type` |", "|---|---|"]
     lines += [

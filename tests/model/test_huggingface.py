@@ -7,10 +7,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from maxrl_fast.model.attention import AttentionVariant, tree_attention
-from maxrl_fast.model.checkpoint import kept_files, write_policy
+from maxrl_fast.model.checkpoint import WEIGHTS, carried_tensors, kept_files, write_policy
 from maxrl_fast.model.huggingface import HuggingFacePolicy, _Block
 from maxrl_fast.model.huggingface_checkpoint import (
     check_supported,
@@ -27,7 +28,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts, one_batch
-from tests.families import FAMILIES, tiny_config, tiny_model
+from tests.families import FAMILIES, IMAGES, tiny_config, tiny_model
 from tests.tables import refused, table
 
 PROMPTS = make_prompts([list(range(3, 15)), [7, 9, 11], [5, 6, 7, 8, 4, 3, 21, 22, 23]])
@@ -38,6 +39,9 @@ ROLLOUTS = Rollouts.given(RESPONSES)
 QUICK = ("gemma2", "qwen3_moe", "gpt_oss")
 EVERY = [
     pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES
+]
+IMAGES_TOO = [
+    pytest.param(family, marks=() if family == "gemma3" else pytest.mark.slow) for family in IMAGES
 ]
 
 
@@ -73,7 +77,7 @@ def gradients(policy, logprobs, weights):
     return {name: p.grad for name, p in policy.named_parameters()}
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", EVERY + IMAGES_TOO)
 def test_logprobs_and_all_gradients_equal_the_padded_eager_passes(family):
     """With activations and recomputed, as the check before a run finds too."""
     policy = tiny_policy(family)
@@ -138,6 +142,36 @@ def test_a_step_of_training_and_a_checkpoint_that_transformers_loads(family, tmp
     assert torch.equal(packed_logprobs(loaded), after)
 
 
+@pytest.mark.parametrize("family", IMAGES_TOO)
+def test_what_a_checkpoint_has_beside_its_decoder_is_carried_through(family, tmp_path):
+    """Also what transformers does not load, in the dtype that it has."""
+    saved, whole = tmp_path / "saved", tiny_model(tiny_config(family))
+    saved.mkdir()
+    whole.save_pretrained(tmp_path)
+    before = load_file(tmp_path / WEIGHTS)
+    policy, change = load_huggingface(tmp_path, 64), 1.25
+    save_file(before | {"mtp.norm.weight": torch.ones(3).half()}, tmp_path / WEIGHTS)
+    with torch.no_grad():
+        for weight in {*policy.parameters()}:
+            weight.mul_(change)
+        for weight in {
+            *whole.get_decoder().parameters(),
+            *whole.get_output_embeddings().parameters(),
+        }:
+            weight.mul_(change)
+    carried = carried_tensors(tmp_path, policy)
+    assert (len(carried) > 1) == (family != "gemma4")
+    write_policy(
+        saved, "float32", policy.weights(), kept_files(tmp_path, [2]), 20_000, carried=carried
+    )
+    after = {k: v for file in saved.glob("*.safetensors") for k, v in load_file(file).items()}
+    whole.save_pretrained(tmp_path / "wanted")
+    wanted = load_file(tmp_path / "wanted" / WEIGHTS)
+    assert after.pop("mtp.norm.weight").dtype == torch.float16
+    assert after.keys() == wanted.keys()
+    assert all(torch.equal(after[name], wanted[name]) for name in wanted)
+
+
 def test_the_check_refuses_an_attention_that_leaves_something_out(monkeypatch):
     policy = tiny_policy("gemma2")
     monkeypatch.setattr("maxrl_fast.training.passes.tree_attention", without_soft_cap)
@@ -167,13 +201,13 @@ def test_the_check_refuses_logits_that_are_changed_otherwise(family, attribute, 
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     table("""
-    qwen3_5_text |  | its layers are not all attention over earlier tokens, got linear_attention
+    deepseek_v32 |  | its layers are not all attention over earlier tokens, got indexed_attention
     llama4_text |  | it scales attention by the place in the stream
     llama4_text | attn_temperature_tuning=False, attention_chunk_size=16 | it attends within
       chunks of 16 tokens, and sequences have up to 64
     llama | rope_parameters=DYNAMIC, max_position_embeddings=32 | its dynamic rotary embedding
       changes beyond 32 tokens; sequences have up to 64
-    gemma3 |  | it is not a decoder of text alone
+    git |  | it has no separate decoder of text
     """),
 )
 def test_what_cannot_be_exact_is_refused_by_name(family, changes, reason):

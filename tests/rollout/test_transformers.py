@@ -29,10 +29,10 @@ def logprobs(policy, rollouts):
         return linear_token_logprobs(hidden, matrix, batch.targets, **policy.scaling(1.3))[0]
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "cohere2", "gpt2", "phi"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "cohere2", "phi", "qwen3_5_text", "bamba"])
 def test_logprobs_equal_the_packed_forward_pass(family):
-    """With windows, soft caps, sinks, scaled logits, learned positions and an output layer with a
-    bias.
+    """With windows, soft caps, sinks, learned positions, an output layer with a bias, and layers
+    with a state.
     """
     policy = tiny_policy(family)
     rollouts = generate(policy)

@@ -167,7 +167,7 @@ def carried_tensors(directory: Path, model: PolicyModel) -> dict[str, StoredTens
         if "text_config" not in hf_config(model.config):
             return {}
         raise InputError(
-            f"{_tensor_list(directory)} must name its tensors as transformers saves them, got none "
+            f"{directory} must name its tensors as transformers saves them, got none "
             f"that is {min(renamed)}"
         )
     return others

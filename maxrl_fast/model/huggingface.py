@@ -59,7 +59,7 @@ class HuggingFacePolicy(PolicyModel):
         self._block_names = _block_names(model)
         routers, blocks = _router_classes(self.body), list[Any](self.blocks)
         in_blocks = {id(module) for block in blocks for module in block.modules()}
-        for module in [x for block in blocks for x in block.modules() if _cache_name(x)]:
+        for module in [x for block in blocks for x in block.modules() if _has_state(x)]:
             _mix(module, _Recurrent)
         for module in list[nn.Module](self.body.modules()):
             if isinstance(module, routers):
@@ -278,11 +278,11 @@ class _Router(nn.Module):
         return _in_dtype(self, torch.float32, super().forward, args, kwargs)
 
 
-def _cache_name(module: Any) -> str | None:
-    """Return how a layer with a state calls its cache, which it takes after its input; None for
-    other modules."""
+def _has_state(module: nn.Module) -> bool:
+    """Whether it is a layer with a state, which takes a cache after its input and convolves."""
     names = [*inspect.signature(module.forward).parameters][1:2]
-    return names[0] if names and names[0] in ("cache_params", "past_key_values") else None
+    is_conv = hasattr(module, "conv") or hasattr(module, "conv1d")
+    return is_conv and names in (["cache_params"], ["past_key_values"])
 
 
 class _Recurrent(nn.Module):

@@ -93,8 +93,10 @@ class HuggingFacePolicy(PolicyModel):
         return self.hf.get_submodule(self._block_names[0].rsplit(".", 2)[0])
 
     def set_eager(self, is_eager: bool) -> None:
+        has_parts = "text_config" in self.hf.config.sub_configs
+        owner = self.hf.get_decoder() if has_parts else self.hf
         try:
-            self.hf.get_decoder().set_attn_implementation("eager" if is_eager else NAME)
+            owner.set_attn_implementation("eager" if is_eager else NAME)
         except Exception as error:  # transformers raises anything
             raise InputError(
                 f"{self.config.model_type} does not support our attention function: {error}"

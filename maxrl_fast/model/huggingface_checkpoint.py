@@ -102,9 +102,12 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
             "--model-backend transformers needs transformers 5 or later, got "
             f"{transformers.__version__}"
         )
-    names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
-    is_known = isinstance(model_type, str) and model_type in names
-    if not is_known or model_type not in CONFIG_MAPPING:
+    is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    if is_known and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        is_known = model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES and has_parts(
+            CONFIG_MAPPING[model_type]
+        )
+    if not is_known:
         raise InputError(
             f"{path}: model_type must be a decoder that transformers has, got {model_type!r:.80}"
         )

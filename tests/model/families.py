@@ -144,10 +144,13 @@ def verdict(family: str) -> str:
             check_supported(AutoConfig.for_model(family), LONGEST)
         try:
             config = tiny_config(family, **OTHERS.get(family, own_sizes(family)))
+            check_supported(config, LONGEST)
+            model = tiny_model(config)
+        except InputError:
+            raise
         except Exception:  # of transformers' own checks
             return "not tried: its configuration refuses tiny sizes"
-        check_supported(config, LONGEST)
-        check_exact(policy_of(tiny_model(config), sizes_of(config, config.to_dict())))
+        check_exact(policy_of(model, sizes_of(config, config.to_dict())))
     except InputError as error:
         return "refused: " + shortened(str(error), family)
     except ValueError as error:  # of sizes_of, as read_huggingface reports it
@@ -199,12 +202,14 @@ def shortened(message: str, family: str) -> str:
 def table() -> str:
     """Return the table of docs/models.md."""
     import transformers
+    from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
 
-    names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    names = {x for x in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if has_parts(CONFIG_MAPPING[x])}
+    names |= {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     families: dict[str, list[str]] = {}
     for family in sorted(names):
         families.setdefault(verdict(family), []).append(f"`{family}`")

@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
 
 from maxrl_fast import evaluate, train
-from maxrl_fast.config.options import TaskOptions
+from maxrl_fast.config.options import Config, TaskOptions
 from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.resume import check_same
 from maxrl_fast.report.reading import read_folder
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import jsonl
 from tests.tables import refused
 from tests.tasks.test_dataset import save_byte_level_policy, written
@@ -118,6 +121,16 @@ def test_a_row_without_the_columns_of_its_set_is_refused_by_its_place(policy, hu
     datasets.Dataset.from_list([GPQA]).to_parquet(file)
     with refused("gpqa:gpqa_diamond, train row 1: it must have text at 'Question', got None; it h"):
         task_of(policy, hub=("me/mine",), test_hub=("gpqa_diamond",))
+
+
+def test_a_run_from_before_test_splits_were_held_out_says_so_on_resume():
+    now = Config().replace(hub=("me/mine",)).flat()
+    before = {name: x for name, x in now.items() if name not in ("test_hub", "where")}
+    saved = SimpleNamespace(options=before, fingerprints={"the prompts": "a"}, directory="run")
+    with refused(
+        "prompts: changed; --hub holds out its test split now, no longer a tenth .*--allow"
+    ):
+        check_same(saved, now, {"the prompts": "b"}, Ranks(), print, False)
 
 
 def test_a_recipe_trains_on_all_of_its_data_and_evaluates_on_its_papers_sets(

@@ -22,23 +22,32 @@ class States:
     """transformers' cache of one layer: states [n, ...] before a call, and then after it.
 
     Attributes:
-        conv, recurrent: by the index that a layer with several gives them.
+        conv_states, recurrent_states: by the index that a layer with several gives them.
     """
 
+    record_past = True  # a single token is convolved with what was before it, not in place
+
     def __init__(self, conv: dict[int, Tensor], recurrent: dict[int, Tensor], mask: Tensor | None):
-        self.conv, self.recurrent, self._mask = conv, recurrent, mask
+        self.conv_states, self.recurrent_states, self._mask = conv, recurrent, mask
+
+    @property
+    def layers(self) -> "States":  # transformers before 5.20 reads the states of layers[i]
+        return self
+
+    def __getitem__(self, layer_idx: int) -> "States":
+        return self
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.conv.get(state_idx)
+        return self.conv_states.get(state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.recurrent.get(state_idx)
+        return self.recurrent_states.get(state_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = 0) -> bool:
-        return bool(self.conv)
+        return bool(self.conv_states)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        return True  # a single token is convolved with what was before it, not in place
+        return self.record_past
 
     def update_conv_state(
         self, new: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **_: Any
@@ -46,20 +55,29 @@ class States:
         """Return the columns [n, C, L] after those kept before, whose last ones are kept."""
         if self._mask is not None:
             new = new * self._mask[:, None].to(new.dtype)
-        before = self.conv.get(state_idx)
+        before = self.conv_states.get(state_idx)
         whole = new if before is None else torch.cat([before, new], -1)
-        self.conv[state_idx] = F.pad(whole, (conv_kernel_size, 0))[..., -conv_kernel_size:]
+        self.conv_states[state_idx] = F.pad(whole, (conv_kernel_size, 0))[..., -conv_kernel_size:]
         return whole
 
     def update_recurrent_state(
         self, state: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
-        self.recurrent[state_idx] = state
+        self.recurrent_states[state_idx] = state
         return state
 
     def rows(self, index: Tensor, mask: Tensor | None = None) -> "States":
-        conv = {k: x[index] for k, x in self.conv.items()}
-        return States(conv, {k: x[index] for k, x in self.recurrent.items()}, mask)
+        conv = {k: x[index] for k, x in self.conv_states.items()}
+        return States(conv, {k: x[index] for k, x in self.recurrent_states.items()}, mask)
+
+    @classmethod
+    def joined(cls, parts: list["States"]) -> "States":
+        """Return the rows of all parts, one after another."""
+        conv, recurrent = (
+            {k: torch.cat([x[k] for x in own]) for k in (own[0] if own else ())}
+            for own in ([x.conv_states for x in parts], [x.recurrent_states for x in parts])
+        )
+        return cls(conv, recurrent, None)
 
 
 # a layer's forward pass of hidden states [n, L, H] with states before them; mask [n, L]: False
@@ -155,10 +173,6 @@ def over_forest(run: Run, hidden: Tensor, levels: Levels) -> tuple[Tensor, State
             done.append(out.flatten(0, 1)[batch.tokens])
             if batch.keeps_states:
                 after.append(own)
-        conv = {k: torch.cat([x.conv[k] for x in after]) for x in after[:1] for k in x.conv}
-        recurrent = {
-            k: torch.cat([x.recurrent[k] for x in after]) for x in after[:1] for k in x.recurrent
-        }
-        states = States(conv, recurrent, None)
+        states = States.joined(after)
         roots = states if depth is levels.depths[0] else roots
     return torch.cat(done)[levels.inverse], roots

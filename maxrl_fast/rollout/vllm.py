@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import hf_config
+from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.records import Rollouts, unpack
 from maxrl_fast.rollout import RolloutRequest
@@ -99,7 +100,7 @@ class VllmEngine:
         self.version, ranks = check_installed(), ranks or Ranks()
         self.config, self.dtype, self._device = model.config, dtype, model.lm_head.weight.device
         is_cpu = self._device.type == "cpu"
-        if is_cpu and any(hf_config(model.config).get(name) for name in EXPERTS):
+        if is_cpu and any(_vllm_config(model).get(name) for name in EXPERTS):
             raise InputError(
                 "--rollout vllm on a CPU samples with wrong experts once weights are loaded again, "
                 f"and {model.config.model_type} has experts; --rollout native samples it"
@@ -174,9 +175,8 @@ class VllmEngine:
         if self._is_asleep:
             # the KV cache later, when the gathered weights have been freed
             self._llm.wake_up(tags=["weights"])
-        self._llm.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": named_weights(model, self.dtype)}
-        )
+        weights = named_weights(model, self.dtype, alone=True)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self._is_asleep:
             self._llm.wake_up(tags=["kv_cache"])
         self._is_asleep = False
@@ -256,6 +256,13 @@ class VllmEngine:
 
 def _vllm_config(model: PolicyModel) -> dict[str, Any]:
     fields = hf_config(model.config)
+    if "text_config" in fields:  # its decoder of text alone, which needs no processors of images
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        assert isinstance(model, HuggingFacePolicy)
+        text = model.hf.config.get_text_config()
+        fields = text.to_dict() | {"tie_word_embeddings": model.config.tie_word_embeddings}
+        fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]
     if model.config.model_type == "qwen2" and model.backend == "native":
         # vLLM's Qwen2 assumes head_dim = hidden_size / heads; its Llama with biases of q, k and v
         # is the same model.

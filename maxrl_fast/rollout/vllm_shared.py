@@ -138,12 +138,16 @@ def rollouts_of(
     return Rollouts(packed, cu_seqlens, logprobs, truncated)
 
 
-def named_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def named_weights(
+    model: PolicyModel, dtype: torch.dtype, alone: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """Yield them one at a time, in vLLM's dtype, without a second copy of them all. With sharded
-    weights, all ranks must iterate together."""
-    tied, head = _tied_name(model), None
-    for name, weight in model.weights():
-        cast = weight.to(dtype)
+    weights, all ranks must iterate together. alone: a decoder of text within another model has the
+    names that it has alone."""
+    within = "language_model." if alone else "\n"
+    tied, head = _tied_name(model).replace(within, ""), None
+    for nested, weight in model.weights():
+        cast, name = weight.to(dtype), nested.replace(within, "")
         if name == tied:
             head = cast
         yield name, cast

@@ -102,11 +102,10 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
             "--model-backend transformers needs transformers 5 or later, got "
             f"{transformers.__version__}"
         )
-    is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
-    if is_known and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        is_known = model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES and has_parts(
-            CONFIG_MAPPING[model_type]
-        )
+    name = str(model_type)
+    is_known = name in CONFIG_MAPPING and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not is_known and name in CONFIG_MAPPING and name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+        is_known = has_parts(CONFIG_MAPPING[name])
     if not is_known:
         raise InputError(
             f"{path}: model_type must be a decoder that transformers has, got {model_type!r:.80}"
@@ -115,7 +114,7 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
         raise InputError(f"{path}: weights must not be quantized, got a quantization_config")
     try:
         read = json.loads(json.dumps(fields), object_hook=_number)
-        config = CONFIG_MAPPING[str(model_type)].from_dict(read)
+        config = CONFIG_MAPPING[name].from_dict(read)
         sizes = sizes_of(config, fields)
     except InputError:
         raise

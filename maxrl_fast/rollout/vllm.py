@@ -257,12 +257,12 @@ class VllmEngine:
 def _vllm_config(model: PolicyModel) -> dict[str, Any]:
     fields = hf_config(model.config)
     if "text_config" in fields:  # its decoder of text alone, which needs no processors of images
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         assert isinstance(model, HuggingFacePolicy)
         text = model.hf.config.get_text_config()
         fields = text.to_dict() | {"tie_word_embeddings": model.config.tie_word_embeddings}
-        fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]
+        fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]]
     if model.config.model_type == "qwen2" and model.backend == "native":
         # vLLM's Qwen2 assumes head_dim = hidden_size / heads; its Llama with biases of q, k and v
         # is the same model.

@@ -225,7 +225,7 @@ def _killed(out):
     """
     from maxrl_fast.job import checkpoints
 
-    def is_second(folder, *_):
+    def is_second(folder, *_, **__):
         return "step-000002" in str(folder)
 
     job, again = [*MAZE, "--out", str(out)], ["--resume", str(out)]

@@ -14,7 +14,17 @@ from maxrl_fast.model.huggingface_checkpoint import load_huggingface
 from maxrl_fast.model.linear import LoraLinear
 from maxrl_fast.model.policy import load_policy
 from maxrl_fast.tasks.maze import MazeTask
-from tests.runs import ADAPTERS, LORA, RANKS, assert_same, read, stop_and_resume, tiny_policy
+from maxrl_fast.training.learner import Learner
+from tests.runs import (
+    ADAPTERS,
+    LORA,
+    RANKS,
+    assert_same,
+    killed_where,
+    read,
+    stop_and_resume,
+    tiny_policy,
+)
 from tests.tables import table
 
 pytestmark = pytest.mark.slow
@@ -54,11 +64,16 @@ def test_a_checkpoint_is_one_of_transformers_and_is_evaluated(lora, tmp_path):
     assert results["checkpoint"].endswith("step-000004")
 
 
-def test_a_run_of_a_model_that_reads_images_too_keeps_the_rest_of_it(tmp_path, monkeypatch):
-    """Qwen3.5, with layers of the gated delta rule."""
+def test_a_run_of_a_model_that_reads_images_too_keeps_the_rest_of_it(tmp_path):
+    """Qwen3.5, with layers of the gated delta rule; killed in an update, it resumes bitwise."""
     start = tiny_policy("qwen3_5", tmp_path / "start", MazeTask(5).vocab_size)
     (tmp_path / "start" / "preprocessor_config.json").write_text('{"size": 28}')
-    stop_and_resume(monkeypatch, tmp_path / "run", [*LORA, "--model", start], "step 3")
+    job, out = [*LORA, "--model", start, "--out"], tmp_path / "run"
+    assert train.main([*job, str(tmp_path / "whole")]) == 0
+    killed_where(Learner, "update", lambda *_, when, **__: when == "step 4", [*job, str(out)])
+    assert (out / "latest").resolve().name == "step-000002"
+    assert train.main(["--resume", str(out)]) == 0
+    assert_same(tmp_path / "whole", out)
     latest = tmp_path / "run" / "latest"
     assert json.loads((latest / "preprocessor_config.json").read_text()) == {"size": 28}
     before, after = (load_file(f"{path}/model.safetensors") for path in (start, latest))

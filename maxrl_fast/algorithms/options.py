@@ -146,7 +146,8 @@ def notes_of(hint: Any) -> Iterator[Any]:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(words), n=1)
+    begin = [x for x in words if x[:1] == word[:1]]
+    close = difflib.get_close_matches(word, begin, n=1, cutoff=0.4)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

@@ -127,7 +127,7 @@ for fd in os.listdir("/proc/self/fd"):
         pass
 """
 BAD_FILES = {
-    "def f(:\n": "syntax error in ",
+    "def f(:\n": "bad.py failed: SyntaxError: ",
     "x = 1\nraise ValueError('not today')": "ValueError: not today (bad.py, line 2)",
     "import os; os._exit(4)": "the worker process exited with code 4",
     "g = 1": "has no f",

@@ -488,6 +488,7 @@ def test_a_run_evaluates_on_a_part_of_the_prompts_at_each_quarter(tmp_path, capf
     few = "--maze-size 5 --layers 1 --hidden-size 16 --intermediate-size 16 --heads 2 --kv-heads 1"
     job = [*few.split(), *"--sft-steps 2 --steps 5 --prompts 50 --rollouts 8 --k 2".split()]
     job += [*"--eval-prompts 64 --eval-samples 1 --threads 1 --lr 1e-9 --save-every 1".split()]
+    monkeypatch.setenv("COLUMNS", "80")
     assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
     shown, out = capfd.readouterr().out, tmp_path / "whole"
     assert "and every 2 steps on 33 prompts" in shown

@@ -90,9 +90,10 @@ test-integrations: $(STAMP) $(PEERS_STAMP) $(INTEGRATIONS)  ## tests inside TRL,
 	  (cd build/integrations && ../../.venv-$$peer/bin/pytest -q -m integrations tests/integrations/test_$$peer*.py) || exit 1; \
 	done
 
-test-language: $(STAMP) $(LANGUAGE_STAMP)  ## tests with real tokenizers (27 families) and a real model, SmolLM2-135M; needs npm (6 minutes)
+test-language: $(STAMP) $(LANGUAGE_STAMP) $(VLLM_STAMP)  ## tests with real tokenizers (27 families) and a real model, SmolLM2-135M; needs npm (9 minutes)
 	PYTHONPATH=$(CURDIR) $(PEERS)/bin/python -m pytest -q -n 2 --dist worksteal -o tmp_path_retention_policy=failed \
-	  -m language tests/language
+	  -m 'language and not vllm' tests/language
+	PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest -q -o tmp_path_retention_policy=failed -m vllm tests/language
 
 dist:  ## dist/: sdist and CPU wheel, built without torch; checked, and tried in a fresh environment (3 minutes)
 	tests/dist/dist.sh $(PYTHON)

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.vllm import VllmEngine
 from maxrl_fast.tasks.text_codec import TextCodec, prompts_of
 from maxrl_fast.training.passes import run_batch
 from tests.batches import one_batch
@@ -198,3 +201,35 @@ def test_a_resumed_run_is_bitwise_the_same(two_steps, tmp_path):
 def test_lora_is_merged_into_the_checkpoint(two_steps, tmp_path):
     run = maxrl_fast.run(OPTIONS, steps=1, out=tmp_path, lora_rank=4, lr=1e-3)
     check_saved(run, *two_steps[1:])
+
+
+def vllms_logprobs(folder, dtype, *step):
+    """Log-probs by vLLM, which loads the checkpoint itself."""
+    import vllm
+
+    options = {"enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 2**28}
+    model, pairs = vllm.LLM(str(folder), dtype=dtype, **options), texts(*step)
+    whole = [{"prompt_token_ids": torch.cat(pair).tolist()} for pair in pairs]
+    sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    made, found = model.generate(whole, sampling, use_tqdm=False), []
+    for one, (_, response) in zip(made, pairs, strict=True):
+        rows = one.prompt_logprobs[-len(response) :]
+        found += [row[i].logprob for row, i in zip(rows, response.tolist(), strict=True)]
+    return found
+
+
+@pytest.mark.vllm
+def test_vllm_samples_for_a_run_and_loads_its_checkpoint(policy, tmp_path):
+    run, *step = run_with(VllmEngine, tmp_path, steps=1, rollout="vllm", kv_cache_gb=0.5)
+    before, after = logprobs(policy, *step), logprobs(run.policy, *step)
+    check_equal(step[1].logprobs, before)
+    assert (after - before).abs().max() > 1e-3
+    errors = {}
+    for dtype in ("float32", "bfloat16"):
+        # a process can have only one engine
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            found = pool.submit(vllms_logprobs, run.out / "latest", dtype, *step)
+            errors[dtype] = (torch.tensor(found.result(timeout=600)) - after).abs()
+    assert errors["float32"].max() <= 1e-4
+    own = (logprobs(run.policy, *step, HALF) - after).abs()
+    assert errors["bfloat16"].mean() < 1.5 * own.mean()  # both round every layer

@@ -1,4 +1,4 @@
-"""Rollouts with what environments inserted: selected, concatenated and as turns."""
+"""Rollouts with what environments inserted: selected, concatenated, padded and as turns."""
 
 import dataclasses
 from itertools import chain
@@ -13,6 +13,16 @@ from tests.random_episodes import random_parts, rollouts_of
 def episodes(count, seed=0, most_turns=4):
     generator = torch.Generator().manual_seed(seed)
     return [random_parts(generator, most_turns=most_turns) for _ in range(count)]
+
+
+def assert_equal(ours, theirs):
+    for name, value in vars(theirs).items():
+        if name == "inserted":
+            assert (ours.inserted is None) == (value is None)
+            for part, tensor in vars(value).items() if value else ():
+                assert torch.equal(getattr(ours.inserted, part), tensor), part
+        elif value is not None:
+            assert torch.equal(getattr(ours, name), value), name
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -45,6 +55,31 @@ def test_concatenated_episodes_keep_their_insertions():
     one_turn = [dataclasses.replace(part, inserted=None) for part in rollouts]
     assert Rollouts.concatenate(one_turn).inserted is None
     assert one_turn[0].select(torch.tensor([0])).inserted is None
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_padded_episodes_are_packed(seed):
+    whole = episodes(7, seed)
+    expected = rollouts_of(whole)
+    width = max(len([*chain(*parts)]) for parts in whole) + 2
+    tokens = torch.full((7, width), 99)
+    logprobs = torch.full((7, width), torch.nan)
+    given = torch.zeros(7, width, dtype=torch.bool)
+    own = iter(expected.logprobs.tolist())
+    for s, parts in enumerate(whole):
+        place = 0
+        for i, part in enumerate(parts):
+            for token in part:
+                tokens[s, place], given[s, place] = token, i % 2 == 1
+                if i % 2 == 0:
+                    logprobs[s, place] = next(own)
+                place += 1
+    lengths = torch.tensor([len([*chain(*parts)]) for parts in whole])
+    packed = Rollouts.from_padded(tokens, logprobs, lengths, expected.truncated, given)
+    assert_equal(packed, expected)
+    alone = Rollouts.from_padded(tokens, logprobs, lengths, expected.truncated, given & False)
+    assert alone.inserted is None
+    assert alone.lengths.tolist() == lengths.tolist()
 
 
 def test_all_tokens_in_their_order():

@@ -69,9 +69,10 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
     is_tied = sizes.tie_word_embeddings and model._tied_weights_keys
     if is_tied and head.weight is not model.get_input_embeddings().weight:
         raise untied(directory)
-    for weight in model.parameters():  # the file's memory is mapped at any address, on which the
+    policy = policy_of(model, sizes)
+    for weight in policy.parameters():  # the file's memory is mapped at any address, on which the
         weight.data = weight.data.clone()  # last bits of products depend
-    return policy_of(model, sizes)
+    return policy
 
 
 def policy_of(model: Any, sizes: HuggingFaceSizes) -> HuggingFacePolicy:
@@ -129,7 +130,7 @@ def _number(part: dict[str, Any]) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """Return transformers' class that loads a configuration, with all that the model reads."""
+    """Return transformers' class that loads the whole model."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     return AutoModelForMultimodalLM if has_parts(config) else AutoModelForCausalLM
@@ -180,7 +181,7 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
         **sizes,
         tie_word_embeddings=tied,
         model_type=model_type,
-        dtype=stored_dtype(fields),
+        dtype=stored_dtype({**(fields.get("text_config") or {}), **fields}),
         fields=fields,
         images=tuple(sorted(images)),
     )

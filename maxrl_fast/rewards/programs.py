@@ -1,5 +1,5 @@
 """Python programs in responses, run against tests. Each test is a new process with the limits of
-the reward worker that starts it; that is no sandbox."""
+the reward worker that starts it; this is not a sandbox."""
 
 import json
 import re

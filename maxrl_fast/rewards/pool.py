@@ -30,7 +30,7 @@ BOOTSTRAP = (
 )
 # seconds after its limit that a call may take to end itself, as a stopped process does not
 PATIENCE = 10.0
-LOOK_INTERVAL = 1.0  # seconds between two looks whether a process has ended that others keep open
+LOOK_INTERVAL = 1.0  # seconds between two looks whether a process has ended
 KILL_LIMIT = 5.0  # seconds for a killed process to end
 LATE = b"Timeout ("  # how faulthandler begins the stack of a process that ends itself
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -182,11 +182,11 @@ class Worker(threading.Thread):
             return LATE
         self._connection.settimeout(LOOK_INTERVAL)
         while received.startswith(LATE) or not received.endswith(b"\n"):
-            part = None
+            # before the read, which gets its last words; its processes may keep the connection
+            is_over, part = has_ended(self._process.pid), None
             with contextlib.suppress(TimeoutError):
                 part = self._connection.recv(1 << 13)
-            # where processes that it has started keep the connection open there is no end of it
-            if part == b"" or (part is None and has_ended(self._process.pid)):
+            if part == b"" or (part is None and is_over):
                 break
             received += part or b""
             if time.monotonic() > end:

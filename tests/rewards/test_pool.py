@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from tests.rewards.pools import GB, fails, pids, pool, succeeds
+from maxrl_fast.rewards import pool as module
+from tests.rewards.pools import GB, eventually, fails, pids, pool, succeeds
 
 
 def test_calls_run_in_parallel_in_separate_processes():
@@ -36,6 +37,15 @@ def test_an_endless_call_times_out(hasty, action):
     failure = fails(hasty, action)
     assert failure.kind == "timeout"
     assert f"ran longer than 1 s, in {action} (functions.py, line " in failure.message
+
+
+def test_a_process_that_ends_between_two_looks_is_heard(monkeypatch):
+    """It was a crash if the time limit was reached at a look, as limits of whole seconds are."""
+    original = module.has_ended
+    with pool("act", 1, time_limit=0.5) as one:
+        monkeypatch.setattr(module, "LOOK_INTERVAL", 0.1)
+        monkeypatch.setattr(module, "has_ended", lambda pid: eventually(lambda: original(pid), 1.5))
+        assert one.score([{"action": "sleep"}]).failures[0].kind == "timeout"
 
 
 @pytest.mark.slow

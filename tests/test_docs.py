@@ -46,7 +46,7 @@ CHOICES = f"""
 --task gym:chain_sum --model DIR
 --task gsm8k --model DIR --environment tools.py:Tools
 --resume DIR
---objective maxrl
+--objective maxrl --stop-at 2
 --objective pacs_paper
 --objective qae
 --objective noisy_verifier_backward

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from maxrl_fast.algorithms.losses.registry import ALIASES, learns_without_advantage
@@ -15,6 +16,7 @@ from maxrl_fast.ops.divergence import BETA
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.tasks.names import is_known, unknown_task
 from maxrl_fast.training.correction import CORRECTIONS
+from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import Objective, has_teacher
 from maxrl_fast.training.objectives.registry import (
     OBJECTIVE_CLASSES,
@@ -43,6 +45,10 @@ _REFUSALS = (
     Refusal(
         "dynamic_sampling leaves out groups whose rewards are equal, from which {objective} learns",
         lambda c: c["dynamic_sampling"] and c["method"].learns_from_equal_rewards(c["rollouts"]),
+    ),
+    Refusal(
+        "stop_at is MaxRL of the order of rollouts, {rollouts}, so that order cannot be {order}",
+        lambda c: c["stop_at"] and c["order"] != c["rollouts"] - 1,
     ),
     Refusal(
         "{objective} weights single tokens, so loss cannot be {loss}, whose ratio is one of whole "
@@ -148,6 +154,7 @@ def check(config: Config) -> None:
     own = OBJECTIVE_CLASSES[name].refuses if name in OBJECTIVE_CLASSES else ()
     for refusal in (*_REFUSALS, *own):
         refusal.check(values)
+    config.rollout.stopping()  # or an error
     fixed = [(loss_name, "aggregation", loss.aggregation)]
     if objective.owns_loss:
         fixed += [(name, "loss", objective.loss), (name, "aggregation", objective.aggregation)]
@@ -181,12 +188,15 @@ def objective_of(config: Config) -> Objective:
     chosen, num_updates = config.objective, config.optimizer.updates_per_step
     try:
         named = chosen.objective, chosen.options
-        return make_objective(*named, config.rollout.rollouts, num_updates)
+        made = make_objective(*named, config.rollout.rollouts, num_updates)
     except ValueError as error:
         is_named = "--rollouts" in str(error) or not re.search(r"\bN\b|rollouts", str(error))
         raise InputError(
             str(error) if is_named else f"{error}; --rollouts sets N", *chosen.options, "rollouts"
         ) from error
+    if isinstance(made, GroupObjective) and (stop_at := config.rollout.stop_at):
+        return replace(made, stop_at=stop_at)
+    return made
 
 
 def correction_of(config: Config) -> tuple[CorrectionName, dict[str, float]]:

@@ -108,6 +108,11 @@ VLLM = When("needs --rollout vllm", lambda c: c["rollout"] == "vllm")
 NO_VLLM_SERVER = When(
     "cannot be used with --vllm-url", lambda c: c["rollout"] != "vllm" or c["vllm_url"] is None
 )
+CAN_STOP = When(
+    "needs --objective maxrl: to stop when some rollouts succeed biases {objective}",
+    lambda c: c["objective"] == "maxrl",
+)
+STOPS = When("needs --stop-at", lambda c: c["stop_at"])
 RESAMPLES = When("needs --dynamic-sampling of 2 or more", lambda c: c["dynamic_sampling"] > 1)
 # Without --correction, --importance-cap implies tis.
 TAKES_CAP = When(

@@ -36,6 +36,10 @@ def describe_run(
     device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
     options = config.objective.options
     sizes = [f"{name}={options[name]}" for name in ("k", "order", "beta") if name in options]
+    counts = f"{config.rollout.rollouts} rollouts a step"
+    if m := config.rollout.stop_at:
+        sizes = [f"order={config.rollout.rollouts}"]
+        counts = f"{config.rollout.first_rollouts} to {counts}, until {m} succeed"
     method = " ".join([explain_name(config.objective.objective), *sizes])
     if config.loss.loss in ALIASES:
         method += f", loss {explain_name(config.loss.loss)}"
@@ -64,8 +68,7 @@ def describe_run(
         f"policy: {model.config.num_hidden_layers}-layer {model.config.model_type} decoder "
         f"({model.backend}), {_parameters(model)}, {start}",
         *_describe_critic(config, model),
-        f"{config.rollout.prompts} prompts x {config.rollout.rollouts} rollouts a step; results in "
-        f"{config.run.out}",
+        f"{config.rollout.prompts} prompts x {counts}; results in {config.run.out}",
         *([f"responses end with {task.stops}"] if isinstance(task, TextTask) else []),
         str(evaluation_schedule(config, task)),
         _describe_rates(config, has_warm_start=saved is None and config.warm_start.sft_steps > 0),

@@ -32,7 +32,9 @@ from maxrl_fast.config.metadata import Groups, LessMemory, Note, Resume, as_list
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import directory_of
 from maxrl_fast.ops.loss_terms import Aggregation
+from maxrl_fast.runtime.loading import load_code
 from maxrl_fast.training.objectives.registry import OBJECTIVES, objective_options
+from maxrl_fast.training.schedule import Stopping
 
 AnyConfig = TypeVar("AnyConfig", bound="Config")
 CorrectionName = Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"]
@@ -307,8 +309,37 @@ class RolloutOptions:
         multiple_of("updates_per_step", "prompts"),
     ] = 32
     """Prompts per step (G)."""
-    rollouts: Count = 16
+    rollouts: Annotated[
+        Count,
+        Refusal(
+            "rollouts must be a multiple of first_rollouts with --stop-at, got {rollouts} and "
+            "{first_rollouts}",
+            lambda c: c["stop_at"] and c["rollouts"] % c["first_rollouts"],
+        ),
+    ] = 16
     """Rollouts per prompt (N)."""
+    stop_at: Annotated[
+        CountOrZero,
+        when.CAN_STOP,
+        Refusal(
+            "--stop-at draws again for prompts without successes: it cannot be used with "
+            "--dynamic-sampling {dynamic_sampling}",
+            lambda c: c["stop_at"] and c["dynamic_sampling"],
+        ),
+        Refusal(
+            "--stop-at needs rewards of 0 or 1 of each response by itself, got --reward-source "
+            "{reward_source}",
+            lambda c: c["stop_at"] and c["reward_source"] != "given",
+        ),
+    ] = 0
+    """Draw rollouts of a prompt only until this many succeed: --first-rollouts, then each time as
+    many as before, at most --rollouts. The gradient is still that of MaxRL of order N; 0: all."""
+    first_rollouts: Annotated[Count, when.STOPS] = 8
+    """Rollouts of every prompt, with --stop-at."""
+    schedule: Annotated[str | None, Default("none", "FILE:CLASS"), when.STOPS, Note.NAMES_CODE] = (
+        None
+    )
+    """Class that says when to stop instead, of maxrl_fast.training.schedule.Stopping."""
     dynamic_sampling: CountOrZero = 0
     """Sample up to this many batches of prompts a step, to replace groups whose rewards are all
     equal (DAPO); 0: one batch.
@@ -363,6 +394,19 @@ class RolloutOptions:
         processes.
         """
         return -(-self.prompts // processes) * self.vllm_tensor_parallel * self.rollouts
+
+    def stopping(self) -> Stopping | None:
+        """Return the rule of --stop-at; raises InputError for a class that is none."""
+        if not self.stop_at:
+            return None
+        rule = Stopping if self.schedule is None else load_code("schedule", self.schedule, "CLASS")
+        if not (isinstance(rule, type) and issubclass(rule, Stopping)):
+            raise InputError(
+                f"--schedule {self.schedule} must be a class of "
+                "maxrl_fast.training.schedule.Stopping",
+                "schedule",
+            )
+        return rule(self.prompts, self.first_rollouts, self.rollouts, self.stop_at)
 
     def correction_numbers(self) -> dict[str, float]:
         """Return the numbers of the correction by name; raises as `numbers_by_name`."""

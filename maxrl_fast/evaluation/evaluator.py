@@ -159,17 +159,18 @@ class Evaluator:
             prompts = Prompts.none(self.device)
             if own:
                 prompts = self.task.prompts(self.split, first, own).to(self.device)
-            if own or self.shares_engine:
-                asked = prompts, self.num_samples, self.sampling, self.seed
-                request = RolloutRequest(*asked, beat=self.beat)
-                sampled = sample_and_score(self.engine, self.task, self.scorer, request)
-                if own and keep:
-                    keep(sampled, sampled.rewards, sampled.components)
-                places.append(torch.arange(first, first + own, device=self.device))
-                ids.append(prompts.ids)
-                rewards.append(sampled.rewards)
-                counts[0, 0] += len(sampled.rollouts.tokens)
-                counts[0, 1] += sampled.rollouts.truncated.sum()
+            asked = prompts, self.num_samples, self.sampling, self.seed
+            request = RolloutRequest(*asked, beat=self.beat)
+            sampled = sample_and_score(
+                self.engine, self.task, self.scorer, request, shares_engine=self.shares_engine
+            )
+            if own and keep:
+                keep(sampled, sampled.rewards, sampled.components)
+            places.append(torch.arange(first, first + own, device=self.device))
+            ids.append(prompts.ids)
+            rewards.append(sampled.rewards)
+            counts[0, 0] += len(sampled.rollouts.tokens)
+            counts[0, 1] += sampled.rollouts.truncated.sum()
             progress(start + count)
         order = ranks.concatenate(torch.cat(places)).argsort().cpu()
         whole = ranks.concatenate(torch.cat(rewards)).view(-1, self.num_samples).cpu()

@@ -19,7 +19,7 @@ from maxrl_fast.tasks import Task, held_out_sets
 from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.scorer import Scorer
-from maxrl_fast.training.collect import RolloutCollector, StdFilter
+from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.critic import Critic, critic_model
 from maxrl_fast.training.learner import Learner
@@ -27,6 +27,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.prompt_prefetcher import PromptPrefetcher
+from maxrl_fast.training.schedule import DynamicSampling, Schedule, StdFilter, Stopping
 from maxrl_fast.training.sharding import distribute
 from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
@@ -110,9 +111,13 @@ def build_collector(context: RunContext, learner: Learner | None = None) -> Roll
         scorer = Scorer(task, None)
     elif is_vote and learner is not None:
         scorer = Scorer(task, MajorityVote(task.answer))
-    std_filter, state = None, learner.objective_state if learner else {}
+    options, std_filter, state = config.rollout, None, learner.objective_state if learner else {}
     if "reward_std" in state:
-        std_filter = StdFilter(config.rollout.std_filter, state["reward_std"])
+        std_filter = StdFilter(options.std_filter, state["reward_std"])
+    schedule: Schedule | None = options.stopping()
+    if options.dynamic_sampling > 1:
+        limits = options.prompts, options.rollouts, options.dynamic_sampling
+        schedule = DynamicSampling(*limits, std_filter)
     # other tasks make prompts at once
     is_ahead = config.run.device == "cuda" and isinstance(task, (MazeTask, GymTask))
     return RolloutCollector(
@@ -120,19 +125,19 @@ def build_collector(context: RunContext, learner: Learner | None = None) -> Roll
         context.engine,
         scorer,
         build_sampling(config, task),
-        num_prompts=config.rollout.prompts,
-        num_rollouts=config.rollout.rollouts,
+        num_prompts=options.prompts,
+        num_rollouts=options.rollouts,
         seed=config.run.seed,
         device=context.device,
-        max_batches=max(config.rollout.dynamic_sampling, 1),
+        schedule=schedule,
         # rewards that serve only the evaluation may be any number
         needs=replace(needs, binary=needs.binary and not (is_vote and learner is None)),
         policy_reward=policy_reward,
-        std_filter=std_filter,
         length_penalty=build_length_penalty(config),
         make_prompts=PromptPrefetcher(task).take if is_ahead else None,
         clock=context.clock,
         ranks=context.ranks,
+        shares_engine=options.vllm_tensor_parallel > 1,
     )
 
 
@@ -185,8 +190,11 @@ def build_trainer(context: RunContext) -> tuple[Trainer, WarmStart]:
         if x:
             learner.objective_state[name] = torch.full((1,), torch.nan, dtype=torch.float64)
     learner.critic, learner.copies_policy = critic, teacher is None
+    collector = build_collector(context, learner)
+    if isinstance(collector.schedule, Stopping):
+        learner.objective_state |= collector.schedule.state
     trainer = Trainer(
-        build_collector(context, learner),
+        collector,
         objective,
         learner,
         context.engine,

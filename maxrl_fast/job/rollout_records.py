@@ -30,6 +30,8 @@ def rollout_records(
     per_prompt = min(count, num_rollouts)
     groups = first_groups(prompts, -(-count // per_prompt))
     sequences = (groups[:, None] * num_rollouts + torch.arange(per_prompt)).flatten()
+    if batch.frac_drawn < 1:
+        sequences = sequences[cu_seqlens.diff()[sequences] > 0]
     own = {s: parts for s in sequences.tolist() if (parts := batch.components[s])}
     components = {s: parts for of_rank in ranks.values([*own.items()]) for s, parts in of_rank}
     if not ranks.is_first:

@@ -75,6 +75,7 @@ class RolloutRequest:
     step: int = 0
     environments: Environments | None = None  # of the S = G N samples; None: a response is one turn
     beat: Progress = no_progress  # called while samples are made, for --stall-limit
+    first_sample: int = 0  # number of the first one of each prompt: others were made before
 
     @property
     def num_sequences(self) -> int:
@@ -83,13 +84,14 @@ class RolloutRequest:
     def keys(self) -> Tensor:
         """Return the keys of random.uniforms for each sample, int64 [S]."""
         ids = self.prompts.ids
-        samples = torch.arange(self.num_samples, device=ids.device).repeat(len(ids))
-        return sample_keys(self.seed, self.step, ids.repeat_interleave(self.num_samples), samples)
+        samples = torch.arange(self.num_samples, device=ids.device) + self.first_sample
+        of_samples = ids.repeat_interleave(self.num_samples), samples.repeat(len(ids))
+        return sample_keys(self.seed, self.step, *of_samples)
 
     def name_of(self, sample: int) -> str:
         """Return how messages call a sample s = g N + n."""
-        prompt = int(self.prompts.ids[sample // self.num_samples])
-        return f"sample {sample % self.num_samples} of prompt {prompt}"
+        group, number = divmod(sample, self.num_samples)
+        return f"sample {self.first_sample + number} of prompt {int(self.prompts.ids[group])}"
 
     def check(self, model: PolicySizes) -> None:
         """Raise InputError for what no engine can serve with a policy of these sizes."""

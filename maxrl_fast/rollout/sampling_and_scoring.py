@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from maxrl_fast.records import SEQUENCE, Samples
+from maxrl_fast.records import SEQUENCE, Rollouts, Samples
 from maxrl_fast.rollout import Engine, RolloutRequest
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.episode import EpisodeTask
@@ -32,6 +32,7 @@ def sample_and_score(
     scorer: Scorer | None,
     request: RolloutRequest,
     clock: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    shares_engine: bool = False,
 ) -> ScoredSamples:
     """Sample the responses of a request, with the environments of an EpisodeTask, and score them.
 
@@ -39,6 +40,7 @@ def sample_and_score(
 
     Args:
         clock: measures the stages "rollout" and "reward".
+        shares_engine: whether the engine samples for several ranks, which call it together.
     """
     prompts = request.prompts
     with contextlib.ExitStack() as not_finished:
@@ -48,7 +50,10 @@ def sample_and_score(
             sampling = replace(request.sampling, max_turns=task.max_turns)
             request = replace(request, sampling=sampling, environments=environments)
         with clock("rollout"):
-            rollouts = engine.generate(request)
+            if len(prompts) or shares_engine:
+                rollouts = engine.generate(request)
+            else:
+                rollouts = Rollouts.given([]).to(prompts.tokens.device)
         if scorer is None or not len(prompts):
             rewards = torch.full((len(rollouts),), torch.nan, device=rollouts.tokens.device)
             return ScoredSamples(prompts, rollouts, rewards, ({},) * len(rollouts))

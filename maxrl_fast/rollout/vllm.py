@@ -219,7 +219,7 @@ class VllmEngine:
         devices = [torch.cuda.current_device()] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.inference_mode():
             # The ranks of an engine draw the same numbers; ranks with other prompts draw others.
-            key = (request.seed, request.step, int(prompts.ids[0]))
+            key = (request.seed, request.step, int(prompts.ids[0]), request.first_sample)
             torch.manual_seed(hash(key) % 2**63)
             outputs: list[Any] = self._llm.generate(asked, parameters, use_tqdm=False)
         return outputs

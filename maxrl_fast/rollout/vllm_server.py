@@ -143,7 +143,9 @@ class VllmServerEngine:
             {
                 "token_ids": tokens,
                 "sampling_params": parameters
-                | {"seed": hash((request.seed, request.step, index)) % 2**62},
+                | {
+                    "seed": hash((request.seed, request.step, index)) % 2**62 + request.first_sample
+                },
             }
             for tokens, index in zip(
                 unpack(prompts.tokens, prompts.lengths), prompts.ids.tolist(), strict=True

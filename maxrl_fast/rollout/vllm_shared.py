@@ -82,6 +82,7 @@ def play(
     def next_turn(sample: int) -> None:
         """The seed depends on what precedes the turn, and not on when it is sampled."""
         prompt, number = divmod(sample, request.num_samples)
+        number += request.first_sample
         length, key = len(tokens[sample]), (request.seed, request.step, ids[prompt])
         parameters = sampling_parameters(sampling, 1) | {
             "max_tokens": sampling.max_new_tokens - length,

@@ -1,4 +1,4 @@
-"""Collects a step's samples and rewards, with dynamic sampling."""
+"""Collects a step's samples and rewards, in rounds where a schedule asks for them."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,7 +10,6 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.group import Group
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import PROMPT, SEQUENCE, Prompts, Rollouts, Samples
 from maxrl_fast.rollout import Engine, RolloutRequest, Sampling, check_finite, check_rewards
@@ -20,6 +19,7 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.scorer import MetricAccumulator, Scorer
 from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.policy_reward import PolicyReward
+from maxrl_fast.training.schedule import Schedule
 from maxrl_fast.training.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
@@ -65,26 +65,6 @@ class LengthPenalty:
 
 
 @dataclass(frozen=True)
-class StdFilter:
-    """RLPR's filter (Yu et al. 2025, arXiv:2506.18254), with the constants of its code: from step
-    11 on, the standard deviation of a group's rewards must be `share` of the average over steps."""
-
-    share: float
-    average: Tensor  # [1] float64, of the learner's state; NaN at the start
-
-    def bound(self, step: int) -> float:
-        return self.share * float(self.average) if step > 10 else 0.0
-
-    def observe(self, rewards: Tensor, step: int) -> None:
-        """Add a step to the average: the mean of steps 6 to 10, then a moving average."""
-        own = deviations(rewards)
-        mean = own[own.isfinite()].mean().cpu()
-        if step > 5 and mean.isfinite():
-            weight = 1 / (step - 5) if step <= 10 else 0.01
-            self.average.nan_to_num_(float(mean)).lerp_(mean, weight)
-
-
-@dataclass(frozen=True)
 class RolloutBatch(Samples):
     """The training data of a step, the same on all ranks."""
 
@@ -94,10 +74,11 @@ class RolloutBatch(Samples):
     # [G, N] float32, the task's rewards; 0 if not known
     task_rewards: Annotated[Tensor, PROMPT]
     rewards: Annotated[Tensor, PROMPT]  # [G, N] float32, which the objective sees
-    valid: Annotated[Tensor | None, PROMPT]  # [G, N] bool, whose reward is known; None: all
+    # [G, N] bool, whose reward is known; None: all. A rollout that was not drawn has no tokens
+    valid: Annotated[Tensor | None, PROMPT]
     # [G], reward of the greedy response to each prompt
     greedy_rewards: Annotated[Tensor | None, PROMPT]
-    # [any number, N] of all sampled groups, including replaced ones; NaN if not known
+    # [any number, N] of all sampled groups, including replaced ones; NaN if not known or not drawn
     all_rewards: Tensor
     num_tokens: int  # of all sampled responses, not counting greedy ones
     rollout_seconds: float
@@ -111,6 +92,8 @@ class RolloutBatch(Samples):
     # [S] int64, tokens of the reference answer at the end of each response; 0: no answer
     answer_lengths: Annotated[Tensor | None, SEQUENCE] = None
     texts: tuple[str, ...] = ()  # [S], where the objective needs them
+    # [G, N] int64, rollouts of the prompt after the round of each; 0 if it was not drawn
+    drawn_by: Annotated[Tensor | None, PROMPT] = None
 
     @property
     def num_sampled(self) -> int:
@@ -123,9 +106,28 @@ class RolloutBatch(Samples):
         return torch.ones_like(self.rewards, dtype=torch.bool) if self.valid is None else self.valid
 
     @property
+    def frac_drawn(self) -> float:  # of the S samples
+        return 1.0 if self.drawn_by is None else float((self.drawn_by > 0).float().mean())
+
+    @property
     def scored_indices(self) -> Tensor:
         """Samples with a known reward, the ones trained on: int64 on the host, ascending."""
         return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
+
+    def regrouped(self, count: int) -> "RolloutBatch":
+        """Return the same samples as groups of `count`: parts of these groups, or several."""
+        groups = torch.arange(len(self.rollouts) // count, device=self.rewards.device)
+        owner = groups * count // self.num_rollouts
+        greedy, terms = self.greedy_rewards, self.reward_terms
+        return replace(
+            self,
+            prompts=self.prompts.select(owner),
+            task_rewards=self.task_rewards.view(-1, count),
+            rewards=self.rewards.view(-1, count),
+            valid=None if self.valid is None else self.valid.view(-1, count),
+            greedy_rewards=None if greedy is None else greedy[owner],
+            reward_terms=None if terms is None else terms.view(-1, count, terms.shape[-1]),
+        )
 
     def weighted(self, weights: Tensor) -> "RolloutBatch":
         """Return the batch with factors [T] multiplied into the importance weights."""
@@ -145,15 +147,14 @@ class RolloutCollector:
     """Samples and scores a step's rollouts.
 
     Args:
-        max_batches: largest number of batches of G prompts that dynamic sampling draws in a step;
-            1: no dynamic sampling.
-        needs: of the objective; parts not with dynamic sampling.
+        schedule: says how many rollouts each prompt gets; None: N.
+        needs: of the objective; parts not with a schedule.
         policy_reward: scores the responses instead of the scorer; not where the objective needs
             greedy responses or parts.
-        std_filter: of dynamic sampling.
         length_penalty: added to the rewards that the objective sees.
         make_prompts: returns training prompts, given the first index and the count; None: the task
             makes them.
+        shares_engine: whether the engine samples for several ranks, which call it together.
     """
 
     task: Task
@@ -164,64 +165,104 @@ class RolloutCollector:
     num_rollouts: int  # N
     seed: int = 0
     device: torch.device = CPU
-    max_batches: int = 1
+    schedule: Schedule | None = None
     needs: Needs = Needs()
     policy_reward: PolicyReward | None = None
-    std_filter: StdFilter | None = None
     length_penalty: LengthPenalty | None = None
     make_prompts: Callable[[int, int], Prompts] | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
     ranks: Ranks = field(default_factory=Ranks)
+    shares_engine: bool = False
 
     def collect(self, step: int, first_prompt: int) -> RolloutBatch:
-        """Return G prompts from index `first_prompt` on, N rollouts of each, and their rewards; all
-        ranks must call this.
-
-        Dynamic sampling (DAPO, Yu et al. 2025) replaces groups whose known rewards are all equal.
-        If it reaches its limit, some of these groups fill up the step.
-        """
-        batches: list[RolloutBatch] = []
-        errors = Counter[str]()
+        """Return G prompts from index `first_prompt` on, N rollouts of each, or as many as the
+        schedule says, and their rewards; all ranks must call this."""
         of_rewards = MetricAccumulator()
-        num_mixed, bound = 0, self.std_filter.bound(step) if self.std_filter else 0.0
-        while num_mixed < self.num_prompts and len(batches) < self.max_batches:
-            batch = self._sample(step, first_prompt + len(batches) * self.num_prompts, of_rewards)
-            batches.append(batch)
-            errors.update(batch.metrics)
-            if self.max_batches > 1:
-                num_mixed += int(is_mixed(batch.all_rewards, bound).sum())
-        metrics = dict(errors) | of_rewards.over(self.ranks)
-        if self.max_batches == 1:
-            return self._finished(replace(batches[0], metrics=metrics))
-        warnings = [batch.warning for batch in batches if batch.warning]
+        if self.schedule is None:
+            prompts = self._prompts(first_prompt, self.num_prompts)
+            batch = self._sample(step, prompts, 0, self.num_rollouts, of_rewards)
+        else:
+            batch = self._in_rounds(self.schedule, step, first_prompt, of_rewards)
+        return self._finished(replace(batch, metrics=batch.metrics | of_rewards.over(self.ranks)))
+
+    def _prompts(self, first_prompt: int, count: int) -> Prompts:
+        make_prompts = self.make_prompts or partial(self.task.prompts, "train")
+        with self.clock("rollout"):
+            return make_prompts(first_prompt, count).to(self.device)
+
+    def _in_rounds(
+        self, schedule: Schedule, step: int, first_prompt: int, of_rewards: MetricAccumulator
+    ) -> RolloutBatch:
+        """Sample until the schedule asks for nothing. Samples are kept in blocks:
+
+        prompt   0 1 2   0 2   2 2     of each block, three rounds of 3, 2 and 2 blocks
+        block    0 1 2   3 4   5 6
+        table    0 3 - -
+                 1 - - -                a row for each prompt; -: not drawn
+                 2 4 5 6
+        """
+        size, prompts = schedule.block, Prompts.none(self.device)
+        width, parts, num_blocks = self.num_rollouts // size, list[RolloutBatch](), 0
+        table = torch.full((0, width), -1, device=self.device)
+        ends = torch.zeros_like(table)  # rollouts of the prompt after the round of each block
+        rewards = torch.full((0, self.num_rollouts), torch.nan, device=self.device)
+        drawn = (table >= 0).sum(1) * size
+        while (more := schedule.more(step, rewards, drawn)).any():
+            if further := len(more) - len(prompts):
+                new = self._prompts(first_prompt + len(prompts), further)
+                prompts = Prompts.concatenate([prompts, new]) if len(prompts) else new
+                table = torch.cat([table, table.new_full((further, width), -1)])
+                ends = torch.cat([ends, ends.new_zeros(further, width)])
+                drawn = torch.cat([drawn, drawn.new_zeros(further)])
+            if (more % size).any() or (drawn + more > self.num_rollouts).any():
+                raise InputError(
+                    f"--schedule must ask for multiples of {size} rollouts, at most "
+                    f"{self.num_rollouts} of a prompt, got {more.tolist()}"
+                )
+            # a call for all prompts that have, and get, as many
+            for begun, count in sorted({*zip(drawn.tolist(), more.tolist(), strict=True)}):
+                if not count:
+                    continue
+                asked = ((drawn == begun) & (more == count)).nonzero()[:, 0]
+                part = self._sample(step, prompts.select(asked), begun, count, of_rewards)
+                parts.append(part.regrouped(size))
+                blocks = num_blocks + torch.arange(len(asked) * count // size, device=self.device)
+                places = slice(begun // size, (begun + count) // size)
+                table[asked, places], ends[asked, places] = (
+                    blocks.view(len(asked), -1),
+                    begun + count,
+                )
+                num_blocks += len(blocks)
+            known = torch.cat([part.all_rewards.view(-1, size) for part in parts])
+            known = torch.cat([known, known.new_full((1, size), torch.nan)])  # at -1
+            rewards, drawn = known[table].flatten(1), (table >= 0).sum(1) * size
+        metrics = schedule.metrics(step, rewards, drawn)
+        chosen = schedule.chosen(step, rewards)  # [G]
+        warnings = [part.warning for part in parts if part.warning]
         others = (text.removeprefix(f"step {step}: ") for text in warnings[1:])
-        rewards = torch.cat([batch.all_rewards for batch in batches])
-        mixed = is_mixed(rewards, bound)
-        if self.std_filter:
-            self.std_filter.observe(rewards, step)
-        # Prefer mixed groups, then earlier ones; the chosen groups stay in the order of sampling.
-        chosen = torch.argsort(~mixed, stable=True)[: self.num_prompts].sort().values  # [G]
-        metrics |= {
-            "num_prompts_sampled": len(mixed),
-            "frac_prompts_alive": float(mixed.float().mean()),
-        }
-        whole = replace(
-            RolloutBatch.concatenate(batches).select(chosen),
-            valid=~rewards[chosen].isnan() if rewards.isnan().any() else None,
+        errors = Counter[str]()
+        for part in parts:
+            errors.update(part.metrics)
+        order = table[chosen].flatten() % (num_blocks + 1)  # -1: the last block
+        whole = RolloutBatch.concatenate([*parts, undrawn(parts[0])]).select(order)
+        is_known = ~rewards[chosen].isnan()
+        return replace(
+            whole.regrouped(self.num_rollouts),
+            valid=None if is_known.all() else is_known,
             all_rewards=rewards,
-            num_tokens=sum(batch.num_tokens for batch in batches),
-            rollout_seconds=sum(batch.rollout_seconds for batch in batches),
-            metrics=metrics,
+            num_tokens=sum(part.num_tokens for part in parts),
+            rollout_seconds=sum(part.rollout_seconds for part in parts),
+            metrics=dict(errors) | metrics,
             warning="; ".join([*warnings[:1], *others]),
+            drawn_by=ends[chosen].repeat_interleave(size, 1),
         )
-        return self._finished(whole)
 
     def _finished(self, batch: RolloutBatch) -> RolloutBatch:
         """Add what only the objective sees: the length penalty, the texts if it needs them, and all
         ranks' components.
 
-        Metrics, kept rollouts and dynamic sampling see the rewards without the penalty. A group
-        whose rollouts all failed therefore still counts as a group of equal rewards.
+        Metrics, kept rollouts and the schedule see the rewards without the penalty. A group whose
+        rollouts all failed therefore still counts as a group of equal rewards.
         """
         if self.length_penalty is not None:
             penalties = self.length_penalty(batch.rollouts.lengths).view(batch.rewards.shape)
@@ -237,24 +278,24 @@ class RolloutCollector:
             batch = replace(batch, components=tuple(whole))
         return batch
 
-    def _sample(self, step: int, first_prompt: int, of_rewards: MetricAccumulator) -> RolloutBatch:
-        """Return one batch; add the metrics of its rewards to `of_rewards`."""
+    def _sample(
+        self, step: int, prompts: Prompts, begun: int, count: int, of_rewards: MetricAccumulator
+    ) -> RolloutBatch:
+        """Return `count` samples of each prompt, from number `begun` on; add the metrics of their
+        rewards to `of_rewards`."""
         clock, ranks, scorer, needs = self.clock, self.ranks, self.scorer, self.needs
-        first, own = ranks.part(self.num_prompts)  # the prompts that this rank samples
+        first, own = ranks.part(len(prompts))  # the prompts that this rank samples
         seconds = -clock.total("rollout")
-        with clock("rollout"):
-            make_prompts = self.make_prompts or partial(self.task.prompts, "train")
-            prompts = make_prompts(first_prompt, self.num_prompts).to(self.device)
-            part = prompts.take(first, own)
         scorer.pop_metrics()  # drop those of an evaluation, or of greedy responses
-        whole = part, self.num_rollouts, self.sampling, self.seed, step
-        request = RolloutRequest(*whole, beat=clock.beat)
+        part = prompts.take(first, own)
+        asked = part, count, self.sampling, self.seed, step
+        request = RolloutRequest(*asked, first_sample=begun, beat=clock.beat)
         sampled = self._sample_and_score(request)
         with clock("rollout"):
             rollouts = ranks.gather(sampled.rollouts)
             check_finite(rollouts, prompts, step)
         seconds += clock.total("rollout")
-        of_rank = slice(first * self.num_rollouts, (first + own) * self.num_rollouts)
+        of_rank = slice(first * count, (first + own) * count)
         learned, answer_lengths, greedy_rewards = rollouts, None, None
         with clock("reward"):
             if self.policy_reward is not None:
@@ -265,11 +306,11 @@ class RolloutCollector:
                     of_rewards.add(f"reward/{name}", value)
             else:
                 rewards, components = ranks.concatenate(sampled.rewards), sampled.components
-        rewards = rewards.view(len(prompts), self.num_rollouts)
+        rewards = rewards.view(len(prompts), count)
         terms = self._each_reward(rewards, components) if needs.parts else None
         of_rewards.update(scorer.pop_metrics())
         if needs.greedy:
-            one = replace(request, num_samples=1, sampling=self.sampling.greedy)
+            one = replace(request, num_samples=1, sampling=self.sampling.greedy, first_sample=0)
             greedy_rewards = ranks.concatenate(self._sample_and_score(one).rewards)
             # as if all had failed
             rewards = rewards.masked_fill(greedy_rewards.isnan()[:, None], float("nan"))
@@ -303,7 +344,9 @@ class RolloutCollector:
 
     def _sample_and_score(self, request: RolloutRequest) -> ScoredSamples:
         scorer = self.scorer if self.policy_reward is None else None
-        return sample_and_score(self.engine, self.task, scorer, request, self.clock)
+        return sample_and_score(
+            self.engine, self.task, scorer, request, self.clock, self.shares_engine
+        )
 
     def _each_reward(self, rewards: Tensor, components: Sequence[dict[str, float]]) -> Tensor:
         """Return the values [G, N, R] of each reward; NaN if it does not apply."""
@@ -325,15 +368,17 @@ def check_binary(rewards: Tensor, prompts: Prompts, when: str) -> None:
         )
 
 
-def deviations(rewards: Tensor) -> Tensor:
-    """Return the standard deviation [G] of the known rewards of groups; inf of fewer than two."""
-    group = Group(rewards.double().nan_to_num(), ~rewards.isnan())
-    return group.std(group.rewards, 1)[:, 0]
-
-
-def is_mixed(rewards: Tensor, bound: float = 0.0) -> Tensor:
-    """Return the groups [G] whose known rewards [G, N] differ, with this standard deviation."""
-    known = ~rewards.isnan()
-    largest, smallest = (rewards.masked_fill(~known, fill) for fill in (-torch.inf, torch.inf))
-    mixed = known.any(1) & (largest.amax(1) > smallest.amin(1))
-    return mixed & ~(deviations(rewards) < bound) if bound else mixed
+def undrawn(batch: RolloutBatch) -> RolloutBatch:
+    """Return a group, of the batch's first prompt, whose samples were not drawn: without tokens."""
+    one = batch.select(torch.zeros(1, dtype=torch.int64, device=batch.rewards.device))
+    bounds, truncated = map(torch.zeros_like, (one.rollouts.cu_seqlens, one.rollouts.truncated))
+    nothing = replace(one.rollouts.select(bounds[:0]), cu_seqlens=bounds, truncated=truncated)
+    zeros = torch.zeros_like(one.rewards)
+    return replace(
+        one,
+        rollouts=nothing,
+        raw_rollouts=nothing,
+        task_rewards=zeros,
+        rewards=zeros,
+        components=({},) * len(one.rollouts),
+    )

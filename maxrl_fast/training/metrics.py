@@ -36,8 +36,8 @@ def step_metrics(
         # The mean of -log-prob of the samples is an unbiased estimate of the entropy; with top-p it
         # is too low.
         "entropy": -rollouts.logprobs.mean(),
-        "response_length_mean": rollouts.lengths.float().mean(),
-        "truncated": rollouts.truncated.float().mean(),
+        "response_length_mean": rollouts.lengths.float().mean() / batch.frac_drawn,
+        "truncated": rollouts.truncated.float().mean() / batch.frac_drawn,
     }
     seconds = {"rollout_seconds": batch.rollout_seconds, "train_seconds": train_seconds}
 
@@ -77,6 +77,7 @@ def step_metrics(
 
 def summary(record: dict[str, float]) -> str:
     kl = f"kl {record['kl']:.3g}  " if record["kl"] else ""
+    kl += f"draws {record['draws_mean']:.1f}  " if "draws_mean" in record else ""
     return (
         f"reward {record['reward_mean']:.3f}  solved {record['frac_prompts_solved']:.3f}  "
         f"{kl}entropy {record['entropy']:.3f}  length {record['response_length_mean']:.1f}  "

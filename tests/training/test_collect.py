@@ -10,8 +10,9 @@ from maxrl_fast.rewards.combined import WeightedRewards
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
 from maxrl_fast.tasks.scorer import Scorer
-from maxrl_fast.training.collect import LengthPenalty, Needs, RolloutCollector, is_mixed
+from maxrl_fast.training.collect import LengthPenalty, Needs, RolloutCollector
 from maxrl_fast.training.objectives.group import GroupObjective
+from maxrl_fast.training.schedule import DynamicSampling, is_mixed
 from tests import batches
 from tests.job.test_resume import resumes_bitwise
 from tests.test_train import base, read
@@ -50,7 +51,8 @@ def collected(table, max_batches, source=None, **options):
     task = NumberedTask(5)
     task.table = table
     scorer, sampling = Scorer(task, source), Sampling(1.0, 32, task.stop_ids)
-    options = {"num_prompts": 2, "num_rollouts": 2, "max_batches": max_batches} | options
+    schedule = DynamicSampling(2, 2, max_batches) if max_batches > 1 else None
+    options = {"num_prompts": 2, "num_rollouts": 2, "schedule": schedule} | options
     return RolloutCollector(task, NumberedEngine(), scorer, sampling, **options).collect(3, 0)
 
 

@@ -138,6 +138,19 @@ REFUSALS = """
         none of them
     --objective hero --reward a.py:f a.py:g --reward-weights 2 1 | hero needs 1 as the weight of the
         verifier
+    --objective grpo --stop-at 2 | stop-at needs --objective maxrl: to stop when some rollouts
+        succeed biases grpo
+    --objective maxrl --stop-at 2 --order 3 | stop_at is MaxRL of the order of rollouts, 16, so that
+        order cannot be 3
+    --objective maxrl --stop-at 2 --rollouts 20 | rollouts must be a multiple of first_rollouts with
+        --stop-at, got 20 and 8
+    --objective maxrl --stop-at 2 --dynamic-sampling 2 | --stop-at draws again for prompts without
+        successes: it cannot be used with --dynamic-sampling 2
+    --objective maxrl --stop-at 2 --reward-source vote | --stop-at needs rewards of 0 or 1 of each
+        response by itself, got --reward-source vote
+    --objective maxrl --stop-at 2 --schedule json:JSONDecoder | --schedule json:JSONDecoder must be
+        a class of maxrl_fast.training.schedule.Stopping
+    --objective maxrl --first-rollouts 4 | first-rollouts needs --stop-at
     --loss sopa | loss must be one of .*, or FILE.py:FUNCTION, got 'sopa'; did you mean
     --loss nowhere.py:f | there is no file nowhere\\.py
     --objective nowhere.py:f | there is no file nowhere\\.py

@@ -7,7 +7,8 @@ from maxrl_fast.config.checks import check
 from maxrl_fast.config.parse import parse
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.scorer import Scorer
-from maxrl_fast.training.collect import RolloutCollector, StdFilter
+from maxrl_fast.training.collect import RolloutCollector
+from maxrl_fast.training.schedule import DynamicSampling, StdFilter
 from tests.tables import refused
 from tests.training.test_collect import NumberedEngine, NumberedTask
 
@@ -29,7 +30,8 @@ def test_groups_below_the_bound_are_replaced():
     task.table = [[0.0, 1.0], [0.0, 0.1], [3.0, 3.0], [0.0, 2.0]]
     std_filter = StdFilter(0.5, torch.tensor([0.7]).double())
     engine = NumberedEngine(), Scorer(task, None), Sampling(1.0, 32, task.stop_ids)
-    collector = RolloutCollector(task, *engine, 2, 2, max_batches=3, std_filter=std_filter)
+    schedule = DynamicSampling(2, 2, 3, std_filter)
+    collector = RolloutCollector(task, *engine, 2, 2, schedule=schedule)
     batch = collector.collect(11, 0)
     assert batch.prompts.ids.tolist() == [0, 3]
     assert batch.metrics["frac_prompts_alive"] == 0.5

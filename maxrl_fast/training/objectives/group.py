@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.estimators import Estimator, find_estimator
+from maxrl_fast.algorithms.stopping import stopped_maxrl
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import group_advantage
 from maxrl_fast.ops.register import example_inputs
@@ -27,11 +28,13 @@ class GroupObjective(Objective):
         options: keywords of ops.group_advantage that are constant over a run, such as k or eps.
         per_token: whether a custom function returns an advantage for each token, [T]. The learner
             gets them as factors of the tokens, and 1 for each response that has one other than 0.
+        stop_at: of stopped_maxrl, which replaces the estimator; 0: not.
     """
 
     estimator: str | Estimator
     options: dict[str, Any]
     per_token: bool = False
+    stop_at: int = 0
 
     def __post_init__(self) -> None:
         self.aggregation = self.row.aggregation
@@ -41,7 +44,7 @@ class GroupObjective(Objective):
         inputs = self.row.inputs
         return Needs(
             greedy=not {"greedy_correct", "greedy_rewards"}.isdisjoint(inputs),
-            binary=self.row.binary,
+            binary=self.row.binary or self.stop_at > 0,
             expects_binary=self.row.for_binary,
             parts="reward_parts" in inputs,
             texts="texts" in inputs,
@@ -62,6 +65,10 @@ class GroupObjective(Objective):
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         rewards, rollouts = batch.rewards, batch.rollouts
+        if self.stop_at:
+            assert batch.drawn_by is not None
+            values = stopped_maxrl(rewards, batch.has_reward, batch.drawn_by, self.stop_at)
+            return _OverPrompts(batch, values.to(rewards).flatten())
         greedy, terms = batch.greedy_rewards, batch.reward_terms
         # a custom function may take failed rewards as 0
         valid = batch.valid if self.row.takes_valid else None
@@ -120,6 +127,16 @@ class GroupObjective(Objective):
             return group_advantage(rewards, self.estimator, valid=valid, **inputs, **options)
         except ValueError as error:
             raise InputError(f"step {batch.step}: {error}{place_of(error)}") from error
+
+
+class _OverPrompts(ObjectiveStep):
+    """The loss is averaged over the prompts of an update, which have more rollouts if they are
+    hard: advantages are times the mean number of rollouts, because the loss of M responses is over
+    M, or over their tokens."""
+
+    def advantages(self, sequences: Tensor) -> Tensor:
+        num_prompts = len((sequences // self.batch.num_rollouts).unique())
+        return self.values * (len(sequences) / max(num_prompts, 1))
 
 
 def _grouped(values: Sequence[Any], num_rollouts: int) -> list[Sequence[Any]]:

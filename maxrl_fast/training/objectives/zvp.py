@@ -11,9 +11,10 @@ from maxrl_fast.algorithms.options import Help, Positive
 from maxrl_fast.ops import group_advantage
 from maxrl_fast.records import gather_sequences
 from maxrl_fast.runtime.device import to_device
-from maxrl_fast.training.collect import RolloutBatch, is_mixed
+from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep, objective
+from maxrl_fast.training.schedule import is_mixed
 
 
 @objective(

@@ -1,0 +1,129 @@
+"""How many rollouts each prompt of a step gets, and which prompts it keeps.
+
+A schedule is asked for the rollouts of a step in rounds:
+
+    more(step, rewards, drawn)  how many each prompt gets in the next round, int64, multiples of
+                                `block`, the same on all ranks; 0 for all: none. Given the rewards
+                                [n, N] of the n prompts so far, NaN where not drawn or not known,
+                                and how many each has, `drawn` [n]; it asks for further prompts by
+                                more than n numbers.
+    metrics(...)                of the step, which replace those of the same name
+    chosen(step, rewards)       the indices of the prompts that are learned from, ascending [G]
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.algorithms.group import Group
+
+
+@dataclass(frozen=True)
+class StdFilter:
+    """RLPR's filter (Yu et al. 2025, arXiv:2506.18254), with the constants of its code: from step
+    11 on, the standard deviation of a group's rewards must be `share` of the average over steps."""
+
+    share: float
+    average: Tensor  # [1] float64, of the learner's state; NaN at the start
+
+    def bound(self, step: int) -> float:
+        return self.share * float(self.average) if step > 10 else 0.0
+
+    def observe(self, rewards: Tensor, step: int) -> None:
+        """Add a step to the average: the mean of steps 6 to 10, then a moving average."""
+        own = deviations(rewards)
+        mean = own[own.isfinite()].mean().cpu()
+        if step > 5 and mean.isfinite():
+            weight = 1 / (step - 5) if step <= 10 else 0.01
+            self.average.nan_to_num_(float(mean)).lerp_(mean, weight)
+
+
+@dataclass(frozen=True)
+class DynamicSampling:
+    """Replaces groups whose known rewards are all equal (DAPO, Yu et al. 2025), in at most
+    `max_batches` batches of prompts. At this limit some of them fill up the step.
+
+    block: N, all rollouts of a prompt.
+    """
+
+    num_prompts: int  # G
+    block: int
+    max_batches: int
+    std_filter: StdFilter | None = None
+
+    def is_mixed(self, step: int, rewards: Tensor) -> Tensor:
+        return is_mixed(rewards, self.std_filter.bound(step) if self.std_filter else 0.0)
+
+    def more(self, step: int, rewards: Tensor, drawn: Tensor) -> Tensor:
+        is_full = int(self.is_mixed(step, rewards).sum()) >= self.num_prompts
+        if is_full or len(rewards) >= self.num_prompts * self.max_batches:
+            return torch.zeros_like(drawn)
+        further = drawn.new_full((self.num_prompts,), self.block)
+        return torch.cat([torch.zeros_like(drawn), further])
+
+    def chosen(self, step: int, rewards: Tensor) -> Tensor:
+        # Mixed groups are preferred, then earlier ones; they stay in the order of sampling.
+        mixed = self.is_mixed(step, rewards)
+        if self.std_filter:
+            self.std_filter.observe(rewards, step)
+        return torch.argsort(~mixed, stable=True)[: self.num_prompts].sort().values
+
+    def metrics(self, step: int, rewards: Tensor, drawn: Tensor) -> dict[str, float]:
+        alive = float(self.is_mixed(step, rewards).float().mean())
+        return {"num_prompts_sampled": len(rewards), "frac_prompts_alive": alive}
+
+
+@dataclass
+class Stopping:
+    """Draws rollouts of a prompt until it has `stop_at` successes, or `most` rollouts
+    (algorithms/stopping.py): `block`, then each time as many as before.
+
+    So the few prompts that are left have many rollouts in a round, and its batch stays large. A
+    class of --schedule has another `more`: a rule without bias sees of a prompt's own rollouts only
+    the rewards, and does not stop before the first success. `state`, tensors by name that change in
+    place, is kept in checkpoints.
+    """
+
+    num_prompts: int
+    block: int
+    most: int
+    stop_at: int
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    def more(self, step: int, rewards: Tensor, drawn: Tensor) -> Tensor:
+        if not len(drawn):
+            return drawn.new_full((self.num_prompts,), self.block)
+        goes_on = (rewards > 0.5).sum(1) < self.stop_at
+        return torch.where(goes_on, torch.minimum(drawn, self.most - drawn), 0)
+
+    def chosen(self, step: int, rewards: Tensor) -> Tensor:
+        return torch.arange(len(rewards), device=rewards.device)
+
+    def metrics(self, step: int, rewards: Tensor, drawn: Tensor) -> dict[str, float]:
+        """Means over rollouts are over those of the first round, of which all prompts have as
+        many."""
+        known = rewards[:, : self.block]
+        known = known[~known.isnan()]
+        return {
+            "reward_mean": float(known.double().mean()),
+            "pass_at_1": float((known > 0.5).float().mean()),
+            "draws_mean": float(drawn.float().mean()),
+        }
+
+
+Schedule = DynamicSampling | Stopping
+
+
+def deviations(rewards: Tensor) -> Tensor:
+    """Return the standard deviation [G] of the known rewards of groups; inf of fewer than two."""
+    group = Group(rewards.double().nan_to_num(), ~rewards.isnan())
+    return group.std(group.rewards, 1)[:, 0]
+
+
+def is_mixed(rewards: Tensor, bound: float = 0.0) -> Tensor:
+    """Return the groups [G] whose known rewards [G, N] differ, with this standard deviation."""
+    known = ~rewards.isnan()
+    largest, smallest = (rewards.masked_fill(~known, fill) for fill in (-torch.inf, torch.inf))
+    mixed = known.any(1) & (largest.amax(1) > smallest.amin(1))
+    return mixed & ~(deviations(rewards) < bound) if bound else mixed

@@ -1,0 +1,188 @@
+"""MaxRL that stops: the gradient by enumeration in rationals, and rounds that are a prefix of one
+draw.
+"""
+
+from dataclasses import replace
+from fractions import Fraction as F
+from math import comb
+
+import pytest
+import torch
+
+from maxrl_fast.algorithms.stopping import stopped_maxrl
+from maxrl_fast.records import Rollouts
+from maxrl_fast.rollout import RolloutRequest, Sampling
+from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.tasks.maze import DONE, UP
+from maxrl_fast.tasks.scorer import Scorer
+from maxrl_fast.training.collect import RolloutCollector
+from maxrl_fast.training.objectives.group import GroupObjective
+from maxrl_fast.training.schedule import Stopping
+from tests.batches import make_prompts
+from tests.job.test_resume import resumes_bitwise
+from tests.models import tiny_decoder
+from tests.test_train import base, read
+from tests.training.test_collect import CHAIN, NumberedTask
+
+
+def histories(ends, m):
+    """Yield the successes of each round of a prompt, until it stops."""
+    begun = [()]
+    while begun:
+        counts = begun.pop()
+        if counts and (sum(counts) >= m or len(counts) == len(ends)):
+            yield counts
+        else:
+            size = ends[len(counts)] - (ends[len(counts) - 1] if counts else 0)
+            begun += [(*counts, k) for k in range(size + 1)]
+
+
+def by_definition(counts, ends, m):
+    """Return the advantages of a success and of a failure of each round, in rationals."""
+    total, before, found = sum(counts), 0, []
+    for k, n in zip(counts, ends, strict=False):
+        before += k
+        of_success = F(1, max(total, 1)) - F(min(before - 1, m), m * n)
+        found.append((of_success, -F(min(before, m), m * n)))
+    return found
+
+
+def round_ends(first, most):
+    ends = [first]
+    while ends[-1] < most:
+        ends.append(min(2 * ends[-1], most))
+    return ends
+
+
+def rounds(ends):
+    return [(start, end - start) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+CASES = [(1, 8, 1), (1, 8, 3), (4, 4, 2), (4, 24, 2), (8, 32, 1), (8, 32, 8), (8, 128, 4)]
+
+
+@pytest.mark.parametrize(("first", "most", "m"), CASES)
+def test_the_gradient_is_that_of_maxrl_of_order_n(first, most, m):
+    """In units of grad log p a success has the score 1 and a failure -p/(1-p)."""
+    ends = round_ends(first, most)
+    drawn = [*histories(ends, m)]
+    rewards, drawn_by = torch.zeros(2, len(drawn), most)
+    for row, counts in enumerate(drawn):
+        for k, (start, size) in zip(counts, rounds(ends), strict=False):
+            rewards[row, start : start + k] = 1
+            drawn_by[row, start : start + size] = start + size
+    found = stopped_maxrl(rewards, drawn_by > 0, drawn_by.long(), m)
+    for p in map(F, ("0.01", "0.2", "0.5", "0.99")):
+        p = p if most < 128 else float(p)
+        exact, chances = 0 * p, []
+        for counts in drawn:
+            chance, total = 1 + 0 * p, 0 * p
+            advantages = by_definition(counts, ends, m)
+            for k, (_, size), (a, b) in zip(counts, rounds(ends), advantages, strict=False):
+                chance *= comb(size, k) * p**k * (1 - p) ** (size - k)
+                total += k * a - (size - k) * b * p / (1 - p)
+            exact += chance * total
+            chances.append(float(chance))
+        target = 1 - (1 - p) ** most
+        assert abs(exact - target) < (0 if most < 128 else 1e-12) or exact == target
+        scores = torch.where(rewards > 0, 1.0, -float(p / (1 - p)))
+        computed = torch.tensor(chances).double() @ (found * scores).sum(1)
+        assert float(computed) == pytest.approx(float(target), rel=1e-6)
+
+
+class Coins:
+    """Sample n of prompt i is UP n times, then DONE."""
+
+    def __init__(self):
+        self.requests = []
+
+    def generate(self, request):
+        self.requests.append((request.prompts.ids.tolist(), request.first_sample))
+        numbers = range(request.first_sample, request.first_sample + request.num_samples)
+        responses = [[UP] * n + [DONE] for _ in request.prompts.ids for n in numbers]
+        return replace(Rollouts.given(responses), logprobs=-torch.ones(sum(map(len, responses))))
+
+
+class CoinTask(NumberedTask):
+    """The reward of sample n of prompt i is `table[i][n]`."""
+
+    def score(self, prompts, rollouts):
+        count = len(rollouts) // len(prompts)
+        owners = prompts.ids.repeat_interleave(count).tolist()
+        lengths = (rollouts.lengths - 1).tolist()
+        return torch.tensor([self.table[i][n] for i, n in zip(owners, lengths, strict=True)])
+
+
+def test_rounds_are_drawn_until_enough_succeed():
+    task, engine = CoinTask(5), Coins()
+    task.table = [[0.0] * 12, [1.0, 1.0] + [0.0] * 10, [0.0, 1.0, 0.0, 1.0] + [0.0] * 8]
+    sampling = Sampling(1.0, 32, task.stop_ids)
+    schedule = Stopping(3, block=2, most=12, stop_at=2)
+    collector = RolloutCollector(
+        task, engine, Scorer(task, None), sampling, 3, 12, schedule=schedule
+    )
+    batch = collector.collect(1, 0)
+    assert engine.requests == [([0, 1, 2], 0), ([0, 2], 2), ([0], 4), ([0], 8)]
+    drawn = torch.tensor([12, 2, 4])
+    assert batch.drawn_by[0].tolist() == [2, 2, 4, 4, *[8] * 4, *[12] * 4]
+    assert torch.equal(batch.has_reward.sum(1), drawn)
+    expected = torch.where(torch.arange(12) < drawn[:, None], torch.arange(1, 13), 0)
+    assert torch.equal(batch.rollouts.lengths.view(3, 12), expected)
+    assert torch.equal(batch.rewards, torch.tensor(task.table) * (expected > 0))
+    assert batch.prompts.ids.tolist() == [0, 1, 2]
+    assert batch.frac_drawn == 0.5
+    assert batch.num_tokens == expected.sum() == len(batch.raw_rollouts.tokens)
+    assert (batch.metrics["reward_mean"], batch.metrics["draws_mean"]) == (0.5, 6.0)
+    objective = GroupObjective("maxrl", {}, stop_at=2)
+    step, minibatches = objective.begin(batch, None), batch.minibatches(3)
+    plain = stopped_maxrl(batch.rewards, batch.has_reward, batch.drawn_by, 2).float().flatten()
+    assert plain.view(3, 12).count_nonzero(1).tolist() == [0, 2, 4]
+    # an average over prompts: each prompt has its number of rollouts as the denominator
+    for own, count in zip(minibatches, drawn.tolist(), strict=True):
+        assert torch.allclose(step.advantages(own), plain * count)
+    assert torch.allclose(step.advantages(torch.cat(minibatches)), plain * 6)
+
+
+@pytest.mark.parametrize("in_cpp", [True, False])
+def test_rounds_are_bitwise_the_prefix_of_one_draw(in_cpp):
+    model = tiny_decoder()
+    engine = NativeEngine(model, torch.float32, in_cpp=in_cpp)
+    prompts, sampling = make_prompts([[5, 6, 7], [9, 3]]), Sampling(1.0, 12, (1,))
+    whole = engine.generate(RolloutRequest(prompts, 8, sampling, seed=3, step=2))
+    for first, count in ((0, 2), (2, 2), (4, 4)):
+        part = RolloutRequest(prompts, count, sampling, seed=3, step=2, first_sample=first)
+        own = whole.select(
+            torch.tensor([8 * g + first + n for g in range(2) for n in range(count)])
+        )
+        found = engine.generate(part)
+        assert torch.equal(found.tokens, own.tokens)
+        assert torch.equal(found.logprobs, own.logprobs)
+    assert part.name_of(5) == "sample 5 of prompt 1"
+
+
+RULE = """
+import torch
+from maxrl_fast.training.schedule import Stopping
+
+class Alternate(Stopping):
+    def __init__(self, *rule):
+        super().__init__(*rule)
+        self.state = {"steps": torch.zeros(1)}
+
+    def more(self, step, rewards, drawn):
+        self.state["steps"] += not len(drawn)
+        self.stop_at = 1 + int(self.state["steps"]) % 2
+        return super().more(step, rewards, drawn)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_resumes_bitwise(tmp_path, monkeypatch):
+    flags = [*base()[2:], *CHAIN, "--objective", "maxrl", "--steps", "6", "--rollouts", "32"]
+    flags += ["--first-rollouts", "4", "--stop-at", "2", "--kl-coef", ".01"]
+    (tmp_path / "rule.py").write_text(RULE)
+    flags += ["--schedule", f"{tmp_path / 'rule.py'}:Alternate"]
+    records = resumes_bitwise(monkeypatch, tmp_path, flags, "step 3")
+    assert len({record["draws_mean"] for record in records}) > 1, records
+    kept = read(tmp_path / "whole" / "rollouts.jsonl")
+    assert all(rollout["tokens"] for rollout in kept)

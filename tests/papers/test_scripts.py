@@ -58,6 +58,8 @@ SCRIPTS = """
     maze_scaling | --maze-size 5 --sft-steps 20 --steps 2 --prompts 2 --rollouts 4 --seeds 1
       --objectives maxpo --eval-mazes 4 --eval-samples 4 | --rollouts 2 | must be at least 4 each
     maze_table | --recipe {recipe} --objectives maxrl --steps 2 | --steps 0 | must be at least 1
+    stopping | --seeds 1 --maze-size 5 --sft-steps 20 --tokens 300 --prompts 2 --evaluations 1
+      --eval-mazes 4 --eval-samples 4 --training-mazes 8 --methods maxrl-stop | --methods best | of
     objectives_league | --maze-size 5 --sft-steps 40 --prompts 4 --tokens 300 --variance-steps 2
       --eval-mazes 4 --eval-samples 16 --seeds 1 --objectives pacs | --objectives gdpo | got gdpo
 """
@@ -69,6 +71,7 @@ SLOW = (
     "maze_scaling",
     "maze_table",
     "objectives_league",
+    "stopping",
 )
 
 
@@ -97,6 +100,7 @@ KNOWN = {
     "language_objectives": lambda x: [len(one["num_correct"]) for one in x["runs"]] == [4, 4],
     "maze_scaling": lambda x: [step for step, _ in x["runs"][0]["reward"]] == [1, 2],
     "maze_table": lambda x: x["runs"]["maxrl"]["pass_at_k"].keys() == {"0", "2"},
+    "stopping": lambda x: 8 <= min(x["runs"][0]["draws"]) <= max(x["runs"][0]["draws"]) <= 128,
     "objectives_league": lambda x: x["runs"][0]["tokens"] == 0 < 300 <= x["runs"][1]["tokens"],
 }
 

@@ -1,0 +1,202 @@
+"""MaxRL that stops, fixed numbers of rollouts, and GRPO with dynamic sampling on mazes, at an equal
+number of sampled tokens and in equal time.
+
+    python examples/papers/stopping.py
+    python examples/papers/stopping.py --training-mazes 256 --out runs/papers/scarce
+
+All runs of a seed start from the same warm start. Finished runs are kept in --work, and the same
+command continues with those that are missing.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from experiment import Settings, run, standard_error
+from matplotlib.figure import Figure
+from maze_scaling import ScalingSettings, warm_start_flags
+from objectives_league import SEED_SHIFT, build
+from rich.console import Console
+from rich.table import Table
+from training_runs import TokenRun, measure_all, train_all
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.records import Prompts
+
+METHODS: dict[str, dict[str, Any]] = {
+    "maxrl-16": {"objective": "maxrl", "rollouts": 16},
+    "maxrl-64": {"objective": "maxrl", "rollouts": 64},
+    "maxrl-stop": {"objective": "maxrl", "rollouts": 128, "stop_at": 4},
+    "grpo-dynamic": {"objective": "grpo", "rollouts": 16, "dynamic_sampling": 4},
+}
+KS = (1, 16, 64)
+
+
+@dataclass(frozen=True)
+class StoppingSettings(Settings):
+    """MaxRL that stops (4 successes of at most 128 rollouts), MaxRL with 16 and 64 rollouts, GRPO
+    with dynamic sampling. --threads is the number of simultaneous runs, each with one thread."""
+
+    methods: tuple[str, ...] = tuple(METHODS)
+    """Of maxrl-16, maxrl-64, maxrl-stop and grpo-dynamic."""
+    seeds: int = 3
+    """Seeds from --seed on; each has its own warm start and mazes."""
+    tokens: int = 600_000
+    """Sampled tokens of a run, which ends with the step that reaches them."""
+    training_mazes: int = 0
+    """Mazes that are trained on, in epochs; 0: new ones in every step."""
+    maze_size: int = 9
+    """Cells along one side of a maze."""
+    sft_steps: int = 150
+    """Warm-start steps of 64 solutions."""
+    prompts: int = 32
+    """Prompts of a step."""
+    lr: float = 3e-4
+    """Learning rate, constant."""
+    evaluations: int = 6
+    """Evaluations of a run, after equal numbers of tokens, besides that of the warm start."""
+    eval_mazes: int = 256
+    """Held-out mazes."""
+    eval_samples: int = 64
+    """Samples of each in an evaluation."""
+    work: Path = Path("runs/stopping")
+    """Folder of the warm starts and the finished runs."""
+
+
+def experiment(settings: StoppingSettings) -> dict[str, Any]:
+    if unknown := set(settings.methods) - set(METHODS):
+        raise InputError(f"--methods must be of {', '.join(METHODS)}, got {min(unknown)}")
+    for name in ("seeds", "tokens", "evaluations"):
+        if (value := getattr(settings, name)) < 1:
+            raise InputError(f"--{name} must be at least 1, got {value}")
+    seeds = range(settings.seed, settings.seed + settings.seeds)
+    of = partial(ScalingSettings, maze_size=settings.maze_size, sft_steps=settings.sft_steps)
+    warm = {f"start-{seed}": warm_start_flags(of(seed=seed)) for seed in seeds}
+    starts = train_all(warm, settings.work, settings.threads, "warm starts")
+    runs = [
+        maze_run(settings, name, seed, starts[f"start-{seed}"])
+        for seed in seeds
+        for name in settings.methods
+    ]
+    measured = partial(measure, settings.training_mazes)
+    found = measure_all(measured, runs, settings.threads)
+    results = [{"method": x.name, **outcome} for x, outcome in zip(runs, found, strict=True)]
+    show(results)
+    return {"runs": results}
+
+
+def maze_run(settings: StoppingSettings, name: str, seed: int, start: Path) -> TokenRun:
+    options = {
+        **METHODS[name],
+        "task": "maze",
+        "seed": seed + SEED_SHIFT,
+        "model": str(start / "checkpoints" / "step-000000"),
+        "maze_size": settings.maze_size,
+        "prompts": settings.prompts,
+        "lr": settings.lr,
+        "lr_schedule": "constant",
+        "warmup_steps": 10,
+        "eval_prompts": settings.eval_mazes,
+        "eval_samples": settings.eval_samples,
+        "keep_rollouts": 0,
+        "threads": 1,
+        "device": "cpu",
+        "dtype": "float32",
+    }
+    file = settings.work / f"{name}-{settings.training_mazes}-{seed}.json"
+    return TokenRun(name, seed, options, settings.tokens, settings.evaluations, file)
+
+
+def measure(training_mazes: int, one: TokenRun) -> dict[str, Any]:
+    trainer, evaluator = build(one.options)
+    if training_mazes:
+        of_task = trainer.collector.task
+
+        def make_prompts(first: int, count: int) -> Prompts:
+            numbers = (torch.arange(first, first + count) % training_mazes).tolist()
+            return Prompts.concatenate([of_task.prompts("train", i, 1) for i in numbers])
+
+        trainer.collector = replace(trainer.collector, make_prompts=make_prompts)
+    outcome: dict[str, list[Any]] = {"tokens": [], "seconds": [], "passes": []}
+    draws, solved = list[float](), list[float]()
+    tokens, seconds, next_prompt = 0, 0.0, 0
+    while True:
+        if tokens >= len(outcome["tokens"]) * one.tokens / one.evaluations:
+            passes = evaluator.evaluate().pass_at_k
+            outcome["tokens"].append(tokens)
+            outcome["seconds"].append(seconds)
+            outcome["passes"].append([passes[k] for k in KS if k in passes])
+        if tokens >= one.tokens:
+            return {**outcome, "draws": draws, "solved": solved}
+        start = time.process_time()  # of one thread, whatever else the machine does
+        record = trainer.step(len(draws) + 1, next_prompt)
+        seconds += time.process_time() - start
+        next_prompt += record.batch.num_sampled
+        tokens += record.batch.num_tokens
+        known = record.batch.all_rewards.isfinite().sum()
+        draws.append(float(known) / record.batch.num_sampled)
+        solved.append(record.metrics["frac_prompts_solved"])
+
+
+def at_time(one: dict[str, Any], seconds: float) -> list[float]:
+    """Return pass@k after so many seconds, between the two evaluations around them."""
+    times, passes = torch.tensor(one["seconds"]), torch.tensor(one["passes"])
+    after = int(torch.searchsorted(times, seconds).clamp(1, len(times) - 1))
+    share = (seconds - times[after - 1]) / (times[after] - times[after - 1])
+    mixed: list[float] = torch.lerp(passes[after - 1], passes[after], share).tolist()
+    return mixed
+
+
+def show(runs: list[dict[str, Any]]) -> None:
+    """Print means over seeds with their standard errors; equal time is that of the fastest run."""
+    shortest = min(one["seconds"][-1] for one in runs)
+    ks = KS[: len(runs[0]["passes"][0])]
+    table = Table("", *(f"pass@{k}" for k in ks), *(f"in {shortest:.3g} s: pass@{k}" for k in ks))
+    for column in ("steps", "rollouts of a prompt", "prompts without success", "seconds"):
+        table.add_column(column)
+    for name in dict.fromkeys(one["method"] for one in runs):
+        own = [one for one in runs if one["method"] == name]
+        ends = torch.tensor([one["passes"][-1] + at_time(one, shortest) for one in own])
+        pairs = zip(ends.mean(0), standard_error(ends), strict=True)
+        draws, solved = ([x for one in own for x in one[key]] for key in ("draws", "solved"))
+        table.add_row(
+            name,
+            *(f"{mean:.3f} ± {error:.3f}" for mean, error in pairs),
+            f"{len(draws) / len(own):.0f}",
+            f"{sum(draws) / len(draws):.1f}",
+            f"{1 - sum(solved) / len(solved):.3f}",
+            f"{sum(one['seconds'][-1] for one in own) / len(own):.0f}",
+        )
+    (Console() if sys.stdout.isatty() else Console(width=180)).print(table)
+
+
+def draw(record: dict[str, Any]) -> Figure:
+    """Draw pass@k of held-out mazes by sampled tokens and by seconds, a line for each run."""
+    runs = record["results"]["runs"]
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    num_rows = min(2, len(runs[0]["passes"][0]))
+    rows = figure.subplots(num_rows, 2, sharey="row", squeeze=False)
+    for which, axes in enumerate(rows):
+        for place, key in zip(axes, ("tokens", "seconds"), strict=True):
+            for i, name in enumerate(dict.fromkeys(one["method"] for one in runs)):
+                own = [one for one in runs if one["method"] == name]
+                for n, one in enumerate(own):
+                    passes = torch.tensor(one["passes"])[:, which]
+                    place.plot(one[key], passes, color=f"C{i}", label=None if n else name)
+            place.set(xlabel=key, ylabel=f"pass@{KS[which]} of held-out mazes")
+            place.grid(alpha=0.3)
+    rows[0, 0].legend()
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run("stopping", StoppingSettings, experiment, draw, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -25,6 +25,7 @@ SMALL = [
     *"--threads 1 --dtype float32".split(),
 ]
 TIMINGS = {"rollout_seconds", "train_seconds", "tokens_per_second"}
+WAITS = {"wait_seconds", "sampler_wait_seconds"}  # with --ahead
 
 
 def base():
@@ -69,7 +70,8 @@ def read(path):
 
 def without_timings(path):
     return [
-        {key: value for key, value in record.items() if key not in TIMINGS} for record in read(path)
+        {key: value for key, value in record.items() if key not in TIMINGS | WAITS}
+        for record in read(path)
     ]
 
 

@@ -100,6 +100,11 @@ _REFUSALS = (
         lambda c: c["objective"] == "hero" and as_list(c["reward_weights"])[:1] not in ([], [1.0]),
     ),
     _only("top_entropy", 1, _NO_TOKEN_WEIGHTS % "--top-entropy", lambda c: c["owns_loss"]),
+    Refusal(
+        "--ahead {ahead} cannot be used with {objective}, whose rewards read the policy while it "
+        "changes",
+        lambda c: c["ahead"] and c["needs"].answers,
+    ),
     _only("correction", "none", _NO_TOKEN_WEIGHTS % "--correction", lambda c: c["owns_loss"]),
     Refusal(
         "{objective} weights single tokens by either sign, so correction cannot be {correction}",
@@ -207,8 +212,11 @@ def correction_of(config: Config) -> tuple[CorrectionName, dict[str, float]]:
     if name is None and cap is not None:
         name = "tis" if cap else "none"
     elif name is None:
-        owns_loss = objective_class(config.objective.objective).owns_loss
-        name = "none" if options.rollout == "native" or owns_loss else "tis"
+        cls = objective_class(config.objective.objective)
+        # samples of older weights, where the loss has no ratio of its own
+        is_stale = options.ahead and (config.loss.loss or cls.loss) == "reinforce"
+        name = "tis" if options.rollout != "native" or is_stale else "none"
+        name = "none" if cls.owns_loss else name
     numbers: dict[str, float] = options.correction_numbers()
     if cap is not None and CORRECTIONS[name].has_cap:
         numbers["importance_cap"] = cap

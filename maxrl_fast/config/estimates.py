@@ -70,9 +70,19 @@ def describe_run(
         *_describe_critic(config, model),
         f"{config.rollout.prompts} prompts x {counts}; results in {config.run.out}",
         *([f"responses end with {task.stops}"] if isinstance(task, TextTask) else []),
+        *_describe_ahead(config),
         str(evaluation_schedule(config, task)),
         _describe_rates(config, has_warm_start=saved is None and config.warm_start.sft_steps > 0),
     ]
+
+
+def _describe_ahead(config: ResolvedConfig) -> list[str]:
+    options, a = config.rollout, config.rollout.ahead
+    if not a:
+        return []
+    told = f"step n is sampled with the weights after step n - {a + 1}; correction: "
+    shared = "; sampling shares the processor with training, so that only waits are saved"
+    return [told + options.correction + shared * (options.vllm_url is None)]
 
 
 def _parameters(model: PolicyModel) -> str:

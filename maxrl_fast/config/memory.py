@@ -79,7 +79,7 @@ def estimate_memory(
     memory |= _of_engine(config, task, model, machine)
     # every process has all of them
     responses = options.prompts * options.rollouts * max(options.dynamic_sampling, 1)
-    kept = KEPT_BYTES * responses * options.max_new_tokens
+    kept = KEPT_BYTES * responses * options.max_new_tokens * (1 + options.ahead)
     memory["rollouts of a step, at their limit"] = (0, kept, kept)
     memory |= {name: (0, 0, value) for name, value in _of_update(config, model, machine).items()}
     if machine.device == "cpu":  # on a GPU the copy is in the host's memory

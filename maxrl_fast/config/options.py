@@ -18,6 +18,7 @@ from maxrl_fast.algorithms.options import (
     Default,
     Finite,
     Help,
+    Limit,
     NotNegative,
     Option,
     Positive,
@@ -347,6 +348,24 @@ class RolloutOptions:
     std_filter: Annotated[NotNegative, when.RESAMPLES] = 0.0
     """Replace groups too whose standard deviation of rewards is below this share of its average
     over steps (RLPR: 0.5)."""
+    ahead: Annotated[
+        int,
+        Note.ADVANCED,
+        Limit("0 to 4", lambda x: 0 <= x <= 4),
+        Refusal(
+            "--ahead {ahead} needs an engine that samples while the policy trains: native, or vllm "
+            "with --vllm-url",
+            lambda c: c["ahead"] and c["rollout"] == "vllm" and c["vllm_url"] is None,
+        ),
+        Refusal(
+            "--ahead {ahead} cannot be used with --reward-source {reward_source}, which reads the "
+            "policy while it changes",
+            lambda c: c["ahead"] and c["reward_source"] not in ("given", "vote"),
+        ),
+    ] = 0
+    """Sample this many steps ahead, while the policy trains: each step then learns from samples of
+    the weights so many updates ago. It saves time where rewards, environments or an engine of its
+    own take it; 0: none."""
     max_new_tokens: Annotated[Count, Default("the task's; 32 for 9x9 mazes")] = DERIVED
     """Response limit, in tokens."""
     temperature: Positive = 1.0

@@ -120,6 +120,10 @@ def build_collector(context: RunContext, learner: Learner | None = None) -> Roll
         schedule = DynamicSampling(*limits, std_filter)
     # other tasks make prompts at once
     is_ahead = config.run.device == "cuda" and isinstance(task, (MazeTask, GymTask))
+    ranks, clock = context.ranks, context.clock
+    if options.ahead and learner:  # its collective operations and its time are its own
+        ranks, clock = ranks.copied(), Stopwatch(parent=clock)
+        needs = replace(needs, components=True)  # of all ranks, for checkpoints
     return RolloutCollector(
         task,
         context.engine,
@@ -135,8 +139,8 @@ def build_collector(context: RunContext, learner: Learner | None = None) -> Roll
         policy_reward=policy_reward,
         length_penalty=build_length_penalty(config),
         make_prompts=PromptPrefetcher(task).take if is_ahead else None,
-        clock=context.clock,
-        ranks=context.ranks,
+        clock=clock,
+        ranks=ranks,
         shares_engine=options.vllm_tensor_parallel > 1,
     )
 
@@ -203,6 +207,7 @@ def build_trainer(context: RunContext) -> tuple[Trainer, WarmStart]:
         CORRECTIONS[correction].function(**numbers),
         context.clock,
         build_teacher_prompts(config, task, teacher or policy),
+        config.rollout.ahead,
     )
     return trainer, build_warm_start(config, task, policy, ranks, module)
 

@@ -7,6 +7,7 @@ OUT/checkpoints/step-000090/    warm-start-000040/ during the warm start
     state/*.safetensors   float32 weights, Adam's moments, the critic, the reference policy: with
                           sharded weights (FSDP2) a file or more of each rank
     progress.json         step, next prompt, random states, lengths of the logs, options, sizes
+    waiting/              with --ahead: batches that are sampled and not learned from
     checksums.json        size and SHA-256 of every file
 OUT/latest, OUT/best            links to the newest checkpoint and to the best one
 """
@@ -14,7 +15,7 @@ OUT/latest, OUT/best            links to the newest checkpoint and to the best o
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from maxrl_fast.job.learner_state import (
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved, machine_of, rename_damaged_after
 from maxrl_fast.job.run_files import RunFiles
+from maxrl_fast.job.waiting_batches import load_batches, save_batches
 from maxrl_fast.model.checkpoint import StoredTensor, write_policy
 from maxrl_fast.model.linear import save_adapters
 from maxrl_fast.model.policy_model import PolicySizes, find_nonfinite
@@ -46,6 +48,7 @@ from maxrl_fast.runtime.files import (
     write_checksums,
 )
 from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.stopwatch import Stopwatch
 
@@ -76,18 +79,24 @@ class Checkpoints:
         self._policy_files, self._carried, self._fingerprints = policy_files, carried, fingerprints
         self._ranks, self._stop, self._clock, self._files = ranks, stop, clock, files
         self._saved, self._background = saved, Background()
+        # returns the batches that are sampled and not learned from
+        self.waiting: Callable[[], Sequence[RolloutBatch]] = lambda: ()
         # newest complete one; newest started
         self.newest = self._begun = saved.directory if saved else None
 
-    def restore(self, learner: Learner) -> None:
-        """Load the saved state into the run's first learner; later calls do nothing."""
+    def restore(self, learner: Learner) -> list[RolloutBatch]:
+        """Load the saved state into the run's first learner, and return the batches that were
+        waiting; later calls do nothing."""
         saved, self._saved = self._saved, None
+        waiting: list[RolloutBatch] = []
         if saved is not None:
             load_learner(saved.directory / "state", learner, self._ranks)
+            waiting = load_batches(saved.directory, learner.model.lm_head.weight.device)
             set_random_states(saved.random)
             if self._ranks.is_first:
                 with storing(str(self.out / "checkpoints")):
                     rename_damaged_after(saved.directory)
+        return waiting
 
     def safe_point(self, progress: Progress, learner: Learner, is_last: bool = False) -> None:
         """Save after a step if a checkpoint is due or it was the last step; then `stop_point`."""
@@ -133,6 +142,7 @@ class Checkpoints:
         directory = self.out / "checkpoints" / progress.name
         if directory == self._begun:
             return
+        batches = [*self.waiting()]
         with self._clock("checkpoint"):
             self._background.wait()
             self._check_finite(progress, learner)
@@ -140,9 +150,9 @@ class Checkpoints:
             record = self._record(directory, progress, learner.model.config)
             snapshot = Snapshot.of(learner, self._ranks.is_first)
             if snapshot.is_sharded:
-                self._write(directory, record, snapshot)
+                self._write(directory, record, snapshot, batches)
             elif self._ranks.is_first:
-                self._background.submit(lambda: self._write(directory, record, snapshot))
+                self._background.submit(lambda: self._write(directory, record, snapshot, batches))
             else:
                 self.newest = directory
 
@@ -169,7 +179,9 @@ class Checkpoints:
             }
             return json.dumps(fields)
 
-    def _write(self, directory: Path, record: str, snapshot: Snapshot) -> None:
+    def _write(
+        self, directory: Path, record: str, snapshot: Snapshot, batches: Sequence[RolloutBatch]
+    ) -> None:
         """Write a checkpoint: the first rank in the background thread, or all ranks together."""
         ranks, saved = self._ranks, snapshot
         wait_for_others = ranks.wait_for_all if saved.is_sharded else lambda: None
@@ -189,6 +201,7 @@ class Checkpoints:
                     folder, saved.dtype, saved.weights, self._policy_files, carried=self._carried
                 )
                 (folder / "progress.json").write_text(record)
+                save_batches(folder, batches)
             wait_for_others()
             if ranks.is_first:
                 write_checksums(folder)

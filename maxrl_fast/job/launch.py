@@ -66,7 +66,8 @@ from maxrl_fast.training.sharding import is_sharded, shard
 from maxrl_fast.training.stopwatch import Stopwatch
 
 NUM_PROMPTS, NUM_ROLLOUTS, MAX_TOKENS = 2, 2, 256  # of check_rewards
-STEP = ("rollout", "advantage", "update")  # stages of tokens_per_second in metrics.jsonl
+# stages of tokens_per_second in metrics.jsonl
+STEP = ("rollout", "wait for samples", "advantage", "update")
 WHEN = "before the first step"
 # seconds to wait for the previous process of this folder, which may still be exiting
 LOCK_LIMIT = 60.0
@@ -335,7 +336,8 @@ def close(loop: RunLoop, ending: ExitStatus) -> ExitStatus:
     screen.console.print(stage_table(seconds))
     if trained := loop.clock.total(*STEP):
         speed = loop.progress.tokens["rollout"] / trained
-        screen.info(f"{speed:,.0f} sampled tokens per second of {', '.join(STEP)}")
+        stages = ", ".join(stage for stage in STEP if stage in loop.clock.seconds)
+        screen.info(f"{speed:,.0f} sampled tokens per second of {stages}")
     for name, path in files.listing().items():
         screen.info(f"{name:<12}{path}")
     if loop.progress.tokens["rollout"]:

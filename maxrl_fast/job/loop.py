@@ -64,7 +64,8 @@ class RunLoop:
             done = f"it had done all its {self.num_steps} steps"
             self.screen.info(f"the run is finished: {done}; the last evaluation is repeated")
         learner.copy_policy()
-        checkpoints.restore(learner)
+        self.trainer.waiting += checkpoints.restore(learner)
+        checkpoints.waiting = self.trainer.settle
         self.trainer.engine.load_weights(learner.model)
         if progress.step == 0:
             checkpoints.save(progress, learner)
@@ -155,6 +156,8 @@ class RunLoop:
         if step in self.progress.evaluations or not (is_end or (every and step % every == 0)):
             return
         task, scorer, learner = self.context.task, self.context.scorer, self.trainer.learner
+        if self.trainer.ahead:
+            self.trainer.load_engine()
         done, samples = dict[str, Evaluation](), list[dict[str, Any]]()
         rates = dict[str, dict[str, float]]()
         is_whole = True

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -64,6 +64,13 @@ class Ranks:
             dist.new_group(list(range(a, a + count)), timeout=COLLECTIVE_LIMIT) for a in starts
         ]
         return Ranks(self.rank % count, count, groups[self.rank // count])
+
+    def copied(self) -> "Ranks":
+        """Return the same processes, whose collective operations another thread may use. All ranks
+        must call this."""
+        if self.size == 1:
+            return self
+        return replace(self, group=dist.new_group(timeout=COLLECTIVE_LIMIT))
 
     def sum(self, x: Tensor) -> Tensor:
         """x may be overwritten."""

@@ -76,10 +76,14 @@ def step_metrics(
 
 
 def summary(record: dict[str, float]) -> str:
-    kl = f"kl {record['kl']:.3g}  " if record["kl"] else ""
-    kl += f"draws {record['draws_mean']:.1f}  " if "draws_mean" in record else ""
+    more = f"kl {record['kl']:.3g}  " if record["kl"] else ""
+    if "lag" in record:
+        waits = {"training": record["wait_seconds"], "sampling": record["sampler_wait_seconds"]}
+        longer = max(waits, key=waits.__getitem__)
+        more += f"{longer} waits {waits[longer]:.1f} s  "
+    more += f"draws {record['draws_mean']:.1f}  " if "draws_mean" in record else ""
     return (
         f"reward {record['reward_mean']:.3f}  solved {record['frac_prompts_solved']:.3f}  "
-        f"{kl}entropy {record['entropy']:.3f}  length {record['response_length_mean']:.1f}  "
+        f"{more}entropy {record['entropy']:.3f}  length {record['response_length_mean']:.1f}  "
         f"grad {record['grad_norm']:.2f}  {record['tokens_per_second']:,.0f} sampled tokens/s"
     )

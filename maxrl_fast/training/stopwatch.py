@@ -13,10 +13,13 @@ class Stopwatch:
     """Measures wall time by stage, and the time since the current stage last made progress.
 
     The time of a nested stage counts for the inner stage only. `seconds`, totals by stage, is
-    updated in place.
+    updated in place. A beat is one of the `parent` too, which measures what waits for this one.
     """
 
-    def __init__(self, seconds: dict[str, float] | None = None) -> None:
+    def __init__(
+        self, seconds: dict[str, float] | None = None, parent: "Stopwatch | None" = None
+    ) -> None:
+        self._parent = parent
         self.seconds = seconds if seconds is not None else {}
         # seconds of the stages inside the current one; how many enclose it
         self._inside, self._depth = 0.0, 0
@@ -42,6 +45,8 @@ class Stopwatch:
 
     def beat(self) -> None:
         self._now = (self._now[0], time.monotonic())
+        if self._parent is not None:
+            self._parent.beat()
 
     def silence(self) -> tuple[str, float]:
         """Return the current stage, and the seconds since it started or last made progress."""

@@ -7,13 +7,18 @@
 G prompts, N rollouts per prompt, S = G N sequences.
 """
 
+import atexit
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor
 
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Engine
+from maxrl_fast.runtime.background import in_thread
 from maxrl_fast.training.collect import RolloutBatch, RolloutCollector
 from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.learner import Learner, UpdateMetrics
@@ -21,6 +26,8 @@ from maxrl_fast.training.metrics import step_metrics
 from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.stopwatch import Stopwatch
+
+EXIT_SECONDS = 10.0  # how long the exit of the process waits for a batch that is being sampled
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,17 @@ class StepRecord:
 @dataclass
 class Trainer:
     """Trains a policy. Each of `updates_per_step` optimizer updates uses an equal share of a step's
-    prompts."""
+    prompts.
+
+    With `ahead` A, step n + A is sampled in a thread while step n trains, with the weights that
+    step n begins with. Its engine must not compute where the policy is changed:
+
+        main thread   | train 1    | train 2    | train 3
+        weights       v0           v1           v2            v_n: after step n
+        thread, A = 1 | sample 2   | sample 3   | sample 4    by v0, v1, v2
+
+    `waiting` has the batches of the next steps, which are sampled and not learned from.
+    """
 
     collector: RolloutCollector
     objective: Objective
@@ -45,6 +62,50 @@ class Trainer:
     correction: ImportanceWeights | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
     teacher_prompts: Callable[[Prompts], Prompts] | None = None
+    ahead: int = 0
+    waiting: list[RolloutBatch] = field(default_factory=list)
+    _coming: Future[RolloutBatch] | None = None
+    _sampled: float = 0.0  # when the last batch of the thread was there
+
+    def __post_init__(self) -> None:
+        # Without this Python would kill the thread at exit, which aborts the process if the thread
+        # is inside PyTorch.
+        atexit.register(lambda: self._coming and wait([self._coming], EXIT_SECONDS))
+
+    def settle(self) -> list[RolloutBatch]:
+        """Wait for the batch that is being sampled, if any, and raise its error. The engine then
+        has nothing to do; return `waiting`."""
+        if self._coming is not None:
+            with self.clock("wait for samples"):
+                wait([self._coming])  # an interrupt leaves it
+            coming, self._coming = self._coming, None
+            self.waiting.append(coming.result())
+        return self.waiting
+
+    def _collect(self, n: int, first_prompt: int) -> RolloutBatch:
+        batch = self.collector.collect(n, first_prompt)
+        self._sampled = time.perf_counter()
+        return batch
+
+    def load_engine(self) -> None:
+        """Give the engine the newest weights, as for an evaluation."""
+        self.settle()
+        with self.clock("weights to rollout"):
+            self.engine.load_weights(self.learner.model)
+
+    def _next_batch(self, n: int, first_prompt: int) -> RolloutBatch:
+        """Return the batch of step n, and begin that of step n + ahead."""
+        waiting, last = self.settle(), self.learning_rate.steps
+
+        def following() -> tuple[int, int]:  # the next step to sample, and its first prompt
+            return n + len(waiting), first_prompt + sum(x.num_sampled for x in waiting)
+
+        while len(waiting) < max(self.ahead, 1) and n + len(waiting) <= last:
+            waiting.append(self.collector.collect(*following()))
+        if len(waiting) <= self.ahead and n + len(waiting) <= last:
+            self.load_engine()
+            self._coming = in_thread(partial(self._collect, *following()))
+        return waiting.pop(0)
 
     def step(
         self, n: int, first_prompt: int, diagnose: Callable[[RolloutBatch], None] | None = None
@@ -54,8 +115,11 @@ class Trainer:
         clock = self.clock
         learner, objective = self.learner, self.objective
         lr = self.learning_rate.at(n)
-        batch = self.collector.collect(n, first_prompt)  # G prompts, S rollouts, rewards [G, N]
-        self.engine.sleep()
+        start, before = time.perf_counter(), clock.total("wait for samples")
+        idle = start - self._sampled if self._coming is not None and self._coming.done() else 0.0
+        batch = self._next_batch(n, first_prompt)  # G prompts, S rollouts, rewards [G, N]
+        if not self.ahead:
+            self.engine.sleep()
         if self.correction is not None:
             with clock("log-probs"):
                 batch = self.correction.apply(batch, learner)
@@ -90,7 +154,12 @@ class Trainer:
         with clock("update"):
             own_metrics = objective_step.finish()
         train_seconds += clock.total("advantage", "update")
-        with clock("weights to rollout"):
-            self.engine.load_weights(learner.model)
-        metrics = step_metrics(batch, advantages, updates, lr, train_seconds)
-        return StepRecord(batch, advantages, updates, metrics | own_metrics | batch.metrics)
+        metrics = step_metrics(batch, advantages, updates, lr, train_seconds) | own_metrics
+        if not self.ahead:
+            self.load_engine()
+            return StepRecord(batch, advantages, updates, metrics | batch.metrics)
+        metrics["lag"] = min(self.ahead, n - 1)
+        metrics["wait_seconds"] = clock.total("wait for samples") - before
+        metrics["sampler_wait_seconds"] = idle
+        metrics["tokens_per_second"] = batch.num_tokens / (time.perf_counter() - start)
+        return StepRecord(batch, advantages, updates, metrics | batch.metrics)

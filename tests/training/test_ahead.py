@@ -1,0 +1,140 @@
+"""Steps whose samples are of older weights: against a loop written out by hand, and resumed."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from maxrl_fast.config.checks import check, correction_of, objective_of
+from maxrl_fast.config.parse import parse
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.errors import RewardError
+from maxrl_fast.job.build import RunContext, build_trainer
+from maxrl_fast.job.build_policy import build_policy, build_run_engine
+from maxrl_fast.job.build_task import build_run_task, build_scorer
+from maxrl_fast.job.waiting_batches import load_batches, save_batches
+from maxrl_fast.records import Inserted, Rollouts, cumulative
+from tests.job.test_resume import resumes_bitwise
+from tests.runs import base
+from tests.tables import refused
+from tests.training.test_collect import ALL_WRONG, CHAIN, MIXED, CountingSource, collected
+
+STEPS = 5
+
+
+def build(*flags):
+    config = parse([*base()[2:], *CHAIN, "--lr", "1e-2", "--steps", str(STEPS), *flags])
+    check(config)
+    task = build_run_task(config)
+    config = resolve(config, task)
+    policy = build_policy(config, task)
+    engine, scorer = build_run_engine(config, policy, task), build_scorer(config.reward, task)
+    context = RunContext(config, task, objective_of(config), policy, engine, scorer, None)
+    trainer, _ = build_trainer(context)
+    engine.load_weights(policy)
+    return trainer
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--objective maxrl --dynamic-sampling 3",
+        "--objective rloo --loss reinforce",
+        "--objective maxpo_off_policy --k 2",
+    ],
+)
+def test_steps_are_those_of_a_loop_with_old_weights(ahead, flags):
+    trainer, by_hand = build(*flags.split(), "--ahead", str(ahead)), build(*flags.split())
+    by_hand.correction = trainer.correction
+    assert (trainer.correction is not None) == ("reinforce" in flags)
+    versions = [deepcopy(by_hand.learner.model)]
+    first = sampled = 0
+    for n in range(1, STEPS + 1):
+        record = trainer.step(n, first)
+        by_hand.engine.load_weights(versions[max(0, n - 1 - ahead)])
+        by_hand.waiting.append(by_hand.collector.collect(n, sampled))
+        expected = by_hand.step(n, sampled)
+        sampled += expected.batch.num_sampled
+        first += record.batch.num_sampled
+        versions.append(deepcopy(by_hand.learner.model))
+        assert record.metrics.get("lag", 0) == min(ahead, n - 1)
+        assert record.metrics["loss"] == expected.metrics["loss"]
+        both = trainer.learner.model, versions[-1]
+        for own, other in zip(*(model.parameters() for model in both), strict=True):
+            assert torch.equal(own, other)
+    assert trainer.settle() == []  # nothing is sampled for later steps
+    changed = versions[0].lm_head.weight != versions[-1].lm_head.weight
+    assert changed.any()
+
+
+def test_the_error_of_sampling_is_raised_by_the_next_step(monkeypatch):
+    trainer = build("--objective", "maxrl", "--ahead", "1")
+
+    def fails(n, first_prompt):
+        if n == 3:
+            raise RewardError("failed")
+        return collect(n, first_prompt)
+
+    collect, collector = trainer.collector.collect, trainer.collector
+    monkeypatch.setattr(type(collector), "collect", lambda self, *given: fails(*given))
+    trainer.step(1, 0)
+    trainer.step(2, 4)
+    with pytest.raises(RewardError, match="failed"):
+        trainer.step(3, 8)
+    assert trainer.settle() == []
+
+
+def test_a_waiting_batch_is_read_as_it_was_written(tmp_path):
+    table = [ALL_WRONG, MIXED, MIXED, MIXED]
+    batch = collected(table, 2, CountingSource(table))
+    columns = tuple({"answer": f"é{i}", "numbers": [1, 2.5, None]} for i in range(2))
+    tokens = batch.rollouts.tokens
+    counts = torch.arange(len(tokens)) % 2
+    inserted = Inserted(torch.arange(int(counts.sum())), cumulative(counts))
+    prompts = replace(batch.prompts, columns=columns)
+    rollouts = replace(batch.rollouts, inserted=inserted)
+    batch = replace(batch, prompts=prompts, rollouts=rollouts, raw_rollouts=batch.rollouts)
+    save_batches(tmp_path, [batch, replace(batch, step=4)])
+    found, second = load_batches(tmp_path, torch.device("cpu"))
+    assert (found.step, second.step) == (3, 4)
+
+    def same(one, other):
+        assert type(one) is type(other)
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+        elif hasattr(one, "__dataclass_fields__"):
+            for name in one.__dataclass_fields__:
+                same(getattr(one, name), getattr(other, name))
+        else:
+            assert one == other
+
+    same(found, batch)
+    assert isinstance(found.rollouts, Rollouts)
+
+
+def test_what_needs_the_policy_while_it_trains_is_refused():
+    for flags, message in (
+        ("--rollout vllm", "needs an engine that samples while the policy trains"),
+        ("--objective verifree", "cannot be used with verifree"),
+        ("--ahead 5", "ahead must be 0 to 4, got 5"),
+    ):
+        with refused(message):
+            check(parse(["--ahead", "1", *flags.split()]))
+    names = {
+        loss: correction_of(parse(["--ahead", "1", "--objective", "maxrl", "--loss", loss]))[0]
+        for loss in ("reinforce", "ppo")
+    }
+    assert names == {"reinforce": "tis", "ppo": "none"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_run_that_samples_ahead_resumes_bitwise(ahead, tmp_path, monkeypatch):
+    flags = [*base()[2:], *CHAIN, "--objective", "maxrl", "--dynamic-sampling", "4"]
+    flags += ["--steps", "6", "--ahead", str(ahead), "--eval-every", "2", "--lr", "1e-2"]
+    steps = resumes_bitwise(monkeypatch, tmp_path, flags, "step 2", "step 4")
+    assert [step["lag"] for step in steps] == [min(ahead, n) for n in range(6)]
+    assert len({step["num_prompts_sampled"] for step in steps}) > 1

@@ -68,6 +68,17 @@ class UpdatePlan:
     own: dict[str, Tensor] = field(default_factory=dict)  # metrics of the loss function, scalars
 
 
+@dataclass(frozen=True)
+class Accumulated:
+    """A pass that has added to the gradient since the last optimizer step."""
+
+    packer: Packer
+    plan: UpdatePlan
+    settings: LossSettings
+    # [3 + len(TOKEN_METRICS)] float64: tokens computed, loss, tokens trained on, TOKEN_METRICS
+    sums: Tensor
+
+
 @dataclass
 class Learner:
     """A policy, its optimizer and its loss, computed in `dtype`; weights, gradients and moments are
@@ -103,6 +114,7 @@ class Learner:
             least_gain(*sizes),
             shares_weights=bool(self.model.bare),
         )
+        self.accumulated: list[Accumulated] = []
 
     def update(
         self,
@@ -128,17 +140,32 @@ class Learner:
             NonFiniteError: naming the step, the prompt and what was not finite; the weights are
                 unchanged.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        zero_gradients(self.model)
+        self.accumulated = []
+        self.forward_backward(samples, advantages, sequences, draw)
+        return self.optim_step(when=when, lr=lr)
+
+    def forward_backward(
+        self,
+        samples: Samples,
+        advantages: Tensor,
+        sequences: Tensor,
+        draw: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Add the gradient of the loss of some of the samples to that of earlier calls since the
+        last optimizer step; arguments as of `update`. All ranks must call this.
+
+        A call that fails or is interrupted discards the sum.
+        """
+        earlier, self.accumulated = self.accumulated, []
+        if not earlier:
+            zero_gradients(self.model)
         for parameter in (p for p in self.model.parameters() if p.requires_grad and p.grad is None):
             # Zeros, not None: if no sample has a gradient, the optimizer still takes a step with
             # zero gradient.
             parameter.grad = torch.zeros_like(parameter)
         packer = self.packer(samples, advantages)
         plan = self.plan(packer, samples, sequences, draw)
-        # float64 keeps sums of integers exact: tokens computed, loss, tokens trained on, then sums
-        # of TOKEN_METRICS.
+        # float64 keeps sums of integers exact
         sums = torch.zeros(len(TOKEN_METRICS) + 3, dtype=torch.float64, device=advantages.device)
         for batch, is_padding, is_last in self.passes.micro_batches(packer, plan.sequences):
             exchange_gradients(self._module, is_last)
@@ -149,39 +176,56 @@ class Learner:
                 totals = [metrics[name] * num_read for name in TOKEN_METRICS]
                 computed = num_read.new_full((), len(batch.tokens))
                 sums += torch.stack([computed, part.detach() / self.ranks.size, num_read, *totals])
+        self.accumulated = [*earlier, Accumulated(packer, plan, self.settings, sums)]
+
+    def optim_step(self, *, when: str, lr: float) -> UpdateMetrics:
+        """Clip the sum of the gradients and take the optimizer's step, the same step on all ranks,
+        which must all call this. Raises what `update` does."""
+        accumulated, self.accumulated = self.accumulated, []
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         # One read, which waits for the backward pass. It precedes the step: non-finite values must
         # not change the weights.
         norm = full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad))
-        sums = self.ranks.sum(sums)
-        if plan.sums is not None:  # sums of the whole update, the same on all ranks
-            whole_sums = LossSums(*plan.sums.unbind())
-            totals = [getattr(whole_sums, name) for name in TOKEN_METRICS]
-            sums = torch.stack(
-                [sums[0], whole_sums.loss, whole_sums.tokens - whole_sums.dropped_tokens, *totals]
-            )
-        sums, norm, *numbers = to_host(sums, norm, *plan.own.values())
-        own = {name: value.item() for name, value in zip(plan.own, numbers, strict=True)}
+        sums = torch.stack([self._sums_over_ranks(x) for x in accumulated]).sum(0)
+        of_loss = accumulated[-1].plan.own
+        sums, norm, *numbers = to_host(sums, norm, *of_loss.values())
+        own = {name: value.item() for name, value in zip(of_loss, numbers, strict=True)}
         (num_tokens, loss, num_targets, *of_tokens), grad_norm = sums.tolist(), float(norm)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise NonFiniteError(f"{when}: {self._find_non_finite(packer, plan, when)}")
+            found = (self._find_non_finite(x, when) for x in accumulated)
+            none = "the gradient summed over the prompts is not finite, though each prompt's own is"
+            raise NonFiniteError(f"{when}: {next(filter(None, found), none)}")
         if self.settings.siren:
             self.objective_state["siren_anchor"].fill_(own["siren_anchor"])
         self.optimizer.step()
         variance = moment_variance(self.optimizer)
         if self.passes.shares_weights:
-            own_part = torch.tensor(variance, dtype=torch.float64, device=advantages.device)
+            own_part = torch.tensor(
+                variance, dtype=torch.float64, device=self.model.lm_head.weight.device
+            )
             variance = float(self.ranks.sum(own_part))
         return UpdateMetrics(
             loss=loss,
             grad_norm=grad_norm,
-            num_sequences=len(plan.sequences),
+            num_sequences=sum(len(x.plan.sequences) for x in accumulated),
             num_tokens=int(num_tokens),
-            num_tokens_alone=int(packer.rows.lengths[plan.sequences.numpy()].sum()),
+            num_tokens_alone=sum(
+                int(x.packer.rows.lengths[x.plan.sequences.numpy()].sum()) for x in accumulated
+            ),
             num_targets=int(num_targets),
             **dict(zip(TOKEN_METRICS, of_tokens, strict=True)),
             moment_variance=max(0.0, variance),
             own=own,
         )
+
+    def _sums_over_ranks(self, x: Accumulated) -> Tensor:
+        sums, plan = self.ranks.sum(x.sums), x.plan
+        if plan.sums is None:
+            return sums
+        whole = LossSums(*plan.sums.unbind())  # of the whole update, the same on all ranks
+        totals = [getattr(whole, name) for name in TOKEN_METRICS]
+        return torch.stack([sums[0], whole.loss, whole.tokens - whole.dropped_tokens, *totals])
 
     def packer(self, samples: Samples, advantages: Tensor) -> Packer:
         # Broadcast: all ranks must agree on which samples have a gradient.
@@ -402,9 +446,10 @@ class Learner:
         if self.reference is not None and self.copies_policy:
             self.reference.load_state_dict(self.model.state_dict())
 
-    def _find_non_finite(self, packer: Packer, plan: UpdatePlan, when: str) -> str:
-        """Return what became non-finite, and for which prompt; raise TeacherError if it came from
-        the reference policy. A collective operation."""
+    def _find_non_finite(self, accumulated: Accumulated, when: str) -> str:
+        """Return what became non-finite, and for which prompt, or ""; raise TeacherError if it came
+        from the reference policy. A collective operation."""
+        packer, plan, self.settings = accumulated.packer, accumulated.plan, accumulated.settings
         for name, parameter in self.model.named_parameters():
             if not full_tensor(parameter.detach()).isfinite().all():
                 return f"the weight {name} is not finite"
@@ -428,7 +473,7 @@ class Learner:
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None and not full_tensor(parameter.grad).isfinite().all():
                     return f"the gradient of {name} is not finite {where}"
-        return "the gradient summed over the prompts is not finite, though each prompt's own is"
+        return ""
 
     def _is_teacher_finite(self, batch: MicroBatch) -> bool:
         """A policy that is its own teacher counts as the policy."""

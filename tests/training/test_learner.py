@@ -181,3 +181,49 @@ def test_empty_responses_are_skipped_but_counted():
     assert four.num_sequences == 3
     assert four.loss == pytest.approx(three.loss * 3 / 4, rel=1e-6)
     assert four.grad_norm == pytest.approx(three.grad_norm * 3 / 4, rel=1e-5)
+
+
+def test_passes_add_up_and_the_step_clips_their_sum():
+    model = tiny_decoder()
+    trained, parts = learner(model), []
+    trained.clip_grad = 1e-3
+    samples = Samples(PROMPTS, sampled(model))
+    halves = [(torch.arange(a, a + 4), torch.linspace(-1, 2, 12) + a) for a in (0, 8)]
+
+    def gradient():
+        return torch.cat([p.grad.flatten() for p in model.parameters()]).clone()
+
+    for sequences, advantages in halves:
+        trained.forward_backward(samples, advantages, sequences)
+        parts.append((gradient(), trained.optim_step(when="step 1", lr=0.0)))
+    for sequences, advantages in halves:
+        trained.forward_backward(samples, advantages, sequences)
+    whole = gradient()
+    torch.testing.assert_close(whole, parts[0][0] + parts[1][0])
+    metrics = trained.optim_step(when="step 2", lr=0.0)
+    assert metrics.grad_norm == pytest.approx(float(whole.norm()), rel=1e-4)
+    assert float(gradient().norm()) == pytest.approx(1e-3, rel=1e-3)
+    for name in ("loss", "num_tokens", "num_targets", "num_sequences", "ratio"):
+        summed = sum(getattr(of_half, name) for _, of_half in parts)
+        assert getattr(metrics, name) == pytest.approx(summed, rel=1e-5)
+
+
+def test_an_interrupted_pass_discards_the_sum(monkeypatch):
+    model = tiny_decoder()
+    trained = learner(model)
+    given = Samples(PROMPTS, sampled(model)), torch.ones(12), torch.arange(12)
+    loss, gradients = trained.loss, []
+
+    def interrupted(*arguments):
+        loss(*arguments)[0].backward()
+        raise KeyboardInterrupt
+
+    for fails in (False, True):
+        if fails:
+            monkeypatch.setattr(trained, "loss", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                trained.forward_backward(*given)
+            monkeypatch.undo()
+        trained.forward_backward(*given)
+        gradients.append(model.lm_head.weight.grad.clone())
+    torch.testing.assert_close(*gradients)

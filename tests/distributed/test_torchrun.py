@@ -157,7 +157,14 @@ def assert_same_metrics(alone, together, rel=1e-3, abs=1e-5):
 
 
 # prompts that begin alike share where they are on one rank
-OF_RANKS = {"wait_seconds", "sampler_wait_seconds", "rollout_seconds", "train_seconds", "tokens_per_second", "tokens_shared"}
+OF_RANKS = {
+    "wait_seconds",
+    "sampler_wait_seconds",
+    "rollout_seconds",
+    "train_seconds",
+    "tokens_per_second",
+    "tokens_shared",
+}
 
 
 def test_rewards_from_the_policy_are_the_same_on_several_ranks_and_with_sharded_weights(tmp_path):
@@ -200,7 +207,8 @@ def test_episodes_are_the_same_on_four_ranks(tmp_path):
 def test_rounds_ahead_are_the_same_on_several_ranks(tmp_path):
     """In the last ones fewer prompts are left than ranks, which train meanwhile."""
     job = "--task chain --chain-length 8 --reward-threshold .1 --sft-steps 0 --steps 3".split()
-    job += "--objective maxrl --rollouts 32 --first-rollouts 4 --stop-at 2 --prompts 3 --ahead 1".split()
+    job += "--objective maxrl --rollouts 32 --first-rollouts 4 --stop-at 2 --prompts 3".split()
+    job += ["--ahead", "1"]
     for num_ranks in (1, 3):
         run_job(tmp_path / str(num_ranks), num_ranks, *job)
     assert_same_metrics(tmp_path / "1", tmp_path / "3")

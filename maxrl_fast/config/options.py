@@ -363,9 +363,8 @@ class RolloutOptions:
             lambda c: c["ahead"] and c["reward_source"] not in ("given", "vote"),
         ),
     ] = 0
-    """Sample this many steps ahead, while the policy trains: each step then learns from samples of
-    the weights so many updates ago. It saves time where rewards, environments or an engine of its
-    own take it; 0: none."""
+    """Sample this many steps ahead, while the policy trains: each step learns from samples of the
+    weights so many updates ago. It saves time where sampling waits; 0: none."""
     max_new_tokens: Annotated[Count, Default("the task's; 32 for 9x9 mazes")] = DERIVED
     """Response limit, in tokens."""
     temperature: Positive = 1.0

@@ -187,7 +187,8 @@ class Learner:
         # One read, which waits for the backward pass. It precedes the step: non-finite values must
         # not change the weights.
         norm = full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad))
-        sums = torch.stack([self._sums_over_ranks(x) for x in accumulated]).sum(0)
+        sums, *more = map(self._sums_over_ranks, accumulated)
+        sums = sum(more, sums)
         of_loss = accumulated[-1].plan.own
         sums, norm, *numbers = to_host(sums, norm, *of_loss.values())
         own = {name: value.item() for name, value in zip(of_loss, numbers, strict=True)}

@@ -36,9 +36,12 @@ def step_metrics(
         # The mean of -log-prob of the samples is an unbiased estimate of the entropy; with top-p it
         # is too low.
         "entropy": -rollouts.logprobs.mean(),
-        "response_length_mean": rollouts.lengths.float().mean() / batch.frac_drawn,
-        "truncated": rollouts.truncated.float().mean() / batch.frac_drawn,
+        "response_length_mean": rollouts.lengths.float().mean(),
+        "truncated": rollouts.truncated.float().mean(),
     }
+    numbers = host_numbers(means)
+    if (drawn := batch.frac_drawn) < 1:  # others have no tokens
+        numbers |= {name: numbers[name] / drawn for name in ("response_length_mean", "truncated")}
     seconds = {"rollout_seconds": batch.rollout_seconds, "train_seconds": train_seconds}
 
     def over_updates(name: str) -> float:
@@ -62,7 +65,7 @@ def step_metrics(
     alone = sum(update.num_tokens_alone for update in updates)
     return {
         "step": batch.step,
-        **host_numbers(means),
+        **numbers,
         **{name: over_updates(name) for name in ("loss", "grad_norm", "moment_variance")},
         **{name: over_targets(name) for name in TOKEN_METRICS},
         "lr": lr,

@@ -100,7 +100,7 @@ class Trainer:
         def following() -> tuple[int, int]:  # the next step to sample, and its first prompt
             return n + len(waiting), first_prompt + sum(x.num_sampled for x in waiting)
 
-        while len(waiting) < max(self.ahead, 1) and n + len(waiting) <= last:
+        while not waiting or (len(waiting) < self.ahead and n + len(waiting) <= last):
             waiting.append(self.collector.collect(*following()))
         if len(waiting) <= self.ahead and n + len(waiting) <= last:
             self.load_engine()

@@ -40,7 +40,7 @@ def step_metrics(
         "truncated": rollouts.truncated.float().mean(),
     }
     numbers = host_numbers(means)
-    if (drawn := batch.frac_drawn) < 1:  # others have no tokens
+    if (drawn := batch.frac_drawn) < 1:
         numbers |= {name: numbers[name] / drawn for name in ("response_length_mean", "truncated")}
     seconds = {"rollout_seconds": batch.rollout_seconds, "train_seconds": train_seconds}
 

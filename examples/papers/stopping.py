@@ -40,8 +40,8 @@ KS = (1, 16, 64)
 @dataclass(frozen=True)
 class StoppingSettings(Settings):
     """MaxRL that stops (4 successes of at most 128 rollouts), MaxRL with 16 and 64 rollouts, GRPO
-    with dynamic sampling. It was estimated, not measured, at 60 minutes on two cores. --threads is
-    the number of simultaneous runs, each with one thread."""
+    with dynamic sampling: about 7 minutes on two cores. --threads is the number of simultaneous
+    runs, each with one thread."""
 
     methods: tuple[str, ...] = tuple(METHODS)
     """Of maxrl-16, maxrl-64, maxrl-stop and grpo-dynamic."""

@@ -213,7 +213,7 @@ def correction_of(config: Config) -> tuple[CorrectionName, dict[str, float]]:
         name = "tis" if cap else "none"
     elif name is None:
         cls = objective_class(config.objective.objective)
-        # samples of older weights, where the loss has no ratio of its own
+        # samples of older weights, and the loss has no ratio
         is_stale = options.ahead and (config.loss.loss or cls.loss) == "reinforce"
         name = "tis" if options.rollout != "native" or is_stale else "none"
         name = "none" if cls.owns_loss else name

@@ -2,7 +2,7 @@
 these are installed.
 
 MODEL is a Hugging Face folder, such as the one that examples/language/prepare.py makes. The prompts
-are those of examples/language/word_problems.py, all is in float32 on a CPU. Parts:
+are those of examples/language/word_problems.py, all computes in --dtype on a CPU. Parts:
 
     sampling   16 prompts x 16 samples x 32 tokens by the native engine, by transformers' generate
                and by vLLM, in turn in one process
@@ -33,7 +33,9 @@ from bench.whole_step import time_steps, warm_started
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse
 from maxrl_fast.errors import InputError
+from maxrl_fast.job.build_policy import dtype_of
 from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.runtime.device import resolve_dtype
 
 PROBLEMS = Path(__file__).parent.parent / "examples/language/word_problems.py"
 STEP = "--prompts 8 --rollouts 16 --max-new-tokens 24"
@@ -41,12 +43,13 @@ TRL_ROWS = 16  # of a micro-batch: all 128 rows need more than 24 GB
 SAMPLING = "--prompts 16 --rollouts 16 --max-new-tokens 32"
 
 
-def job(model: Path, folder: Path, sizes: str) -> list[str]:
+def job(model: Path, folder: Path, sizes: str, dtype: torch.dtype) -> list[str]:
     """Write prompts into `folder`, and return the options of a job that trains `model` on them."""
     problems = runpy.run_path(str(PROBLEMS))["problems"]
     data = folder / "train.jsonl"
     data.write_text("\n".join(json.dumps(line) for line in problems("train", 400)) + "\n")
-    fixed = "--objective grpo --device cpu --dtype float32 --lr 2e-6 --lr-schedule constant"
+    name = str(dtype).removeprefix("torch.")
+    fixed = f"--objective grpo --device cpu --dtype {name} --lr 2e-6 --lr-schedule constant"
     files = ["--task", f"{PROBLEMS}:number", "--data", str(data), "--model", str(model)]
     return [*fixed.split(), "--warmup-steps", "0", *sizes.split(), *files]
 
@@ -59,7 +62,7 @@ def sampling(config: Config, rounds: int, names: list[str]) -> dict[str, Any]:
     options = resolved.rollout
     *_, figures = rollout.measure(
         model, task, prompts, options.rollouts, options.max_new_tokens, names, False, rounds,
-        torch.float32,
+        dtype_of(resolved),
     )  # fmt: skip
     rollout.report("sampling", figures)
     return figures
@@ -103,7 +106,7 @@ def start(options: list[str]) -> float:
 
 
 def main() -> int:
-    parser = argument_parser("language", __doc__, rounds=3)
+    parser = argument_parser("language", __doc__, rounds=3, has_dtype=True)
     parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
     parts = ("sampling", "step", "start")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
@@ -111,20 +114,21 @@ def main() -> int:
     device = prepare(options)
     if device.type != "cpu":
         raise InputError("bench.language measures a CPU: leave out --device")
+    dtype = resolve_dtype(options.dtype, device)
     names = [name for name in ("transformers", "vllm") if importlib.util.find_spec(name)]
-    result: dict[str, Any] = {"benchmark": "language", "machine": machine(device, torch.float32)}
+    result: dict[str, Any] = {"benchmark": "language", "machine": machine(device, dtype)}
     print(describe(result["machine"]))
     with tempfile.TemporaryDirectory() as folder:
         if "sampling" in options.parts:
-            config = parse(job(options.model, Path(folder), SAMPLING))
+            config = parse(job(options.model, Path(folder), SAMPLING, dtype))
             result["sampling"] = sampling(config, options.rounds, names)
             keep(result)
         if "step" in options.parts:
-            config = parse(job(options.model, Path(folder), STEP))
+            config = parse(job(options.model, Path(folder), STEP, dtype))
             result["step"] = step(config, options.rounds)
             keep(result)
         if "start" in options.parts:
-            result["start_seconds"] = start(job(options.model, Path(folder), STEP))
+            result["start_seconds"] = start(job(options.model, Path(folder), STEP, dtype))
             print(f"start: {result['start_seconds']:.1f} s to the first rollout")
     print(json.dumps(result))
     return 0

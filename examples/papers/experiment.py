@@ -136,6 +136,11 @@ def standard_error(values: Tensor) -> Tensor:
     return values.std(0, correction=min(len(values) - 1, 1)) / len(values) ** 0.5
 
 
+def cell(values: Tensor, digits: int = 3) -> str:
+    """Return the mean with its standard error, as a table shows it."""
+    return f"{float(values.mean()):.{digits}f} ± {float(standard_error(values)):.{digits}f}"
+
+
 def as_text(record: dict[str, Any]) -> str:
     """Return JSON with one line per list of numbers."""
     text = json.dumps(record, indent=1, default=str)  # str for a Path

@@ -11,22 +11,21 @@ command continues with those that are missing.
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import Settings, run, standard_error
+from experiment import run, standard_error
 from matplotlib.figure import Figure
-from maze_scaling import ScalingSettings, warm_start_flags
-from objectives_league import SEED_SHIFT, build
+from maze_runs import MazeSettings, check_methods, maze_options, repeat_prompts, warm_starts
+from objectives_league import build
 from rich.console import Console
 from rich.table import Table
-from training_runs import TokenRun, measure_all, train_all
+from training_runs import TokenRun, measure_all
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Prompts
 
 METHODS: dict[str, dict[str, Any]] = {
     "maxrl-16": {"objective": "maxrl", "rollouts": 16},
@@ -38,50 +37,31 @@ KS = (1, 16, 64)
 
 
 @dataclass(frozen=True)
-class StoppingSettings(Settings):
+class StoppingSettings(MazeSettings):
     """MaxRL that stops (4 successes of at most 128 rollouts), MaxRL with 16 and 64 rollouts, GRPO
     with dynamic sampling: about 7 minutes on two cores. --threads is the number of simultaneous
     runs, each with one thread."""
 
     methods: tuple[str, ...] = tuple(METHODS)
     """Of maxrl-16, maxrl-64, maxrl-stop and grpo-dynamic."""
-    seeds: int = 3
-    """Seeds from --seed on; each has its own warm start and mazes."""
     tokens: int = 600_000
     """Sampled tokens of a run, which ends with the step that reaches them."""
     training_mazes: int = 0
     """Mazes that are trained on, in epochs; 0: new ones in every step."""
-    maze_size: int = 9
-    """Cells along one side of a maze."""
-    sft_steps: int = 150
-    """Warm-start steps of 64 solutions."""
-    prompts: int = 32
-    """Prompts of a step."""
-    lr: float = 3e-4
-    """Learning rate, constant."""
     evaluations: int = 6
     """Evaluations of a run, after equal numbers of tokens, besides that of the warm start."""
-    eval_mazes: int = 256
-    """Held-out mazes."""
-    eval_samples: int = 64
-    """Samples of each in an evaluation."""
     work: Path = Path("runs/stopping")
     """Folder of the warm starts and the finished runs."""
 
 
 def experiment(settings: StoppingSettings) -> dict[str, Any]:
-    if unknown := set(settings.methods) - set(METHODS):
-        raise InputError(f"--methods must be of {', '.join(METHODS)}, got {min(unknown)}")
-    for name in ("seeds", "tokens", "evaluations"):
+    check_methods(settings.methods, METHODS, settings)
+    for name in ("tokens", "evaluations"):
         if (value := getattr(settings, name)) < 1:
             raise InputError(f"--{name} must be at least 1, got {value}")
-    seeds = range(settings.seed, settings.seed + settings.seeds)
-    of = partial(ScalingSettings, maze_size=settings.maze_size, sft_steps=settings.sft_steps)
-    warm = {f"start-{seed}": warm_start_flags(of(seed=seed)) for seed in seeds}
-    starts = train_all(warm, settings.work, settings.threads, "warm starts")
     runs = [
-        maze_run(settings, name, seed, starts[f"start-{seed}"])
-        for seed in seeds
+        maze_run(settings, name, seed, policy)
+        for seed, policy in warm_starts(settings, settings.work).items()
         for name in settings.methods
     ]
     measured = partial(measure, settings.training_mazes)
@@ -91,24 +71,8 @@ def experiment(settings: StoppingSettings) -> dict[str, Any]:
     return {"runs": results}
 
 
-def maze_run(settings: StoppingSettings, name: str, seed: int, start: Path) -> TokenRun:
-    options = {
-        **METHODS[name],
-        "task": "maze",
-        "seed": seed + SEED_SHIFT,
-        "model": str(start / "checkpoints" / "step-000000"),
-        "maze_size": settings.maze_size,
-        "prompts": settings.prompts,
-        "lr": settings.lr,
-        "lr_schedule": "constant",
-        "warmup_steps": 10,
-        "eval_prompts": settings.eval_mazes,
-        "eval_samples": settings.eval_samples,
-        "keep_rollouts": 0,
-        "threads": 1,
-        "device": "cpu",
-        "dtype": "float32",
-    }
+def maze_run(settings: StoppingSettings, name: str, seed: int, policy: str) -> TokenRun:
+    options = {**METHODS[name], **maze_options(settings, seed, policy)}
     file = settings.work / f"{name}-{settings.training_mazes}-{seed}.json"
     return TokenRun(name, seed, options, settings.tokens, settings.evaluations, file)
 
@@ -116,13 +80,7 @@ def maze_run(settings: StoppingSettings, name: str, seed: int, start: Path) -> T
 def measure(training_mazes: int, one: TokenRun) -> dict[str, Any]:
     trainer, evaluator = build(one.options)
     if training_mazes:
-        of_task = trainer.collector.task
-
-        def make_prompts(first: int, count: int) -> Prompts:
-            numbers = (torch.arange(first, first + count) % training_mazes).tolist()
-            return Prompts.concatenate([of_task.prompts("train", i, 1) for i in numbers])
-
-        trainer.collector = replace(trainer.collector, make_prompts=make_prompts)
+        repeat_prompts(trainer, training_mazes)
     outcome: dict[str, list[Any]] = {"tokens": [], "seconds": [], "passes": []}
     draws, solved = list[float](), list[float]()
     tokens, seconds, next_prompt = 0, 0.0, 0

@@ -4,6 +4,7 @@ before it writes. No ranking is checked.
 
 import importlib
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,8 @@ SCRIPTS = """
     exact_likelihood | --steps 4 --rollouts 4 8 --sweep 32 --classes 5 --dimensions 3 --train-inputs
       50 --test-inputs 20 --test-digits 1700 --batch 8 | --seeds 1 | --seeds must be at least 2
     weights | --rollouts 8 --points 5 | --k 8 | --k must be from 2 to the smallest of --rollouts
+    data_scarce | --seeds 1 --maze-size 5 --sft-steps 20 --prompts 2 --training-mazes 4 --epochs 2
+      --evaluations 1 --eval-mazes 4 --eval-samples 16 --methods maxrl | --epochs 0 | a multiple of
     distillation | --seeds 1 --maze-size 5 --sft-steps 20 --teacher-steps 1 --prompts 2 --tokens 100
       --evaluations 1 --eval-mazes 4 --coefficients 0.5 | --teacher-steps 0 | must be at least 1
     guessing | --objectives maxpo-k4 --seeds 1 --sft-steps 60 --tokens 500 --rollouts 8
@@ -58,6 +61,9 @@ SCRIPTS = """
     maze_scaling | --maze-size 5 --sft-steps 20 --steps 2 --prompts 2 --rollouts 4 --seeds 1
       --objectives maxpo --eval-mazes 4 --eval-samples 4 | --rollouts 2 | must be at least 4 each
     maze_table | --recipe {recipe} --objectives maxrl --steps 2 | --steps 0 | must be at least 1
+    pacs_ablations | --seeds 1 --maze-size 5 --sft-steps 20 --prompts 4 --steps 12 --eval-mazes 4
+      --eval-samples 4 --methods pacs beta-10 | --steps 2 | must be a multiple of 12
+    pacs_bandit | --seeds 1 --actions 3 --rollouts 2 | --actions 2 | must be above 2
     stopping | --seeds 1 --maze-size 5 --sft-steps 20 --tokens 300 --prompts 2 --evaluations 1
       --eval-mazes 4 --eval-samples 4 --training-mazes 8 --methods maxrl-stop | --methods best | of
     objectives_league | --maze-size 5 --sft-steps 40 --prompts 4 --tokens 300 --variance-steps 2
@@ -65,12 +71,14 @@ SCRIPTS = """
 """
 SLOW = (
     "continuous_maxrl",
+    "data_scarce",
     "distillation",
     "guessing",
     "language_objectives",
     "maze_scaling",
     "maze_table",
     "objectives_league",
+    "pacs_ablations",
     "stopping",
 )
 
@@ -86,6 +94,10 @@ def first_pass_rates(results):
     ]
 
 
+def gaps(results):
+    return [results["minima"][f"reference {x} 0.1"][0]["gap"] for x in ("rloo", "dr_grpo")]
+
+
 # A number of each result that is known beforehand.
 KNOWN = {
     "bandit": lambda x: x["variance_by_k"]["6"]["k"] == [2, 3, 4, 5],
@@ -95,11 +107,15 @@ KNOWN = {
     "weights": lambda x: (
         x["estimators"]["8"].keys() | x["without_weight"].keys() == ESTIMATORS.keys()
     ),
+    "data_scarce": lambda x: [len(x["runs"][0][y]) for y in ("entropy", "pass@16")] == [1, 2],
     "distillation": lambda x: x["runs"][0]["evaluations"][-1]["step"] == len(x["runs"][0]["kl"]),
     "guessing": lambda x: [len(counts) for counts in x["runs"][0]["num_correct"]] == [31] * 2,
     "language_objectives": lambda x: [len(one["num_correct"]) for one in x["runs"]] == [4, 4],
     "maze_scaling": lambda x: [step for step, _ in x["runs"][0]["reward"]] == [1, 2],
     "maze_table": lambda x: x["runs"]["maxrl"]["pass_at_k"].keys() == {"0", "2"},
+    "pacs_ablations": lambda x: [len(one["entropy"]) for one in x["runs"]] == [12, 12],
+    # in groups of two psi is the gap between actions with rloo, and half of it with dr_grpo
+    "pacs_bandit": lambda x: gaps(x) == pytest.approx([math.log(9), 2 * math.log(9)], rel=1e-4),
     "stopping": lambda x: 8 <= min(x["runs"][0]["draws"]) <= max(x["runs"][0]["draws"]) <= 128,
     "objectives_league": lambda x: x["runs"][0]["tokens"] == 0 < 300 <= x["runs"][1]["tokens"],
 }

@@ -1,0 +1,112 @@
+"""PACS's ablations on mazes: beta (Figure 4), scores (Tables 9 to 13) and class weights (Tables 2,
+6 to 8), and the entropy of training (Figure 5a), beside GRPO and RLOO.
+
+    python examples/papers/pacs_ablations.py
+
+As in the paper, a step has four updates, each on a quarter of its prompts: in the first one all
+scores are 0, and beta only scales the gradient. Finished runs are kept in --work, and the same
+command continues with those that are missing.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiment import cell, run
+from matplotlib.figure import Figure
+from maze_runs import MazeSettings, check_methods, draw_series, run_steps, series
+from rich.console import Console
+from rich.table import Table
+
+from maxrl_fast.errors import InputError
+
+PACS = "pacs"  # beta 1, score rloo, class weights
+METHODS: dict[str, dict[str, Any]] = {
+    PACS: {},
+    **{f"beta-{beta:g}": {"beta": beta} for beta in (0.1, 0.5, 2.0, 10.0)},
+    "no-weight": {"class_weight": "none"},
+    **{f"score-{score}": {"score": score} for score in ("grpo", "dr_grpo", "naive")},
+    "grpo": {"objective": "grpo"},
+    "rloo": {"objective": "rloo"},
+}
+PANELS = {
+    "beta": (PACS, "beta-0.1", "beta-0.5", "beta-2", "beta-10"),
+    "scores": (PACS, "score-grpo", "score-dr_grpo", "score-naive"),
+    "weight and other objectives": (PACS, "no-weight", "grpo", "rloo"),
+}
+KS = (1, 4, 16, 64)
+UPDATES = 4
+
+
+@dataclass(frozen=True)
+class AblationSettings(MazeSettings):
+    """PACS on mazes with other values of beta, other scores, and without class weights: about 15
+    minutes on one core. --threads is the number of simultaneous runs, each with one thread."""
+
+    methods: tuple[str, ...] = tuple(METHODS)
+    """Of pacs (beta 1, score rloo, class weights), beta-0.1, beta-0.5, beta-2, beta-10, no-weight,
+    score-grpo, score-dr_grpo, score-naive, grpo and rloo."""
+    steps: int = 48
+    """Steps of four updates; a multiple of 12."""
+    work: Path = Path("runs/pacs_ablations")
+    """Folder of the warm starts and the finished runs."""
+
+
+def experiment(settings: AblationSettings) -> dict[str, Any]:
+    check_methods(settings.methods, METHODS, settings)
+    if settings.steps < 12 or settings.steps % 12:
+        raise InputError(f"--steps must be a multiple of 12, got {settings.steps}")
+    shared = {"objective": PACS, "rollouts": 16, "updates_per_step": UPDATES}
+    methods = {name: {**shared, **METHODS[name]} for name in settings.methods}
+    runs = run_steps(settings, settings.work, methods, settings.steps, 12)
+    show(runs)
+    return {"runs": runs}
+
+
+def show(runs: list[dict[str, Any]]) -> None:
+    """Print means over seeds with their standard errors; differences from PACS are by seed."""
+    names = list(dict.fromkeys(one["method"] for one in runs))
+    keys = [f"pass@{k}" for k in KS if f"pass@{k}" in runs[0]]
+    table = Table("", *keys, f"pass@1 - {PACS}'s", "entropy", f"entropy - {PACS}'s")
+    table.add_row("warm start", *(cell(series(runs, names[0], key)[:, 0]) for key in keys))
+    for name in names:
+        ends = {key: series(runs, name, key)[:, -1] for key in (*keys, "entropy")}
+        apart = ("", "")
+        if PACS in names and name != PACS:
+            less = {key: series(runs, PACS, key)[:, -1] for key in ("pass@1", "entropy")}
+            apart = (
+                cell(ends["pass@1"] - less["pass@1"]),
+                cell(ends["entropy"] - less["entropy"]),
+            )
+        passes = (cell(ends[key]) for key in keys)
+        table.add_row(name, *passes, apart[0], cell(ends["entropy"]), apart[1])
+    (Console() if sys.stdout.isatty() else Console(width=180)).print(table)
+
+
+def draw(record: dict[str, Any]) -> Figure:
+    """Draw pass@1, pass@16 and entropy by step: a column each for beta, scores, and the rest."""
+    runs = record["results"]["runs"]
+    figure = Figure(figsize=(14, 10), layout="constrained")
+    rows = [key for key in ("pass@1", "pass@16", "entropy") if key in runs[0]]
+    grid = figure.subplots(len(rows), len(PANELS), sharex=True, sharey="row", squeeze=False)
+    for column, (title, names) in enumerate(PANELS.items()):
+        shown = [one for one in runs if one["method"] in names]
+        for axes, key in zip(grid[:, column], rows, strict=True):
+            draw_series(axes, shown, key, record["settings"]["steps"])
+        grid[0, column].set(title=title)
+        grid[-1, column].set(xlabel="step")
+        if shown:
+            grid[0, column].legend()
+    for axes, key in zip(grid[:, 0], rows, strict=True):
+        axes.set(ylabel=f"{key} of held-out mazes" if key != "entropy" else "entropy, nats")
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run("pacs_ablations", AblationSettings, experiment, draw, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

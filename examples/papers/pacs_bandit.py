@@ -68,9 +68,8 @@ class Problem:
 
     def descend(self, start: Tensor) -> Tensor:
         logits = start.clone().requires_grad_()
-        search = torch.optim.LBFGS(
-            [logits], max_iter=100, tolerance_grad=1e-10, line_search_fn="strong_wolfe"
-        )
+        exact: dict[str, Any] = {"tolerance_grad": 1e-10, "tolerance_change": 1e-13}
+        search = torch.optim.LBFGS([logits], line_search_fn="strong_wolfe", max_iter=100, **exact)
 
         def closure() -> Tensor:
             search.zero_grad()

@@ -16,7 +16,7 @@ from maxrl_fast.job.run_files import LogFile
 from maxrl_fast.model.policy_model import find_nonfinite
 from maxrl_fast.runtime import files
 from maxrl_fast.runtime.files import locked, open_regular
-from tests.runs import SMALL, base, copied
+from tests.runs import SMALL, base, copied, read
 from tests.tables import refused
 
 FATAL = {
@@ -141,58 +141,9 @@ def test_a_folder_that_cannot_be_written_is_refused_with_the_lock(
         assert {path.name for path in tmp_path.rglob("*")} == {"checkpoints", "lock"}
 
 
-LARGE = """
-import zlib
-
-def same(prompt, response):
-    return {"reward": 3e38, "part": 3e38, "other": -3e38}
-
-def zero_or_large(prompt, response):
-    return 3e38 * (zlib.crc32(response.encode()) % 2)
-
-def either_sign(prompt, response):
-    return 3e38 if zlib.crc32(response.encode()) % 2 else -3e38
-"""
-
-
-def assert_json(folder):
-    records = {}
-
-    def refuse(name):
-        raise ValueError(f"{name} is not JSON")
-
-    for path in sorted(folder.rglob("*.json*")):
-        parts = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
-        records[path.name] = [json.loads(part, parse_constant=refuse) for part in parts]
-    return records
-
-
-@pytest.mark.parametrize(
-    ("rewards", "objective"),
-    [("same", "rloo"), ("zero_or_large either_sign", "gdpo --reward-weights .4 .5")],
-)
-def test_rewards_at_the_end_of_float32_leave_every_file_json(rewards, objective, tmp_path, capsys):
-    (tmp_path / "large.py").write_text(LARGE)
-    names = [f"{tmp_path}/large.py:{name}" for name in rewards.split()]
-    flags = f"--objective {objective} --sft-steps 2 --eval-every 1 --diagnose-every 1".split()
-    out, evaluated = tmp_path / "run", tmp_path / "evaluated"
-    assert train.main([*base(), *flags, "--reward", *names, "--out", str(out)]) == 0
-    records = assert_json(out)
-    assert len(records["metrics.jsonl"]) == len(records["diagnostics.jsonl"]) == 3
-    means = [record["reward_mean"] for record in records["metrics.jsonl"]]
-    rates = [rate for record in records["diagnostics.jsonl"] for rate in record["pass_rate"]]
-    assert all(type(x) is float for x in (*means, *rates))
-    if rewards == "same":  # 3e38 as float32
-        assert means == rates[:3] == [3.0000000054977558e38] * 3
-        assert records["metrics.jsonl"][0]["reward/part"] == pytest.approx(3e38)
-    flags = ["--eval-prompts", "4", "--samples", "3", "--out", str(evaluated)]
-    assert evaluate.main([str(out), *flags]) == 0
-    assert assert_json(evaluated)["eval.json"]
-
-
 def test_a_number_that_is_not_finite_is_null_in_a_log(tmp_path):
     log = LogFile(tmp_path / "a.jsonl", (0, None))
     log.write({"step": 1, "kl": float("inf"), "by_k": {"1": float("nan")}, "all": [1.0, -1e999]})
-    assert assert_json(tmp_path) == {
-        "a.jsonl": [{"step": 1, "kl": None, "by_k": {"1": None}, "all": [1.0, None]}]
-    }
+    assert read(tmp_path / "a.jsonl") == [
+        {"step": 1, "kl": None, "by_k": {"1": None}, "all": [1.0, None]}
+    ]

@@ -53,15 +53,6 @@ def test_a_reward_that_cannot_work_ends_the_run_before_the_warm_start(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_reward_of_the_evaluation_may_be_any_number_where_training_votes(
-    reward, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(WarmStart, "steps", lambda *_, **__: 1 / 0)
-    reward.write_text("def score(prompt, response):\n    return .5\n")
-    assert train.main([*job(reward, tmp_path / "run", "pacs"), "--reward-source", "vote"]) == 2
-    assert "ZeroDivisionError: division by zero" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_run_that_ended_before_its_first_step_is_begun_again_by_the_same_command_alone(
     reward, tmp_path, capsys
@@ -107,11 +98,3 @@ def test_slow_rewards_are_reported_once_with_the_option_that_helps():
     message = "88% of the time is reward: --reward-workers 16"
     assert [warning and warning.message for warning in found] == [None, message, None, None]
     assert asked == [pytest.approx(22 / 3)]
-
-
-def test_quick_rewards_and_those_that_take_the_smaller_part_are_not_reported():
-    for seconds in ({"reward": 0.9, "rollout": 0.1}, {"reward": 5.0, "rollout": 6.0}):
-        slow = SlowRewards(lambda factor: pytest.fail("no option was wanted"))
-        for n in range(4):
-            before, after = ({k: i * v for k, v in seconds.items()} for i in (n, n + 1))
-            assert slow.observe(before, after) is None

@@ -69,15 +69,3 @@ def test_a_spike_of_the_gradient_norm_is_compared_with_the_steps_before():
     assert "is 6, 12 times the median of the 15 steps before" in warned[0][1].message
     # the median before is 0
     assert observed(Health(), [HEALTHY | {"grad_norm": 0.0}] * 15 + [HEALTHY]) == []
-
-
-def test_groups_of_equal_rewards_of_any_value_have_zero_variance():
-    unhealthy = HEALTHY | EQUAL | {"reward_mean": -1.0, "pass_at_1": 0.0}
-    kinds = [warning.kind for _, warning in observed(Health(), [unhealthy] * STEPS)]
-    assert kinds == ["equal_rewards", "zero_variance_groups"]
-
-
-def test_a_condition_that_comes_and_goes_is_reported_once():
-    records = [HEALTHY | {"truncated": 0.3 if i % 12 < 6 else 0.72} for i in range(200)]
-    warned = observed(Health(), records)
-    assert [warning.kind for _, warning in warned] == ["truncated"]

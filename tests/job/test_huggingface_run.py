@@ -25,7 +25,6 @@ from tests.runs import (
     stop_and_resume,
     tiny_policy,
 )
-from tests.tables import table
 
 pytestmark = pytest.mark.slow
 
@@ -40,16 +39,11 @@ def start(lora):
     return str(lora.with_name("gemma2"))
 
 
-def test_a_stopped_run_resumes_bitwise(lora, start, tmp_path, monkeypatch, capfd):
+def test_a_stopped_run_resumes_bitwise(lora, start, tmp_path, monkeypatch):
     """With windows, soft caps and adapters."""
     job = [*LORA, *ADAPTERS, "--model", start]
     stop_and_resume(monkeypatch, tmp_path / "stopped", job, "step 3")
     assert_same(lora, tmp_path / "stopped")
-    printed = " ".join(capfd.readouterr().out.split())
-    assert "3-layer gemma2 decoder (transformers 5" in printed
-    assert "log-probs equal those of the model's own forward pass" in printed
-    assert "rollout engine: plain (transformers 5" in printed
-    assert "attention: C++ (torch flash where a layer has a sliding window" in printed
     options = json.loads((lora / "config.json").read_text())
     assert options["model_backend"] == "transformers"
     assert max(record["grad_norm"] for record in read(lora / "metrics.jsonl")) > 1e-5
@@ -123,18 +117,3 @@ def test_two_ranks_compute_what_one_does(shared_run, tmp_path):
     assert ours.keys() == theirs.keys()
     for key, weight in ours.items():
         torch.testing.assert_close(theirs[key], weight, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    table("""
-    --model-backend transformers | --model-backend needs --model
-    --model-backend native --model MODEL | must be one of qwen2, qwen3, llama, got 'gemma2'
-    --model MODEL --compile | --compile is for the native decoder, got a policy of transformers
-    --model MODEL --lora-rank 2 --lora-targets gate | lora_targets must be among
-    """),
-)
-def test_wrong_options_are_refused(flags, message, start, tmp_path, capfd):
-    words = flags.replace("MODEL", start).split()
-    assert train.main([*LORA, "--out", str(tmp_path / "run"), *words]) == 2
-    assert message in " ".join(capfd.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""Logs as tables: columns, rows, and what a notebook shows of them."""
+"""Logs as tables: columns and rows."""
 
 import json
 
@@ -43,20 +43,3 @@ def test_rows_are_dicts(log):
     assert log[-1]["step"] == 3
     assert [row["step"] for row in log] == [1, 2, 3]
     assert (len(log), len(log[1:]), log[1:][0]["step"]) == (3, 2, 2)
-
-
-def test_a_log_that_has_not_begun_is_empty(tmp_path):
-    assert len(Log.read(tmp_path / "none.jsonl")) == 0
-
-
-def test_a_notebook_shows_a_short_table_without_markup_of_its_own(log):
-    shown = log._repr_html_()
-    assert "&lt;b&gt;bold&lt;/b&gt;" in shown
-    assert "<b>" not in shown
-    long = Log([{"step": step, "text": "x" * 500} for step in range(1000)])._repr_html_()
-    assert long.count("<tr>") == 12  # the head, ten rows, and the dots between them
-    assert "<td>4</td>" in long
-    assert "<td>995</td>" in long
-    assert "1000 rows" in long
-    assert len(long) < 3000
-    assert repr(log).startswith("Log of 3 rows: step, reward_mean")

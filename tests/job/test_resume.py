@@ -3,11 +3,9 @@ was not stopped.
 """
 
 import contextlib
-import errno
 import functools
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -20,20 +18,16 @@ import pytest
 from maxrl_fast import train
 from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.errors import NonFiniteError
-from maxrl_fast.evaluation.kept_samples import sample_lines
 from maxrl_fast.job import launch
 from maxrl_fast.job import learner_state as state
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.runtime.files import DamagedError, locked, verify_checksums
-from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
-from tests.models import save_checkpoint, tiny_decoder
 from tests.runs import (
     JOB,
     MAZE,
     SMALL,
     assert_same,
-    base,
     copied,
     in_a_fork,
     read,
@@ -234,22 +228,6 @@ def test_resume_auto_restarts_a_run_without_checkpoints_with_the_options_of_the_
     assert_same(maze_run, out)
 
 
-def test_resume_auto_is_refused_with_other_options_and_in_a_folder_of_something_else(
-    maze_run, tmp_path, capsys
-):
-    out = copied(maze_run, tmp_path)
-    assert maze(out, *"--resume auto --lr 0.5".split()) == 2
-    assert "(lr: 0.0008 before, 0.5 now)" in capsys.readouterr().err
-    assert train.main([*JOB, "--resume", "auto"]) == 2
-    assert "--resume auto needs --out DIR" in capsys.readouterr().err
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "thesis.tex").touch()
-    assert run(tmp_path / "notes", *"--k 2 --resume auto".split()) == 2
-    assert "which holds something else" in capsys.readouterr().err
-    assert resume(tmp_path / "notes") == 2
-    assert "--resume must be the folder of a run" in capsys.readouterr().err
-
-
 def test_the_lock_of_a_process_that_is_ending_is_waited_for(tmp_path):
     first, said = contextlib.ExitStack(), []
     first.enter_context(locked(tmp_path))
@@ -354,40 +332,9 @@ def test_options_of_a_resume_that_saved_nothing_are_forgotten(maze_run, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("write", "code", "number"),
-    [
-        ("runtime.files.os.pwrite", 1, errno.ENOSPC),
-        ("job.run_files.write_json", 2, errno.EROFS),
-        ("job.tensorboard.TensorBoard", 2, errno.EROFS),
-    ],
-)
-def test_a_disk_that_refuses_the_first_writes_gives_one_sentence(
-    tmp_path, monkeypatch, capfd, write, code, number
-):
-    error = OSError(number, os.strerror(number))
-
-    def refuse(*_):
-        raise error
-
-    monkeypatch.setattr(f"maxrl_fast.{write}", refuse)
-    assert maze(tmp_path / "run") == code
-    assert capfd.readouterr().err == f"error: cannot write to --out {tmp_path / 'run'}: {error}\n"
-
-
-def test_a_folder_in_place_of_a_link_gives_one_sentence(maze_run, tmp_path, capfd):
-    out = copied(maze_run, tmp_path)
-    (out / "latest").unlink()
-    (out / "latest").mkdir()
-    assert resume(out) == 2
-    wanted = f"error: {out / 'latest'} must be a symbolic link, got a folder\n"
-    assert capfd.readouterr().err == wanted
-
-
-@pytest.mark.parametrize(
     ("flags", "code", "message"),
     table("""
     --lr 0.5 | 2 | trained with other options or files (lr: 0.0008 before, 0.5 now); --allow-changes
-    --seed 1 --beta2 0.5 | 2 | (beta2: 0.99 before, 0.5 now; seed: 4 before, 1 now)
     --steps 8 | 2 | (steps: 6 before, 8 now, on which the learning rate of --lr-schedule cosine
         depends); --allow-changes
     --steps 8 --allow-changes | 0 | resumes with other options or files (steps: 6 before, 8 now, on
@@ -395,7 +342,6 @@ def test_a_folder_in_place_of_a_link_gives_one_sentence(maze_run, tmp_path, capf
     --token-budget 100 | 0 | will not be bitwise identical (token_budget: 4096 before, 100 now)
     --eval-every 3 | 0 |
     --eval-samples 9 | 2 | (eval_samples: 4 before, 9 now)
-    --out elsewhere | 2 | --resume writes into the run's own folder
     --lora-rank 3 --allow-changes | 2 | has another shape (lora_rank: 0 before, 3 now), which cannot
         change on resuming
     """),
@@ -481,24 +427,17 @@ def test_the_best_evaluation_is_the_earliest_with_the_highest_mean_reward():
     assert progress.is_best(8)
 
 
-def test_a_run_evaluates_on_a_part_of_the_prompts_at_each_quarter(tmp_path, capfd, monkeypatch):
+def test_a_run_evaluates_on_a_part_of_the_prompts_at_each_quarter(tmp_path, monkeypatch):
     """33 of 64 prompts, 3 x 33 x 1 of at most 100 samples. The first evaluation's samples of these
     prompts have the same random numbers, and a stopped run resumes with the same evaluations.
     """
     few = "--maze-size 5 --layers 1 --hidden-size 16 --intermediate-size 16 --heads 2 --kv-heads 1"
     job = [*few.split(), *"--sft-steps 2 --steps 5 --prompts 50 --rollouts 8 --k 2".split()]
     job += [*"--eval-prompts 64 --eval-samples 1 --threads 1 --lr 1e-9 --save-every 1".split()]
-    monkeypatch.setenv("COLUMNS", "80")
     assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
-    shown, out = capfd.readouterr().out, tmp_path / "whole"
-    assert "and every 2 steps on 33 prompts" in shown
-    evaluations, samples = read(out / "eval.jsonl"), read(out / "samples.jsonl")
+    evaluations = read(tmp_path / "whole" / "eval.jsonl")
     sizes = [(x["step"], x["num_prompts"]) for x in evaluations]
     assert sizes == [(0, 64), (2, 33), (4, 33), (5, 64)]
-    rates = re.findall(r"step (\d): pass@1 (\S+)  \(33 of 64 prompts\)", shown)
-    assert rates == [(step, f"{evaluations[1]['pass_at_k']['1']:.3f}") for step in "0245"]
-    assert all(line in shown for line in sample_lines(samples[0], 80))
-    assert shown.endswith(f"next        maxrl-fast report {out}\n")
     by_step = {x["step"]: x for x in read(tmp_path / "whole" / "pass_rates.jsonl")}
     assert sorted(by_step) == [0, 5]
     # at this learning rate the policy stays as it is
@@ -527,28 +466,6 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_good_checkpoint(
     assert not list(checkpoints.glob(".*"))  # the incomplete checkpoint was removed
     assert resume(out) == 0
     assert_same(maze_run, out)
-
-
-def test_a_moved_project_resumes_and_changed_contents_do_not(tmp_path, monkeypatch, capsys):
-    task = MazeTask(5)
-
-    def save(folder, model):
-        files = task.tokenizer_files()
-        save_checkpoint(folder / "m", model.config, model.weights(), files, task.stop_ids)
-
-    flags, folder = "--model m --task maze --objective own.py:f".split(), tmp_path / "before"
-    save(folder, tiny_decoder())
-    (folder / "own.py").write_text("def f(rewards):\n    return rewards - rewards.mean(1, True)\n")
-    monkeypatch.chdir(folder)
-    more = "--sft-steps 1 --steps 1 --lr-schedule constant --out o".split()
-    assert train.main([*base(), *flags, *more]) == 0
-    folder = folder.rename(tmp_path / "after")
-    monkeypatch.chdir(folder)
-    assert resume("o", *flags, "--steps", "2") == 0
-    save(folder / "else", tiny_decoder(seed=1))
-    capsys.readouterr()
-    assert resume("o", *flags, "--steps", "3", "--model", "else/m") == 2
-    assert "the file of --model: changed" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_second_process_in_one_folder_is_refused(maze_run, tmp_path, capsys, monkeypatch):

@@ -80,15 +80,3 @@ def test_padded_episodes_are_packed(seed):
     alone = Rollouts.from_padded(tokens, logprobs, lengths, expected.truncated, given & False)
     assert alone.inserted is None
     assert alone.lengths.tolist() == lengths.tolist()
-
-
-def test_all_tokens_in_their_order():
-    whole = episodes(6, 4)
-    rollouts = rollouts_of(whole)
-    assert rollouts.all_tokens.tolist() == [*chain(*chain(*whole))]
-    slots = torch.arange(len(rollouts.tokens)) + rollouts.inserted.cu_seqlens[1:]
-    assert torch.equal(rollouts.all_tokens[slots], rollouts.tokens)
-    assert rollouts.lengths.tolist() == [sum(map(len, parts[::2])) for parts in whole]
-    one_turn = dataclasses.replace(rollouts, inserted=None)
-    assert one_turn.all_tokens is one_turn.tokens
-    assert one_turn.turns() == [[[*chain(*parts[::2])]] for parts in whole]

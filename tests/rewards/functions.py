@@ -123,15 +123,6 @@ def leave_child_and_exit(path):
     os._exit(3)
 
 
-def leave_children(number):
-    """Leave zombies, i.e. children that have ended and were not waited for."""
-    for _ in range(number):
-        if not (child := os.fork()):
-            os._exit(0)
-        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    return os.getpid()
-
-
 def number(text):
     return float(text)
 
@@ -151,10 +142,6 @@ class Unprintable(Exception):
 
 def raise_unprintable():
     raise Unprintable
-
-
-def recurse():
-    return recurse() + 1
 
 
 def close_all():
@@ -180,12 +167,6 @@ def answer_other():
     """Answer another call, and not one's own."""
     write_to_sockets(b'[1000000, [{"reward": 7.0}], false]\n')
     time.sleep(1000)
-
-
-def write_file(path, size):
-    with open(path, "wb") as file:
-        file.truncate(size)
-    return 1.0
 
 
 def change_surroundings(path):

@@ -8,7 +8,7 @@ from maxrl_fast.config.options import RewardOptions
 from maxrl_fast.job.build_task import build_scorer
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards import RewardSource, Scores
-from maxrl_fast.rewards.combined import MajorityVote, WeightedRewards, short_names
+from maxrl_fast.rewards.combined import MajorityVote, WeightedRewards
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
 
@@ -30,9 +30,6 @@ def fails_up(prompt, response):
     if response.startswith("UP"):
         raise ValueError("up is not allowed")
     return 1.0
-
-def odd_names(prompt, response):
-    return {1: 2.0}
 """
 RESPONSES = [[UP, DONE], [DOWN], [DOWN, DOWN, DONE], [UP, UP, UP, UP]]  # of 2, 1, 3 and 4 words
 
@@ -84,17 +81,9 @@ def test_a_function_that_fails_fails_the_response_and_is_named(functions):
     assert means == {"reward/length": 2.0, "reward/fails_up": 1.0}
 
 
-def test_without_another_reward_none_is_a_failure_and_names_must_be_text(functions):
+def test_without_another_reward_none_is_a_failure(functions):
     with pytest.raises(RuntimeError, match=r"invalid 4\), .*: a reward must be a number, got None"):
         scored(functions, "never")
-    with pytest.raises(RuntimeError, match="components must have at most 32 names"):
-        scored(functions, "odd_names")
-
-
-def test_names_are_short_and_tell_rewards_apart():
-    assert short_names(["a.py:f", "pkg.mod:g"]) == ["f", "g"]
-    assert short_names(["x/a.py:f", "b.py:f"]) == ["a.f", "b.f"]
-    assert short_names(["x/a.py:f", "y/a.py:f"]) == ["a.f_1", "a.f_2"]
 
 
 def test_a_sum_beyond_float32_is_a_failure():

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.rewards.pools import pids, pool
-from tests.tables import refused
 
 
 def test_a_deleted_working_directory_fails_no_other_call(tmp_path, monkeypatch):
@@ -39,11 +38,6 @@ def test_strings_hash_alike_in_every_process(monkeypatch, tmp_path):
         with pool("f", 1, file=tmp_path / "hashes.py") as one:
             rewards.update(one.score([{}]).rewards)
     assert len(rewards) == 1
-
-
-def test_a_variable_that_is_not_set_is_refused():
-    with refused("needs the environment variable NO_SUCH_NAME, which is not set"):
-        pool("act", 1, environment=["NO_SUCH_NAME"])
 
 
 @pytest.mark.parametrize("failing", ["segfault", "eat_bytes"])

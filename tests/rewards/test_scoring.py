@@ -2,7 +2,6 @@
 can stop a run.
 """
 
-import dataclasses
 import re
 
 import pytest
@@ -15,9 +14,7 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.learner import Learner
-from tests.batches import make_prompts
 from tests.rewards.pools import pool
-from tests.tables import refused
 from tests.test_train import base, read
 
 REWARDS = """
@@ -86,14 +83,6 @@ def test_a_process_gives_up_only_above_the_failures_that_all_processes_may_have(
     scored = scorer.score(task.prompts("train", 0, 1), responses)
     assert bool(scored.isnan().all()) == has_given_up
     assert scored.isnan()[:2].all()
-
-
-def test_a_column_that_is_no_json_value_is_named():
-    columns = ({"prompt": "p", "answer": {1}},)
-    prompts = dataclasses.replace(make_prompts([[1, 2]]), columns=columns)
-    scorer = Scorer(MazeTask(5), InProcess(lambda prompt, response, answer: 1.0, "f"))
-    with refused(r"the column answer of a prompt must be a JSON value, for rewards: .*set"):
-        scorer.score(prompts, Rollouts.given([[UP]]))
 
 
 FLAGS = ("--max-reward-error-rate", "1", "--reward-workers", "1", "--steps", "2")

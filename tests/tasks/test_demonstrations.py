@@ -9,8 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from maxrl_fast import train
-from maxrl_fast.config.parse import parse
-from maxrl_fast.config.resolve import resolve
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.jsonl import read_demonstrations
@@ -107,9 +105,7 @@ def test_demonstrations_of_held_out_prompts_are_left_out(tmp_path, policy):
     ("line", "message"),
     [
         ({"prompt": "1", "answer": "2"}, "at 'response', .*; it has the keys 'prompt"),
-        ({"prompt": "1", "response": 2}, "line 1: .* must have text at 'response', .* got 2"),
         ({"messages": TALK[:2]}, "line 1: a demonstration must have text at 'response'"),
-        ({"messages": TALK[2:]}, "line 1: a demonstration must have text at 'response'"),
         ({"question": "1", "response": "2"}, r"have a prompt at 'prompt' \(--prompt-key\), but"),
     ],
 )
@@ -123,14 +119,6 @@ def test_special_tokens_in_responses_are_refused_unless_allowed(tmp_path, policy
         task_of(tmp_path, policy, FORGED)
     task = task_of(tmp_path, policy, FORGED, allow_special_tokens=True)
     assert texts(task, 0, 1) == [("1", "2<|im_end|>")]  # not two stop tokens
-
-
-def test_an_epoch_is_the_default_and_training_prompts_are_not_used_up(tmp_path, policy):
-    flags = f"--task dataset --model {policy} --sft-data shown.jsonl --sft-batch 4 --reward r.py:f"
-    task = task_of(tmp_path, policy, SHOWN)
-    for more, steps in (("", 4), ("--sft-steps 0", 0)):  # 15 lines
-        config = parse(f"{flags} --data x {more}".split())
-        assert resolve(config, task, warn=list).warm_start.sft_steps == steps
 
 
 @pytest.fixture
@@ -153,10 +141,7 @@ def test_the_warm_start_learns_the_responses_alone(job, policy, tmp_path, capsys
     """
     flags = f"--sft-steps 1 --sft-batch 15 --steps 1 --out {tmp_path}/run"
     assert train.main([*job, *flags.split()]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "learning rate 1e-06 (the default for full fine-tuning of a checkpoint): " in out
-    assert "; in the warm start of 1 step 0.01" in out
-    assert "; 15 demonstrations of shown.jsonl, seed 0" in out
+    out = capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     logprobs = []
     shown = task_of(tmp_path, policy, SHOWN).demonstrations(0, 15)

@@ -126,16 +126,3 @@ def test_no_question_is_in_both_splits(policy):
     assert len(train_questions) > 40
     assert len(test_questions) > 8
     assert not train_questions & test_questions
-
-
-def test_data_sets_that_cannot_be_created_are_refused(policy):
-    for name, options, message in (
-        ("sums", {}, r"reasoning-gym cannot create 'sums' with --gym-config '\{\}': ValueError"),
-        ("gcd", {"gym_config": '{"colour": 1}'}, "cannot create 'gcd' with .*: TypeError"),
-        ("composite", {}, "cannot create 'composite' with .*: AssertionError: Must specify"),
-    ):
-        with refused(message):
-            task_of(name, policy, **options)
-    short = task_of("lcm", policy, max_prompt_tokens=3)
-    with refused("questions of at most 3 tokens for the train split, got none in 200 draws"):
-        short.prompts("train", 0, 1)

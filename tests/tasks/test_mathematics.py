@@ -3,27 +3,19 @@ in the pool.
 """
 
 import contextlib
-from unittest.mock import Mock
 
-import datasets
-import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from maxrl_fast import train
 from maxrl_fast.config.options import RewardOptions, TaskOptions
 from maxrl_fast.job.build_task import build_scorer, build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards.verifiers import boxed
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import jsonl
 from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
-from maxrl_fast.tasks.scorer import MetricAccumulator
-from tests.hub import use_hub
 from tests.tables import refused, table
 from tests.tasks.test_dataset import written
-from tests.test_train import read
 
 GSM8K = [
     {"question": f"Tom has {n} apples and buys 1,000.", "answer": f"{n} + 1000\n#### {1000 + n:,}"}
@@ -38,19 +30,13 @@ GSM8K = [
     first \boxed{4}, no: \boxed{ \frac{1}{2} }. | \frac{1}{2}
     \boxed{\{1, 2\}} | \{1, 2\}
     \boxed{x \} y} | x \} y
-    \boxed{\text{a}{b}} and more} | \text{a}{b}
-    \boxed{\boxed{3}} | \boxed{3}
     \boxed{3} then \boxed{4 |
     no box, {5} |
     \boxed{\ |
     so $\boxed 5$. | 5
-    \boxed -3 is it | -3
     \[\boxed \frac{1}{2}\] | \frac{1}{2}
-    so \boxed {5}. | 5
     so \fbox{5}. | 5
     \boxed{5} of \fbox{6} | 5
-    \boxed{5} is \boxed. | 5
-    \boxed{5} as \boxed says | 5
     \boxedx{5} |
     """),
 )
@@ -71,10 +57,6 @@ def test_the_correct_answer_is_found_in_each_line():
     for line in ({"answer": ""}, {"answer": True}, {"answer": [1]}):
         with refused("each line must have an answer in 'answer'"):
             math_answer(line, None)
-    with refused(r"\(--answer-key\); it has the keys 'question', 'solution'"):
-        math_answer({"question": "1?", "solution": "1"}, "answer")
-    with refused(r"each line must have an answer in 'a\.b', got None"):
-        math_answer({"a": {}}, "a.b")
     with refused("must have its answer in"):
         math_answer({"solution": "it is 4"}, None)
 
@@ -158,62 +140,3 @@ def test_missing_and_long_answers_are_wrong_and_counted_once(tmp_path, policy):
         assert set(rewards) == {0}
         assert scorer.failures(Ranks(), "now")[0]["timeout"] == 0
         assert scorer.pop_metrics().over(Ranks())["answers_timed_out"] == 1 / 16
-
-
-def test_a_run_counts_its_own_answers(tmp_path, policy):
-    """Each step counts its own answers, not those of the evaluation before it, nor of greedy
-    responses.
-    """
-    data = written(tmp_path / "gsm8k.jsonl", GSM8K)
-    flags = f"--task gsm8k --data {data} --model {policy} --prompts 2 --rollouts 4 --steps 2"
-    flags += " --objective self --eval-every 1 --eval-samples 2 --max-new-tokens 4 --threads 1"
-    flags += f" --dtype float32 --reward-workers 1 --out {tmp_path}/run"
-    counted, over = [], MetricAccumulator.over
-
-    def watched(self, ranks):
-        counted.append(self._counts["answers_missing"])
-        return over(self, ranks)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MetricAccumulator, "over", watched)
-        assert train.main(flags.split()) == 0
-    held_out = task_of("gsm8k", data, policy).num_test_prompts
-    assert counted == [2 * held_out, 8, 2 * held_out, 8, 2 * held_out]
-    for log in ("metrics", "eval"):  # the policy is untrained
-        records = read(tmp_path / "run" / f"{log}.jsonl")
-        assert all(record["answers_missing"] == 1 for record in records)
-
-
-def test_an_unreachable_hub_is_reported_without_retries(policy, tmp_path, monkeypatch):
-    use_hub("http://127.0.0.1:9", tmp_path, monkeypatch)  # nobody listens at this port
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "data")
-    sleep = Mock(side_effect=AssertionError("it retries"))
-    monkeypatch.setattr(huggingface_hub.utils._http.time, "sleep", sleep)
-    sentence = (
-        r"cannot load train data of openai/gsm8k:main from the hub: it cannot be reached "
-        r"\(http://127.0.0.1:9: Connect.*\), and the cache has no copy; --data FILE and --test-"
-    )
-    with refused(sentence):
-        build_task(TaskOptions(task="gsm8k"), 0, policy)
-
-
-def test_data_sets_are_loaded_from_the_hub(policy, monkeypatch):
-    monkeypatch.setattr(jsonl, "why_unreachable", lambda: "")
-    asked = []
-
-    def given(name, config):
-        asked.append((name, config))
-        splits = {"train": GSM8K[:30], "test": GSM8K[30:]}
-        if name == "me/mine":
-            del splits["test"]
-        return {split: datasets.Dataset.from_list(lines) for split, lines in splits.items()}
-
-    monkeypatch.setattr(datasets, "load_dataset", given)
-    task = build_task(TaskOptions(task="gsm8k"), 0, policy)
-    assert asked == [("openai/gsm8k", "main"), ("madrylab/gsm8k-platinum", "main")]
-    assert task.name == "openai/gsm8k:main: 30 prompts and 10 held out"
-    own = build_task(TaskOptions(task="gsm8k", hub=("me/mine",)), 0, policy)
-    assert asked[2:] == [("me/mine", None)]
-    assert own.num_test_prompts < 10  # held out from the training lines

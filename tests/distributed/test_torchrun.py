@@ -254,38 +254,6 @@ def test_a_critic_is_the_same_on_several_ranks_and_resumes_with_other_sharding(t
         assert min(record["critic_grad_norm"], record["value_loss"]) > 1e-3
 
 
-LATE = """  # gloo's thread still lets go of a tensor when the process ends
-import sys, threading, time, torch, torch.distributed as dist
-from maxrl_fast.runtime.ranks import Ranks, exit_process
-
-class Slow:
-    def __del__(self):
-        while threading.current_thread() is not threading.main_thread():
-            time.sleep(0.1)
-
-ranks = Ranks.of_environment()
-with ranks.connected(torch.device("cpu")):
-    held = dist.group.WORLD  # as the caches of FSDP2 do
-    time.sleep(ranks.rank)  # so that the other rank's work is not done when its tensor is dropped
-    x = torch.ones(3)
-    x.slow = Slow()
-    work = dist.all_reduce(x, async_op=True)
-    del x, work
-print("ended", flush=True)
-exit_process(int(sys.argv[1]))
-"""
-
-
-def test_a_rank_ends_with_its_code_while_a_tensor_is_still_in_flight(tmp_path):
-    (tmp_path / "late.py").write_text(LATE)
-    process = torchrun(2, str(tmp_path / "late.py"), "3")
-    output = finished(process, 100)
-    assert output.count("ended") == 2
-    assert "SIGABRT" not in output
-    assert "exitcode  : 3" in output
-    assert process.returncode == 1  # torchrun's own
-
-
 def test_an_interrupt_stops_all_ranks_at_the_same_step(tmp_path):
     out = tmp_path / "run"
     arguments = ["-m", "maxrl_fast.train", *SMALL, "--steps", "10000", "--out", str(out)]
@@ -449,17 +417,6 @@ def test_all_ranks_write_into_one_folder_at_different_times(tmp_path, monkeypatc
     assert len(list((tmp_path / "runs" / "maxpo-second-0" / "latest" / "state").iterdir())) == 2
     monkeypatch.chdir(tmp_path)
     assert train.main(["--resume", "runs/maxpo-second-0"]) == 0
-
-
-def test_bad_input_is_reported_once(tmp_path):
-    arguments = ["-m", "maxrl_fast.train", *SMALL, "--prompts", "1", "--out", str(tmp_path / "run")]
-    process = torchrun(2, *arguments)
-    output = finished(process, 100)
-    assert process.returncode != 0
-    sentence = "prompts must be at least the number of processes, 2, got 1"
-    assert output.count(f"error: rank 0: {sentence}") == 1, output
-    # A rank that is still connecting says why it stops.
-    assert output.count(sentence) == 1 + output.count(f"{sentence}; rank 1 stops"), output
 
 
 def test_shares_and_sharding():

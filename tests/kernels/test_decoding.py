@@ -7,10 +7,9 @@ import threading
 import pytest
 import torch
 
-from maxrl_fast.model.decoder import DecoderConfig
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.rollout import RolloutRequest, Sampling, device_decoder
-from maxrl_fast.rollout.decode_attention import Groups, Step, has_kernel, num_splits
+from maxrl_fast.rollout.decode_attention import Groups, Step
 from maxrl_fast.rollout.decode_sample import sample_and_append
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.random import uniforms
@@ -86,21 +85,6 @@ def test_attention_equals_float64(gpu, shape, dtype):
     actual, expected = actual.cpu().double(), expected.double()
     error = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() < (1e-5 if dtype == torch.float32 else 1e-2)
-
-
-def test_which_sizes_the_kernel_takes_and_how_many_blocks_share_a_rows_keys(monkeypatch):
-    def fits(heads, kv_heads, head_dim, dtype):
-        config = DecoderConfig(50, heads * head_dim, 64, 2, heads, kv_heads, head_dim, 64)
-        return has_kernel(config, dtype, CPU)
-
-    half, single = torch.bfloat16, torch.float32
-    assert not fits(4, 2, 16, single)
-    monkeypatch.setattr("maxrl_fast.ops.dispatch.is_gpu", lambda device: True)
-    assert all(fits(*x) for x in ((8, 1, 256, half), (4, 2, 20, single)))
-    others = (9, 1, 64, half), (4, 2, 20, half), (4, 2, 256, single), (4, 2, 64, torch.float64)
-    assert not any(fits(*x) for x in others)
-    splits = [num_splits(*x) for x in ((1, 1, 180), (4096, 2, 10_000), (16, 2, 2048), (1, 2, 1100))]
-    assert splits == [1, 1, 8, 4]
 
 
 def sampling_state(vocab, place):

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from maxrl_fast.model import decoder, layer_kernels
-from maxrl_fast.model.layer_kernels import KERNELS, choose_rows, layer_ops
+from maxrl_fast.model.layer_kernels import KERNELS, choose_rows
 from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Rotary
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout.device_decoder import DeviceDecoder
@@ -206,19 +206,6 @@ def test_the_operators_pass_opcheck(where):
             # those of a backward pass have no derivative
             few = {"test_utils": ("test_schema", "test_faketensor")} if "backward" in name else {}
             torch.library.opcheck(operator, tuple(arguments), **few)
-
-
-def test_which_sizes_are_served(monkeypatch):
-    # the kernels of a CPU take any sizes
-    assert layer_ops(4100, 4865, 24, torch.float64, CPU) is KERNELS
-    assert layer_ops(896, 4864, 64, torch.float16, CPU) is TORCH_OPS
-    monkeypatch.setattr("maxrl_fast.ops.dispatch.is_gpu", lambda device: True)
-    half, single = torch.bfloat16, torch.float32
-    for sizes in ((896, 4864, 64, half), (4096, 4, 8, single)):
-        assert layer_ops(*sizes, CPU) is KERNELS
-    too_large, odd = (4100, 4, 8, single), [(896, 4865, 64), (896, 4864, 24), (900, 4864, 64)]
-    for sizes in (too_large, *((*x, half) for x in odd), (896, 4864, 64, torch.float64)):
-        assert layer_ops(*sizes, CPU) is TORCH_OPS
 
 
 @pytest.mark.emulated

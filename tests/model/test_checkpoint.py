@@ -245,13 +245,6 @@ def test_a_configuration_that_does_not_fit_is_refused(tmp_path, changes, message
     refused_after(tmp_path, message)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_missing_file_is_named(tmp_path, name):
-    save(tmp_path)
-    (tmp_path / name).unlink()
-    refused_after(tmp_path, f"cannot read the weights .*{name}|{name} cannot be read")
-
-
 @pytest.mark.parametrize(
     ("name", "weight", "message"),
     [

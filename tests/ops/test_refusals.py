@@ -176,20 +176,6 @@ def test_rewards_that_are_not_finite_are_named_by_group_and_rollout():
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
-    table(r"""
-    unlikeliness |  | the weight of unlikeliness depends on the log-probs
-    maxpo | k=4 | maxpo needs 1 <= k <= N-1 = 3
-    rloo | n=10_001 | n must be an integer from 1 to 10000, got 10001
-    rloo | pass_rate=tensor([0.5, NAN]) | pass_rate must be between 0 and 1
-    """),
-)
-def test_effective_weight(name, change, message):
-    given = {"estimator": name, "n": 4, "pass_rate": torch.tensor(0.5)}
-    refuses(ops.effective_weight, given, change, message)
-
-
-@pytest.mark.parametrize(
     ("function", "message"),
     table(r"""
     lambda rewards: rewards.tolist() | must return a tensor, got list
@@ -208,12 +194,3 @@ def test_register_estimator(function, message):
     with pytest.raises(ValueError, match=message):
         ops.register_estimator("bad", eval(function))
     assert "bad" not in ESTIMATORS
-
-
-def test_names_of_estimators():
-    for name in ("two words", "", 3):
-        with pytest.raises(ValueError, match="must be a Python identifier"):
-            ops.register_estimator(name, lambda rewards: rewards)
-    message = "there is an estimator grpo already; replace=True takes its place"
-    with pytest.raises(ValueError, match=message):
-        ops.register_estimator("grpo", lambda rewards: rewards)

@@ -143,18 +143,3 @@ def test_a_slot_keeps_nothing_of_the_response_before(arithmetic):
     assert alone.logprobs[: alone.cu_seqlens[1]].isfinite().all()
     assert torch.equal(both.tokens[start:], alone.tokens)
     assert torch.equal(both.logprobs[start:].nan_to_num(1), alone.logprobs.nan_to_num(1))
-
-
-def test_a_run_in_bfloat16_decodes_by_the_fastest_instructions(monkeypatch):
-    assert _C.fastest_for_bfloat16() in ("float32", *PATHS)
-    assert ("bfloat16, AMX" in PATHS) == (_C.fastest_for_bfloat16() == "bfloat16, AMX")
-    for chosen in ("float32", *PATHS):
-        monkeypatch.setattr(_C, "fastest_for_bfloat16", lambda chosen=chosen: chosen)
-        for dtype, used in ((torch.bfloat16, chosen), (torch.float32, "float32")):
-            told = NativeEngine(tiny_decoder(), dtype).describe()
-            assert told.startswith(f"native (C++, {used}, key/value cache")
-
-
-def test_instructions_that_are_missing_are_refused():
-    with pytest.raises(ValueError, match="unknown arithmetic 'bfloat16'"):
-        CpuDecoder(tiny_decoder().config, "bfloat16")

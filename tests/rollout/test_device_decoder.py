@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from maxrl_fast.rollout import RolloutRequest, Sampling, decode_slots, device_decoder
+from maxrl_fast.rollout import RolloutRequest, Sampling, decode_slots
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.runtime import tuning
@@ -110,25 +110,6 @@ def test_calls_share_one_cache_that_grows(model, engine):
     assert draws_the_same(6)
     assert engine.decoder.batch is grown
     assert engine.statistics.cache_bytes == grown.bytes
-
-
-@pytest.mark.parametrize(("memory", "kept"), [(9, False), (11, True)])
-def test_a_cache_above_a_tenth_of_the_memory_is_freed_while_the_engine_sleeps(
-    engine, fake_graphs, monkeypatch, memory, kept
-):
-    expected = sample(engine)
-    monkeypatch.setattr(
-        device_decoder, "memory_bytes", lambda device: memory * engine.decoder.batch.bytes
-    )
-    engine.sleep()
-    assert (engine.decoder.batch is not None) == kept
-    fake_graphs.clear()
-    rollouts = sample(engine)
-    assert torch.equal(rollouts.tokens, expected.tokens)
-    assert torch.equal(rollouts.logprobs, expected.logprobs)
-    assert ("capture" in [kind for kind, _ in fake_graphs]) != kept
-    engine.sleep()
-    engine.sleep()
 
 
 def test_long_prompts_are_computed_a_part_at_a_time(engine, monkeypatch):

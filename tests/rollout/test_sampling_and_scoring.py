@@ -1,6 +1,5 @@
 """Sampling and scoring by one function."""
 
-import json
 from itertools import chain
 from types import SimpleNamespace
 
@@ -8,14 +7,10 @@ import pytest
 import torch
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.diversity import NGramDiversity
-from maxrl_fast.evaluation.outcome import SampleTally
 from maxrl_fast.job.build_task import build_policy_reward
-from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.rewards import Failure, RewardSource, Scores
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
-from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.collect import Needs, RolloutCollector
 from maxrl_fast.training.objectives.group import GroupObjective
@@ -110,25 +105,6 @@ def test_environments_are_closed_after_any_exception():
     with pytest.raises(ZeroDivisionError):
         sample_and_score(CountingEngine(), task, Scorer(task, source), request)
     assert task.events == ["close", "finish", "close"]
-
-
-def test_kept_rollouts_and_samples_show_episodes():
-    task = CountingTask()
-    batch = collector_of(task).collect(1, 0)
-    records = rollout_records(task, batch, torch.arange(6.0), 6, Ranks())
-    for record in records:
-        n = int(record["advantage"]) % N
-        parts = played(record["id"], n, 3)
-        texts = [task.decode(part, with_special=True) for part in parts]
-        marked = "".join(f"⟦{x}⟧" if i % 2 else x for i, x in enumerate(texts))
-        assert record["response"] == marked
-        assert record.get("turns", 1) == num_turns(record["id"], n) == len(parts[::2])
-        assert record["tokens"] == sum(map(len, parts[::2]))
-    assert len({record["response"] for record in records}) > 3
-    lines, shown = [], {record["response"] for record in records}
-    tally = SampleTally(task, NGramDiversity(), lines.append)
-    tally(batch, batch.rewards.flatten(), list(batch.components))
-    assert {json.loads(line)["response"] for line in lines} == shown
 
 
 @pytest.mark.parametrize("option", ["rlpr", "vote", "verifree"])

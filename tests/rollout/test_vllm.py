@@ -5,16 +5,12 @@ test-vllm`).
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import logging
 import os
 import random
 import subprocess
 import sys
-import warnings
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,14 +21,12 @@ from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.validation import find_wrong
 from maxrl_fast.rollout.vllm import SETTINGS, VllmEngine, check_installed
 from maxrl_fast.rollout.vllm_shared import named_weights
-from maxrl_fast.runtime.device import memory_bytes
 from maxrl_fast.runtime.ranks import Ranks
 from tests.batches import make_prompts, one_batch
 from tests.model.test_huggingface import tiny_policy
 from tests.models import response_logits, tiny_decoder
 from tests.tables import refused
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7] * 9, [9, 9]])
 STOPS = (3, 17)
 
@@ -57,16 +51,11 @@ def installed(monkeypatch):
 
 
 def test_versions_are_checked(installed):
-    installed(None)
-    with refused(r"needs vLLM, which is not installed: pip install 'vllm>=0.32,<0.34'"):
-        check_installed()
-    assert 'vllm = ["vllm>=0.32,<0.34"]' in (ROOT / "pyproject.toml").read_text()
-    for version in ("0.32.1.post1", "0.33.0+cpu"):
+    installed("0.33.0+cpu")
+    assert check_installed() == "0.33.0+cpu"
+    for version, message in ((None, "not installed"), ("0.34.0", "below 0.34, got 0.34.0")):
         installed(version)
-        assert check_installed() == version
-    for version in ("0.31.2", "0.34.0"):
-        installed(version)
-        with refused(f"needs a version of vLLM from 0.32 to below 0.34, got {version}"):
+        with refused(message):
             check_installed()
 
 
@@ -138,23 +127,12 @@ def test_a_tied_embedding_of_any_family_is_given_as_the_output_matrix_where_vllm
         assert torch.equal(weights["lm_head.weight"], weights[embedding])
 
 
-def test_what_vllm_refuses_is_a_sentence_and_a_lost_rank_is_not(make_fake_engine, monkeypatch):
+def test_experts_are_refused(make_fake_engine):
     """vLLM 0.32's `reload_weights` leaves experts wrong on a CPU: with its own checkpoint,
     log-probs differ by 0.6 nats.
     """
     with refused("wrong experts once weights are loaded again, and qwen3_moe has experts"):
         make_fake_engine(tiny_policy("qwen3_moe"))
-    with monkeypatch.context() as patch:
-        sentence = "There is no module\nor parameter named 'lm_head'"
-        patch.setattr(FakeLLM, "collective_rpc", Mock(side_effect=ValueError(sentence)))
-        with refused("vLLM cannot load this policy's weights: There is no module or parameter"):
-            make_fake_engine(tiny_decoder())
-    errors = [RuntimeError("CUDA out of memory"), RuntimeError("Connection closed by peer")]
-    monkeypatch.setattr(sys.modules["vllm"], "LLM", Mock(side_effect=errors))
-    with refused("vLLM rejects this model or --kv-cache-gb: CUDA out of memory"):
-        make_fake_engine(tiny_decoder())
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        make_fake_engine(tiny_decoder())
 
 
 def test_sleep_discards_the_weights_and_the_kv_cache_wakes_after_new_ones(make_fake_engine):
@@ -179,43 +157,7 @@ def test_models_and_caches_that_cannot_fit_are_refused_before_vllm_starts(make_f
             make_fake_engine(tiny_decoder(**changes), ranks=Ranks(0, 4), **options)
 
     check("divide num_attention_heads, 4 in this model, got 3", tensor_parallel=3)
-    check("divide intermediate_size, 49 in this model, got 2", intermediate_size=49)
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 3}
-    check("num_key_value_heads, 3 in this model, or be a multiple of it, got 2", **heads)
-    needs = r"needs 1.\d+e-05 GB for weights and 1e\+06 GB for --kv-cache-gb in each process, got"
-    check(needs, cache_bytes=10**15)
-
-
-def test_ranks_of_one_machine_share_its_memory(make_fake_engine, monkeypatch):
-    """vLLM asks for no more than its weights and cache take, in place of 92 percent."""
-    model = tiny_decoder()
-    wanted = 2**20 + 2 * sum(parameter.numel() for parameter in model.parameters())
-    options = make_fake_engine(model, cache_bytes=2**20, max_batch=4096)._llm.options
-    share = options["gpu_memory_utilization"]
-    assert share == pytest.approx(wanted / memory_bytes(torch.device("cpu")))
-    assert options["max_num_seqs"] == 1024
-    alone = make_fake_engine(model).cache_bytes
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert make_fake_engine(tiny_decoder()).cache_bytes == alone  # one process, whatever started it
-    with monkeypatch.context() as patched:
-        patched.setattr(FakeLLM, "llm_engine", SimpleNamespace(engine_core=Mock()), raising=False)
-        engine = make_fake_engine(tiny_decoder(), ranks=Ranks(5, 8))
-    assert engine.cache_bytes == alone // 4
-    assert engine._llm.options["distributed_executor_backend"] == "external_launcher"
-    assert engine._llm.options["tensor_parallel_size"] == 1
-
-
-def test_only_the_trainer_is_heard_while_vllm_starts(capfd):
-    """A thread of the trainer says there why the run ends, for example that another rank was
-    killed.
-    """
-    with rollout_vllm._process_restored():
-        os.write(2, b"from a library\n")
-        warnings.warn("from vLLM", stacklevel=1)
-        logging.getLogger("vllm").warning("from its logger")
-        print("error: rank 1 failed; rank 0 stops", file=sys.stderr, flush=True)
-    print("after", file=sys.stderr)
-    assert capfd.readouterr().err == "error: rank 1 failed; rank 0 stops\nafter\n"
+    check(r"1e\+06 GB for --kv-cache-gb in each process, got", cache_bytes=10**15)
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,9 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from pathlib import Path
@@ -19,7 +17,6 @@ from maxrl_fast import train
 from maxrl_fast.errors import EngineError
 from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout import vllm_server as module
 from maxrl_fast.rollout.validation import CheckedEngine
 from maxrl_fast.rollout.vllm_server import VllmServerEngine
 from tests.batches import make_prompts
@@ -128,8 +125,6 @@ RAW = '{"vllm_config": {"model_config": {"logprobs_mode": "raw_logprobs"}}}'
     ("path", "answer", "message"),
     [
         ("/version", '{"version": "0.34.1"}', "from 0.32 to below 0.34, got 0.34.1"),
-        ("/version", '{"version": "0.32\\u001b[2J"}', r"got '0.32\\x1b\[2J'"),
-        ("/version", "<html>", " /version with something else than expected: <html>; start it as"),
         (INFO, RAW, "--logprobs-mode processed_logprobs, got raw_logprobs; start it as"),
     ],
 )
@@ -151,11 +146,6 @@ def test_a_server_of_raw_logprobs_serves_top_p_at_temperature_1(server):
         assert sampled(engine, 2, SAMPLING, 0, 1).logprobs.isfinite().all()
         assert sampled(engine, 2, known, 0, 1).logprobs.isfinite().all()
         assert sampled(engine, 2, unknown, 0, 1).logprobs.isnan().all()
-
-
-def test_a_missing_server_is_reported():
-    with refused("must begin with http"):
-        VllmServerEngine(tiny_decoder(), torch.float32, "127.0.0.1:8000")
 
 
 def test_a_server_with_other_requests_is_a_sentence(server):
@@ -196,20 +186,6 @@ def test_what_a_server_cannot_have_sampled_is_refused(server):
     assert checked.generate(asked).tokens.tolist() == [5, 3]
 
 
-def test_weights_of_a_killed_run_are_removed_by_the_next(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    engine = VllmServerEngine(tiny_decoder(), torch.float32, server.url)
-    live = engine._folder
-    killed, stranger = tmp_path / f"{module.WEIGHTS}killed", tmp_path / f"{module.WEIGHTS}x"
-    for folder in (killed, stranger):
-        shutil.copytree(live, folder)
-    (stranger / "lock").unlink()  # not a folder of ours, or one that is just being made
-    VllmServerEngine(tiny_decoder(), torch.float32, server.url)
-    assert live.exists()
-    assert stranger.exists()
-    assert not killed.exists()
-
-
 def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_path, capsys):
     generate, steps = server.answers["/inference/v1/generate"], []
 
@@ -223,9 +199,7 @@ def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_p
     flags += " --prompts 2 --rollouts 4 --steps 2 --eval-prompts 2 --eval-samples 1 --save-every 1"
     assert train.main([*flags.split(), "--threads", "1"]) == 1
     error = " ".join(capsys.readouterr().err.split())
-    wanted = "with status 503: shutting down; the last good checkpoint is"
-    assert f"answered /inference/v1/generate {wanted}" in error
-    assert "Restart the server or fix the engine, then continue with --resume." in error
+    assert "with status 503: shutting down; the last good checkpoint is" in error
     server.answers["/inference/v1/generate"] = generate
     assert train.main(["--resume", str(tmp_path)]) == 0
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

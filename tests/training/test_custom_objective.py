@@ -4,7 +4,6 @@ training starts.
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -69,7 +68,6 @@ def test_samples_without_a_reward_have_no_advantage(file):
     ("function", "message"),
     [
         ("fails", "fails fails on a small example: KeyError: 'no idea'"),
-        ("nothing", "must be FILE.py:FUNCTION: .*mine.py has no nothing"),
         ("raw --k 3", "--k is not used by objective .*raw"),
         ("raw --dynamic-sampling 2", "rewards are equal, from which .*raw learns"),
     ],
@@ -98,7 +96,7 @@ def sharp(
 """
 
 
-def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path, capsys):
+def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_OPTIONS)
     name = f"{tmp_path / 'mine.py'}:sharp"
     (tmp_path / "run.toml").write_text(f'objective = "{name}"\nsharpness = 3\n')
@@ -115,17 +113,8 @@ def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path, capsys
     resumed = parse(["--resume", str(tmp_path), "--side", "both"])
     assert resumed.objective.options == {"sharpness": 3.0, "side": "both"}
     assert parse(["--resume", str(tmp_path), "--objective", "maxpo"]).objective.options == {}
-    for flags, message in (
-        ("--sharpness 0", "sharpness of sharp must be a finite number above 0, got 0"),
-        ("--side up", "--side must be one of both, above, got 'up'"),
-        ("--sharpnes 1", r"unknown option --sharpnes; did you mean --sharpness\?"),
-    ):
-        with refused(message):
-            check(parse(["--objective", name, *flags.split()]))
-    with pytest.raises(SystemExit):
-        parse(["--objective", name, "--help"])
-    line = r"--sharpness FLOAT\s+Exponent of the centred rewards\. \(default: 2\.0\)"
-    assert re.search(line, capsys.readouterr().out)
+    with refused("sharpness of sharp must be a finite number above 0, got 0"):
+        check(parse(["--objective", name, "--sharpness", "0"]))
 
 
 PER_TOKEN = """

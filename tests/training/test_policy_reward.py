@@ -13,7 +13,7 @@ from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.maze import DONE, MazeTask
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.verifree import VerifreeObjective
-from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward, check_answers
+from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward
 from tests.batches import collected, make_prompts
 from tests.models import save_checkpoint, tiny_decoder
 from tests.tables import refused
@@ -182,12 +182,3 @@ def test_the_answers_of_mazes():
     for x in references:
         assert (x.length, *x.lead) == (0,)
         assert x.answer.index(DONE) == len(x.answer) - 1
-
-
-def test_a_task_without_reference_answers_is_refused():
-    class NoAnswers:
-        name = "words"
-
-    with refused("--reward-source rlpr needs the reference answer to every prompt, which the task"):
-        check_answers(NoAnswers(), "--reward-source rlpr")
-    assert isinstance(check_answers(MazeTask(5), "--objective verifree"), MazeTask)

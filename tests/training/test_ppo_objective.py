@@ -163,16 +163,6 @@ def test_the_critic_learns_once_for_each_minibatch_and_not_from_a_diagnosis():
     assert not one.optimizer.state  # the policy's
 
 
-def test_without_a_token_nothing_is_learned():
-    model = tiny_decoder()
-    one = with_critic(model)
-    samples = collected(Samples(PROMPTS, Rollouts.given([[]] * 12)), REWARDS)
-    step = PpoObjective().begin(samples, one)
-    step.advantages(samples.sequences)
-    assert set(step.finish().values()) == {0.0}
-    assert not one.critic.optimizer.state
-
-
 @pytest.mark.parametrize(("tied", "rank"), [(True, 0), (False, 3)])
 def test_the_critic_is_a_copy_of_what_is_trained(tied, rank):
     model = tiny_decoder(tie_word_embeddings=tied)
@@ -230,9 +220,8 @@ def test_what_is_not_finite_is_named():
     rollouts, one = responses(model), with_critic(model)
     before = copy.deepcopy(one.critic.model.state_dict())
     samples, returns = Samples(PROMPTS, rollouts), torch.full((len(rollouts.tokens),), 1e30)
-    with pytest.raises(NonFiniteError, match="step 7: the critic's loss is inf") as caught:
+    with pytest.raises(NonFiniteError, match="step 7: the critic's loss is inf"):
         update_critic(one, samples, 0 * returns, returns, samples.sequences, when="step 7")
-    assert caught.value.advice.startswith("A lower --critic-lr often helps")
     after = one.critic.model.state_dict()
     assert all(torch.equal(before[name], weight) for name, weight in after.items())
     samples = collected(Samples(PROMPTS, Rollouts.given([[20, 21]] * 12)), REWARDS)

@@ -1,10 +1,7 @@
 """Prompts that are made one batch ahead, in a thread."""
 
-import subprocess
-import sys
 import threading
 
-import pytest
 import torch
 
 from maxrl_fast.errors import InputError
@@ -73,30 +70,3 @@ def test_an_error_is_raised_for_the_batch_that_has_it_and_no_other():
     ahead.take(0, 2)
     assert_prompts(ahead.take(4, 2), 4, 2)  # nobody asks for the one that fails
     assert_prompts(ahead.take(6, 2), 6, 2)
-
-
-AT_EXIT = """
-import time, torch
-from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.prompt_prefetcher import PromptPrefetcher
-
-class Slow(MazeTask):
-    def prompts(self, split, start, count):
-        end = time.monotonic() + 0.5 * (start > 0)
-        while time.monotonic() < end:
-            torch.arange(10_000).cumsum(0)
-        return super().prompts(split, start, count)
-
-PromptPrefetcher(Slow(5)).take(0, 2)
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_ends_while_prompts_are_made_has_its_own_exit_code():
-    """Python ends threads wherever they are, and in an operation of PyTorch this aborts the
-    process.
-    """
-    run = subprocess.run(
-        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (run.returncode, run.stderr) == (0, "")

@@ -84,12 +84,6 @@ def rollout(rng: random.Random, step: int, i: int) -> dict[str, Any]:
     }
 
 
-MAZE = ("WWWWW", "WSPPW", "WPWWW", "WPPGW", "WWWWW")
-MAZE_WORDS = {"W": "WALL", "P": "PATH", "S": "START", "G": "GOAL", "\n": "NEWLINE"}
-CELLS = " ".join(MAZE_WORDS[cell] for row in MAZE for cell in f"{row}\n")
-MAZE_PROMPT = f"<bos> GRID_START {CELLS} GRID_END PATH_START"
-
-
 def write_evaluation(out: Path) -> dict[str, Any]:
     """Write a folder of `python -m maxrl_fast.evaluate`, and return the content of eval.json."""
     out.mkdir(parents=True)

@@ -63,12 +63,3 @@ def is_inked(chart, x, y, color):
         }""",
         [x, y, color],
     )
-
-
-def move_over(page, chart, part):
-    chart.scroll_into_view_if_needed()
-    box = chart.locator(".u-over").bounding_box()
-    place = box["x"] + part * box["width"], box["y"] + box["height"] / 2
-    page.mouse.move(place[0] - 3, place[1])
-    page.mouse.move(*place)
-    return place

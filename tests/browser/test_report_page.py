@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.made_up import KEYS, write_evaluation, write_lines, write_run
-from tests.browser.on_page import card, chart_of, drawn, is_inked, move_over, move_to, runs_drawn
-from tests.runs import read
+from tests.browser.made_up import KEYS, write_lines, write_run
+from tests.browser.on_page import card, chart_of, drawn, is_inked, move_to, runs_drawn
 
 pytestmark = pytest.mark.browser
 COLOR = "node => getComputedStyle(node).backgroundColor"
@@ -39,22 +38,6 @@ def test_values_at_the_step_equal_the_file(show, tmp_path, two):
     shown = card(page, "loss").locator('.readout [data-run="0"]').get_attribute("data-value")
     assert shown == str(two["one"][12]["loss"])
     assert page.locator("#step").input_value() == "13"
-
-
-def test_lines_and_the_mark_of_the_step_are_where_the_axes_place_them(show, tmp_path, two):
-    page = show(tmp_path / "one", tmp_path / "two")
-    move_to(page, 17)
-    page.locator("select[name=smoothing]").select_option("0")
-    colors = [page.locator(f".chip.run-{i} .swatch").evaluate(COLOR) for i in (0, 1)]
-    for key in KEYS:
-        chart = chart_of(card(page, key), "")
-        mark, box = (chart.locator(x).bounding_box() for x in (".step-mark", ".u-over"))
-        assert (mark["x"] - box["x"]) / box["width"] == pytest.approx(17 / 30, abs=0.01)
-        for i, records in enumerate(two.values()):
-            (points,) = drawn(chart, i)
-            assert points == [(record["step"], record[key]) for record in records]
-        assert is_inked(chart, *points[8], colors[1])
-        assert not is_inked(chart, points[8][0], points[8][1] + 0.2, colors[1])
 
 
 def test_gaps_smoothing_and_the_line_of_4000_steps(show, tmp_path):
@@ -82,62 +65,6 @@ def test_gaps_smoothing_and_the_line_of_4000_steps(show, tmp_path):
         move_to(page, step)
         shown = card(page, "reward_mean").locator(".readout [data-run]").get_attribute("data-value")
         assert (None if shown == "–" else float(shown)) == values[step]
-
-
-def test_runs_and_curves_can_be_hidden(show, tmp_path, two):
-    page = show(tmp_path / "one", tmp_path / "two")
-    panels = ("#curves", "#coverage", "#weights", "#norms")
-    assert all({0, 1} <= runs_drawn(page, panel) for panel in panels)
-    page.get_by_role("button", name="two").first.click()
-    assert all(runs_drawn(page, panel) & {0, 1} == {0} for panel in panels)
-    assert page.locator('#timings [data-run="1"], #rewards [data-run="1"]').count() == 0
-    page.get_by_role("button", name="two").first.click()
-    assert {0, 1} <= runs_drawn(page, '#curves [data-key="loss"]')
-    page.locator("details.chooser summary").click()
-    page.get_by_label("loss", exact=True).uncheck()
-    page.get_by_label("eval pass@8").check()
-    assert card(page, "loss").count() == 0
-    assert runs_drawn(page, '#curves [data-key="eval pass@8"]') == {0, 1}
-    log = card(page, "entropy").get_by_role("button", name="log")
-    log.click()
-    assert log.get_attribute("aria-pressed") == "true"
-    assert chart_of(card(page, "entropy"), "").evaluate("node => node.chart.scales.y.distr") == 3
-
-
-def test_coverage_weights_norms_timings_and_warnings(show, tmp_path, two):
-    evaluation = write_evaluation(tmp_path / "evaluation")
-    page = show(tmp_path / "one", tmp_path / "two", tmp_path / "evaluation")
-    records = read(tmp_path / "one" / "eval.jsonl")
-    coverage = page.locator("#coverage")
-    chart = chart_of(page, "#coverage")
-
-    def points_of(record):
-        return [(int(k), rate) for k, rate in record["pass_at_k"].items()]
-
-    assert drawn(chart, 0, role="first") == [points_of(records[0])]
-    assert drawn(chart, 0) == [points_of(records[-1])]
-    rows = evaluation["coverage"].items()
-    assert drawn(chart, 2, "band") == [
-        [(int(k), row[side]) for k, row in rows] for side in ("high", "low")
-    ]
-    coverage.get_by_role("button", name="At the step").click()
-    move_to(page, 12)
-    assert drawn(chart, 0) == [points_of(records[1])]
-
-    assert runs_drawn(page, "#weights") == {0, 1, "none"}  # the two objectives, and 1/p
-    norms = page.locator("#norms")
-    norms.get_by_role("button", name="At the step").click()
-    diagnosed = read(tmp_path / "one" / "diagnostics.jsonl")[0]  # of step 10
-    points = list(zip(diagnosed["pass_rate"], diagnosed["grad_norm"], strict=True))
-    assert drawn(chart_of(page, "#norms"), 0) == [points]
-    assert "one: 3 prompts at step 10" in norms.locator(".caption").inner_text()
-    move_over(page, chart_of(page, "#norms"), 0.25)
-    bars = {run: page.locator(f'#timings .bar[data-run="{run}"]') for run in (0, 2)}
-    widths = [bar.bounding_box()["width"] for bar in bars[0].all()]
-    assert widths[1] / widths[0] == pytest.approx(37.75 / 12.25, rel=0.01)
-    assert "12.3 s · 25%" in page.locator("#timings").inner_text()
-    assert bars[2].count() == 1
-    assert page.locator("#warnings li").count() == 2
 
 
 def test_seeds_of_one_configuration_are_their_mean_with_its_standard_error(show, tmp_path):

@@ -1,51 +1,11 @@
 """The prompts and samples of the report's page in a real browser."""
 
-import re
-
 import pytest
 
-from tests.browser.made_up import HOSTILE, MAZE, MAZE_PROMPT, write_lines, write_run
+from tests.browser.made_up import HOSTILE, write_lines, write_run
 from tests.browser.on_page import move_to
-from tests.runs import read
 
 pytestmark = pytest.mark.browser
-
-
-def test_prompts_are_gained_and_lost_and_sorted(show, tmp_path, two):
-    page = show(tmp_path / "one", tmp_path / "two")
-    counts = [x["num_correct"] for x in read(tmp_path / "one" / "pass_rates.jsonl")]
-    prompts = page.locator("#prompts")
-    prompts.locator("table").wait_for()
-    changes = {i: (counts[-1][i] - counts[0][i]) / 8 for i in range(30)}
-    gained, lost = sum(c > 0 for c in changes.values()), sum(c < 0 for c in changes.values())
-    assert f"30 prompts: {gained} gained, {lost} lost," in prompts.locator(".summary").inner_text()
-
-    def shown():
-        script = "rows => rows.map(row => [...row.children].map(cell => cell.textContent))"
-        rows = prompts.locator("tbody tr").evaluate_all(script)
-        return [(int(row[0]), *(float(x.replace("−", "-")) for x in row[1:4])) for row in rows]
-
-    expected = sorted(changes, key=lambda i: (-changes[i], i))[:20]
-    rates = {i: (counts[0][i] / 8, counts[-1][i] / 8, changes[i]) for i in changes}
-    assert shown() == [(i, *(pytest.approx(rate, abs=1e-3) for rate in rates[i])) for i in expected]
-    excerpts = prompts.locator(".excerpt").all_inner_texts()
-    for (i, *_), text in zip(shown(), excerpts, strict=True):
-        wanted = f"held out {i} </script>" if 13 <= i < 29 else ""
-        assert text == "not kept" if i == 29 else text.startswith(wanted)
-    for column, place, sign in (("before", 1, -1), ("before", 1, 1), ("prompt", 0, 1)):
-        prompts.get_by_role("button", name=column).click()
-        values = [sign * row[place] for row in shown()]
-        assert values == sorted(values)
-    prompts.locator("select[name=show]").select_option("lost")
-    assert all(row[3] < 0 for row in shown())
-    assert len(shown()) == min(20, lost)
-    prompts.locator("select[name=show]").select_option("all")
-    options = prompts.locator("select[name=after] option").all_inner_texts()
-    # of another seed, prompt 3 is another prompt
-    assert options == ["one, step 0", "one, step 10", "one, step 30"]
-    prompts.locator("select[name=after]").select_option(label="one, step 10")
-    for i, _, after, _ in shown():
-        assert after == pytest.approx(counts[1][i] / 8, abs=1e-3)
 
 
 def test_samples_are_by_prompt_with_two_runs_side_by_side(show, tmp_path, two):
@@ -83,40 +43,6 @@ def test_samples_are_by_prompt_with_two_runs_side_by_side(show, tmp_path, two):
     assert samples.locator(".response pre").all_inner_texts() == ["response 11"]
     samples.locator("input[name=text]").fill("nowhere")
     assert samples.locator(".sample").count() == 0
-
-
-def test_mazes_are_drawn_with_the_path_of_the_response(show, tmp_path):
-    write_run(tmp_path / "run")
-    paths = ("DOWN DOWN RIGHT RIGHT DONE", "DOWN LEFT UP", "RIGHT RIGHT RIGHT", "DOWN GRID_END")
-    paths += (HOSTILE,)
-    common = {"step": 1, "id": 0, "prompt": MAZE_PROMPT, "reward": 0.0, "truncated": False}
-    common["tokens"] = 5
-    broken = MAZE_PROMPT.replace("PATH WALL NEWLINE", "PATH NEWLINE", 1)
-    odd = [common | {"id": 1, "prompt": broken, "response": "UP"}]
-    lines = [*(common | {"response": path} for path in paths), *odd]
-    write_lines(tmp_path / "run" / "samples.jsonl", lines)
-    page = show(tmp_path / "run")
-    maze = page.locator('#samples .sample[data-id="0"]')
-    maze.get_by_role("button", name="Show 1 more").click()
-    script = "nodes => nodes.map(node => node.getAttribute('aria-label'))"
-    assert maze.locator(".response .maze").evaluate_all(script) == [
-        "path of 4 moves",
-        "path of 1 move, then into a wall",
-        "path of 2 moves, then into a wall",
-        "path of 1 move, then GRID_END",
-        f"path of 0 moves, then {HOSTILE.split(' ')[0]}",
-    ]
-    walls = maze.locator(".prompt .walls").get_attribute("d")
-    cells = {(int(y), int(x)) for x, y in re.findall(r"M(\d+),(\d+)", walls)}
-    assert cells == {(y, x) for y in range(5) for x in range(5) if MAZE[y][x] == "W"}
-    solved = maze.locator(".response").first
-    walk = "1.5,1.5 1.5,2.5 1.5,3.5 2.5,3.5 3.5,3.5"
-    assert solved.locator(".walk").get_attribute("points") == walk
-    assert solved.locator(".hit").count() == 0
-    assert maze.locator(".response .hit").count() == 2
-    other = page.locator('#samples .sample[data-id="1"]')
-    assert other.locator(".maze").count() == 0
-    assert other.locator(".prompt pre").inner_text() == broken
 
 
 def test_long_texts_fold_and_hostile_texts_stay_text(show, tmp_path, two):

@@ -189,22 +189,3 @@ def test_any_text_as_a_file(text):
         assert_explained(reason)
     else:
         assert_possible(config)
-
-
-NESTED = "a." * 2000 + "b"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "k = " + "9" * 5000,
-        "k = " + "[" * 10**5,
-        "k = {a = " * 10**4,
-        f"{NESTED} = 1",
-        f"[{NESTED}]",
-    ],
-)
-def test_files_that_break_parsers_are_refused(text):
-    config, reason = outcome_of_file(text)
-    assert config is None
-    assert_explained(reason)

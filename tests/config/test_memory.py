@@ -23,7 +23,6 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import make_optimizer
 from tests.batches import make_prompts
 from tests.model.test_huggingface import tiny_policy
-from tests.tables import refused
 
 
 class LiveBytes(TorchDispatchMode):
@@ -135,14 +134,6 @@ def test_sharding_divides_the_training_state():
     assert "gathered weights" not in whole
 
 
-def test_other_machines_are_refused(capsys):
-    for text in ("8x", "0x80", "8x80GB"):
-        assert train.main([f"--dry-run={text}"]) == 2
-        assert "GPUs x GB of each, such as 8x80" in capsys.readouterr().err
-    with refused("--dry-run 8x80 is for GPUs, got --device cpu"):
-        resolve(parse(["--dry-run", "8x80", "--device", "cpu"]), MazeTask(9), has_gpus=True)
-
-
 SEVEN_BILLION = (
     "--hidden-size 4096 --intermediate-size 16384 --layers 28 --heads 32 --kv-heads 8".split()
 )
@@ -154,18 +145,4 @@ def test_a_dry_run_for_a_machine_that_is_not_here_says_whether_it_fits(capsys):
     asked = "memory of each of 8 GPUs of 80 GB|It fits|sharding = full|dtype = bfloat16"
     assert all(words in text for words in asked.split("|"))  # for that machine
     assert train.main(["--dry-run", "1x24", *SEVEN_BILLION]) == 0
-    text = capsys.readouterr().out
-    assert "It does not fit: it needs" in text
-    assert "-activations, --lora-rank or --sharding full on more GPUs needs less." in text
-    assert train.main(["--dry-run", "1x80", *SEVEN_BILLION, "--kv-cache-gb", "75"]) == 0
-    # which the native engine does not use
-    assert "--vllm-tensor-parallel" not in capsys.readouterr().out
-
-
-def test_a_dry_run_counts_the_rollouts_of_a_step_and_answers_first(capsys):
-    flags = "--prompts 1000000 --rollouts 512 --max-new-tokens 64 --dry-run 1x80"
-    assert train.main(flags.split()) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith("It does not fit: it needs ")  # 3.3e10 tokens of 12 bytes
-    [rollouts] = [line.split() for line in lines if "rollouts of a step, at their" in line]
-    assert rollouts[-3:] == ["-", "393.2", "393.2"]
+    assert "It does not fit: it needs" in capsys.readouterr().out

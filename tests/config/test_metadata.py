@@ -3,11 +3,10 @@ other libraries.
 """
 
 import json
-import re
 
 import pytest
 
-from maxrl_fast.config.aliases import OTHER_NAMES, TABLE
+from maxrl_fast.config.aliases import OTHER_NAMES
 from maxrl_fast.config.changes import changes
 from maxrl_fast.config.metadata import check_limits, inapplicable_options, options_of
 from maxrl_fast.config.options import Config
@@ -88,8 +87,3 @@ def test_another_name_can_stand_for_a_value():
 def test_a_misspelled_option_is_found_by_its_spelling():
     assert hint("maze_sise", options_of(Config)) == "; did you mean --maze-size?"
     assert hint("xyzzy", options_of(Config)) == ""
-
-
-def test_a_name_of_another_library_means_one_option():
-    names = re.sub(r"^\S.*?:", "", TABLE, flags=re.MULTILINE).split()
-    assert len(names) == len(set(names)) == len(OTHER_NAMES)

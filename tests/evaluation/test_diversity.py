@@ -113,16 +113,3 @@ def test_embeddings_are_pooled_by_the_rule_of_the_model(embedder, tmp_path):
         hidden = diversity._model(torch.tensor([[0, 2, 3], [5, 2, 4]]), mask).last_hidden_state
         expected = torch.stack([hidden[0, 1:][place], hidden[1][place]]).detach()
         torch.testing.assert_close(diversity.embed(["up down", "right up left"]), expected)
-
-
-def test_embedding_models_that_cannot_be_read_are_refused(embedder, tmp_path):
-    cpu, message = torch.device("cpu"), "cannot read the model of --embeddings"
-    with refused("--embeddings must be the directory of a model, got"):
-        EmbeddingDiversity(tmp_path / "none", cpu)
-    for file in embedder.glob("*.json"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    with refused(message):
-        EmbeddingDiversity(tmp_path, cpu)
-    torch.save({}, tmp_path / "pytorch_model.bin")  # a pickle is not read either
-    with refused(message):
-        EmbeddingDiversity(tmp_path, cpu)

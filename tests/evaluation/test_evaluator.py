@@ -1,9 +1,6 @@
 """Evaluation of an engine whose success rate is known, and the records of its samples."""
 
-import dataclasses
 import math
-import re
-from datetime import date
 
 import pytest
 import torch
@@ -11,7 +8,7 @@ import torch
 from maxrl_fast.evaluation import evaluator
 from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator
-from maxrl_fast.evaluation.kept_samples import sample_lines, sample_records
+from maxrl_fast.evaluation.kept_samples import sample_records
 from maxrl_fast.evaluation.outcome import SampleTally
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import Sampling
@@ -93,18 +90,6 @@ def test_a_rank_without_prompts_samples_for_the_others_where_they_share_an_engin
     assert counts == [13, 13, 0]
 
 
-def test_a_sample_on_the_screen_is_cut_and_harmless():
-    sample = {"id": 7, "reward": 0.25, "components": {"form": 1.0, "none": None}}
-    sample |= {"prompt": "2 +\n 2?", "response": f"\x1b[2J<think>{'so ' * 99}4"}
-    lines = [*sample_lines(sample, 40)]
-    assert lines[:2] == ["  sample    prompt 7, reward 0.25 (form 1)", "  prompt    2 + 2?"]
-    assert re.fullmatch(r"  response  \?\[2J<think>s \.\.\. .* so 4", lines[2])
-    assert len(lines[2]) == 40
-    failed, prompt, _ = sample_lines(sample | {"reward": None, "prompt": "so " * 99}, 40)
-    assert "failed" in failed
-    assert re.fullmatch(r"  prompt    \.\.\. .* so", prompt)
-
-
 def test_sample_records():
     task = MazeTask(5)
     prompts = task.prompts("test", 3, 2)
@@ -129,24 +114,6 @@ def test_sample_records():
     }
     for name, values in columns.items():
         assert [record[name] for record in records] == values, name
-
-
-def test_records_have_the_answer_and_columns_of_their_line():
-    """Cut where they are long, and as text where JSON does not have them."""
-    task = MazeTask(5)
-    line = {"prompt": "1 + 1", "answer": [2], "level": 3, "tests": ["x" * 2000], "note": "é" * 2000}
-    many = {"prompt": "2 + 2", **{f"column {i}": i for i in range(40)}}
-    odd = {"answer": date(2026, 11, 21), "number": math.nan, "list": [math.inf]}
-    odd |= {"moves": {(1, 2): 3}, "none": None}
-    prompts = dataclasses.replace(task.prompts("test", 0, 3), columns=(line, many, odd))
-    samples = Samples(prompts, Rollouts.given([[UP]] * 3))
-    one, other, third = sample_records(task, samples, torch.zeros(3), [{}] * 3)
-    cut = {"level": 3, "tests": '["' + "x" * 998 + "...", "note": "é" * 1000 + "..."}
-    assert (one["answer"], one["columns"]) == ([2], cut)
-    first = {f"column {i}": i for i in range(32)}
-    assert (other["answer"], other["columns"]) == (None, first)
-    text = {"number": "nan", "list": "[inf]", "moves": "{(1, 2): 3}", "none": None}
-    assert (third["answer"], third["columns"]) == ("2026-11-21", text)
 
 
 def test_the_tally_numbers_answers_and_measures_correct_responses():

@@ -12,8 +12,7 @@ from importlib.resources import files
 
 import pytest
 
-from maxrl_fast.report import main, reading, samples
-from maxrl_fast.report.page import KEY_OPTIONS
+from maxrl_fast.report import main
 from tests.browser.made_up import HOSTILE, KEYS, write_evaluation, write_lines, write_run
 from tests.runs import read
 
@@ -126,17 +125,6 @@ def test_embedded_numbers_equal_the_files(tmp_path, report):
         assert run["notes"] == []
 
 
-def test_key_options_and_differing_options_are_shown(tmp_path, report):
-    write_run(tmp_path / "one")
-    other = {"maze_size": 11, "objective": "maxrl", "k": None, "order": 15, "data": "y" * 1000}
-    write_run(tmp_path / "two", out="elsewhere", resume="x", **other)
-    data = report(tmp_path / "one", tmp_path / "two").data
-    assert data["key_options"] == list(KEY_OPTIONS)
-    assert data["differing"] == ["maze_size", "data"]
-    assert [run["options"]["maze_size"] for run in data["runs"]] == [9, 11]
-    assert data["runs"][1]["options"]["data"] == "y" * 200 + " …"
-
-
 def test_hostile_text_stays_in_the_data(tmp_path, report):
     name = "</script><b>&"
     write_run(tmp_path / name.replace("/", "∕"), task=HOSTILE)
@@ -244,75 +232,6 @@ def test_an_evaluation_is_shown_beside_a_run(tmp_path, report):
     assert rows["rows"] == [[1, 0.25, None, None], [4, 0.5, None, None]]
 
 
-def test_large_files_are_thinned_with_a_note(tmp_path, report, monkeypatch):
-    monkeypatch.setattr(samples, "SAMPLE_BYTES", 10_000)
-    monkeypatch.setattr(reading, "MOST_POINTS", 10)
-    monkeypatch.setattr(samples, "TEXT_LENGTH", 100)
-    out = tmp_path / "run"
-    write_run(out)
-    sample = {"step": 1, "prompt": "p" * 150, "response": "", "reward": 1.0}
-    write_lines(out / "samples.jsonl", [sample | {"id": i} for i in range(100)])
-    norms = {"ids": [*range(4)], "pass_rate": [0.5] * 4, "grad_norm": [1.0] * 4}
-    write_lines(out / "diagnostics.jsonl", [norms | {"step": step} for step in range(8)])
-    (run,) = report(out).data["runs"]
-    assert [sample["id"] for sample in run["samples"]] == list(range(0, 100, 4))
-    assert {(x["prompt"], x["left_out"]) for x in run["samples"]} == {("p" * 100, 50)}
-    assert (run["shown"]["samples"], run["in_files"]["samples"]) == (25, 100)
-    assert run["points"]["step"] == [0] * 4 + [4] * 4
-    assert run["points"]["id"] == [*range(4)] * 2
-    assert run["notes"] == [
-        f"one of 4 lines of {name}.jsonl is shown, because there are many"
-        for name in ("diagnostics", "samples", "rollouts")
-    ]
-
-
-def test_pass_rates_that_do_not_fit_are_left_out_with_a_note(tmp_path, report, monkeypatch):
-    out = tmp_path / "run"
-    write_run(out)
-    good = {"num_samples": 4, "num_prompts": 9, "ids": [3, 5], "num_correct": [0, 4]}
-    bad = [{"num_correct": [1]}, {"ids": [3, 4]}, {"ids": 7}]
-    lines = [{"step": i, **good, **record} for i, record in enumerate([*bad, {}])]
-    write_lines(out / "pass_rates.jsonl", lines)
-    (run,) = report(out).data["runs"]
-    evaluation = {"step": 3, "num_samples": 4, "num_correct": [0, 4]}
-    prompts = {"ids": [3, 5], "num_prompts": 9, "evaluations": [evaluation]}
-    assert {key: run["prompts"][key] for key in prompts} == prompts
-    assert len(run["prompts"]["texts"]) == 29
-    assert run["notes"] == [
-        "2 lines, the first 1, of pass_rates.jsonl cannot be read and are skipped",
-        "1 evaluations in pass_rates.jsonl have other prompts and were skipped",
-    ]
-    monkeypatch.setattr(reading, "MOST_COUNTS", 12)
-    write_lines(out / "pass_rates.jsonl", [{"step": i, **good} for i in range(20)])
-    (run,) = report(out).data["runs"]
-    kept = [evaluation["step"] for evaluation in run["prompts"]["evaluations"]]
-    assert kept == [0, 4, 8, 12, 16, 19]
-    assert run["notes"] == [
-        "6 of 20 evaluations in pass_rates.jsonl are shown, because there are many"
-    ]
-
-
-def test_an_evaluation_has_the_pass_rates_of_its_prompts_and_the_prompts_of_its_run(
-    tmp_path, report
-):
-    options = {"task": "maze", "maze_size": 9}
-    content = write_evaluation(tmp_path / "evaluation")
-    counts = {"num_samples": 16, "per_prompt": {"id": [4, 2], "num_correct": [16, 3]}}
-    write_run(tmp_path / "run", seed=7)
-    write_run(tmp_path / "other", seed=8)
-    for seed, is_same in ((7, True), (8, False)):
-        own = {"options": options | {"task_seed": seed, "split": "test", "seed": 99}}
-        (tmp_path / "evaluation" / "eval.json").write_text(json.dumps(content | counts | own))
-        folders = (tmp_path / name for name in ("evaluation", "run", "other"))
-        evaluation, run, other = report(*folders).data["runs"]
-        sets = run["prompt_set"], other["prompt_set"]
-        assert [evaluation["prompt_set"] == x for x in sets] == [is_same, not is_same]
-    assert evaluation["prompts"] == {
-        **{"ids": [4, 2], "num_prompts": 2},
-        "evaluations": [{"step": None, "num_samples": 16, "num_correct": [16, 3]}],
-    }
-
-
 def test_runs_that_differ_in_their_seeds_alone_are_a_group(tmp_path, report):
     rloo = {"objective": "rloo", "k": None}
     makes = {
@@ -329,18 +248,9 @@ def test_runs_that_differ_in_their_seeds_alone_are_a_group(tmp_path, report):
     write_run(tmp_path / "g", seed=5, lr=1e-3)
     groups = report(*[tmp_path / name for name in ("a", "b", "e", "g")]).data["groups"]
     assert [group["name"] for group in groups] == ["lr 0.0003, 2 seeds", "lr 0.001, 2 seeds"]
-    assert report(tmp_path / "a", tmp_path / "c").data["groups"] == []
 
 
 def test_the_vendored_library_is_the_released_one_with_its_license():
     vendor = files("maxrl_fast.report") / "page" / "vendor"
     sums = {x.name: hashlib.sha256(x.read_bytes()).hexdigest() for x in vendor.iterdir()}
     assert sums == VENDORED
-
-
-def test_folders_of_the_same_name_get_unique_names(tmp_path, report):
-    for name in ("a/run", "b/run", "c"):
-        write_run(tmp_path / name)
-    folders = [tmp_path / name for name in ("a/run", "b/run", "b/run", "c")]
-    names = [run["name"] for run in report(*folders).data["runs"]]
-    assert names == ["a/run", "b/run (2)", "b/run (3)", "c"]

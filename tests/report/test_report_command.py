@@ -3,9 +3,6 @@ completely or kept.
 """
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 from maxrl_fast.config.metadata import Resume, names_with
 from maxrl_fast.config.names import OF_ONE_START, OF_TASK
@@ -26,28 +23,14 @@ def test_bad_input_is_refused(tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "report.html"
     write_run(run)
     assert "RUN must be 1 to 24 folders, got 0" in refusal(capsys)
-    assert "got 25" in refusal(capsys, *[run] * 25)
     assert "is not a folder" in refusal(capsys, tmp_path / "absent", "--out", out)
-    assert "is not a folder" in refusal(capsys, run / "config.json", "--out", out)
     assert "has neither" in refusal(capsys, tmp_path, "--out", out)
     assert "ends in .html" in refusal(capsys, run, "--out", run / "metrics.jsonl")
-    (tmp_path / "folder.html").mkdir()
-    assert "must be a file in" in refusal(capsys, run, "--out", tmp_path / "folder.html")
-    assert "an existing folder" in refusal(
-        capsys, run, "--out", tmp_path / "absent" / "report.html"
-    )
     (run / "metrics.jsonl").write_text("")
     assert "at least one step" in refusal(capsys, run, "--out", out)
-    (run / "metrics.jsonl").unlink()
-    (run / "metrics.jsonl").mkdir()
-    assert "must be a regular file, got a folder" in refusal(capsys, run, "--out", out)
-    (run / "metrics.jsonl").rmdir()
-    os.mkfifo(run / "metrics.jsonl")
-    assert "must be a regular file, got a pipe" in refusal(capsys, run, "--out", out)
-    for content in ("[1]", "{", '{"pass_at_k": {}}', '{"pass_at_k": 3}', "[" * 100_000):
-        (tmp_path / "evaluation").mkdir(exist_ok=True)
-        (tmp_path / "evaluation" / "eval.json").write_text(content)
-        assert "must hold pass@k" in refusal(capsys, tmp_path / "evaluation", "--out", out)
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "evaluation" / "eval.json").write_text('{"pass_at_k": {}}')
+    assert "must hold pass@k" in refusal(capsys, tmp_path / "evaluation", "--out", out)
     assert not out.exists()
 
 
@@ -67,20 +50,6 @@ def test_an_existing_page_is_replaced_completely_or_kept(tmp_path, capsys, monke
     assert main([str(tmp_path / "run"), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"report {out}\n"
     assert out.read_text().startswith("<!doctype html>")
-
-
-def test_it_imports_no_torch(tmp_path):
-    write_run(tmp_path / "run")
-    code = """
-import sys
-from maxrl_fast.report import main
-code = main(sys.argv[1:])
-print(sorted({"torch", "maxrl_fast.config.options", "maxrl_fast.ops"} & {*sys.modules}))
-sys.exit(code)
-"""
-    command = [sys.executable, "-c", code, str(tmp_path / "run"), "--out", f"{tmp_path}/page.html"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == [f"report {tmp_path}/page.html", "[]"]
 
 
 def test_the_names_that_it_reads_are_those_of_the_options():

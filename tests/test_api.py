@@ -4,9 +4,7 @@ left as it was.
 
 import os
 import random
-import re
 import signal
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -31,18 +29,6 @@ QUICK = [*SMALL, "--sft-steps", "4"]
 
 
 OPTIONS = options_of(QUICK)
-
-
-def test_importing_the_package_imports_no_torch():
-    code = "import sys, maxrl_fast; assert 'torch' not in sys.modules; "
-    code += "assert not hasattr(maxrl_fast, 'trane'); assert callable(maxrl_fast.run)"
-    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
-
-
-def test_the_command_is_started_without_a_warning():
-    command = [sys.executable, "-W", "error", "-m", "maxrl_fast.train", "--prompts", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (ended.returncode, ended.stderr) == (2, "error: prompts must be at least 1, got 0\n")
 
 
 @pytest.mark.slow
@@ -96,13 +82,10 @@ def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"config": {"max-new-tokens": 3}}, "unknown option max-new-tokens; did you mean max_new"),
         ({"steps": True}, "steps must be an integer, got True"),
         ({"dry_run": True}, "dry_run works only on the command line"),
-        ({"reward": 3}, "reward must be a name or a function, got 3"),
         ({"task": object()}, "task object must have the method"),
         ({"reward": len, "reward_workers": 2}, "needs a --reward that runs in processes"),
-        ({"reward": [len, len]}, "--reward must name each function once, got python:len twice"),
     ],
 )
 def test_wrong_options_raise_an_input_error_with_the_commands_sentence(
@@ -155,18 +138,6 @@ def test_a_closure_scores_responses_in_this_process(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_reward_in_a_file_is_found_when_the_run_resumes_from_another_folder(
-    tmp_path, monkeypatch
-):
-    (tmp_path / "rewards.py").write_text("def score(prompt, response):\n    return len(response)\n")
-    monkeypatch.chdir(tmp_path)
-    more = {"steps": 1, "lr_schedule": "constant", "out": tmp_path / "run"}
-    run = maxrl_fast.run(OPTIONS, reward="rewards.py:score", **more)
-    monkeypatch.chdir("/")
-    assert len(run.resume(steps=2).metrics) == 2
-
-
-@pytest.mark.slow
 def test_interrupting_saves_and_returns_and_resume_ends_as_if_it_had_not_been(tmp_path, capfd):
     def score(prompt, response):
         return len(response) % 3 == 0
@@ -191,28 +162,6 @@ def test_interrupting_saves_and_returns_and_resume_ends_as_if_it_had_not_been(tm
     resumed = stopped.resume(reward=score)
     assert (resumed.exit, len(resumed.metrics)) == (0, 3)
     assert_same_run(whole.out, resumed.out)
-
-
-@pytest.mark.slow
-def test_sigterm_reaches_the_handler_of_the_process_once_the_run_is_saved(tmp_path):
-    heard = []
-    before = signal.signal(
-        signal.SIGTERM,
-        lambda number, frame: heard.append((tmp_path / "run" / "latest").resolve().name),
-    )
-
-    def score(prompt, response):
-        log = tmp_path / "run" / "metrics.jsonl"
-        if not heard and log.exists() and read(log):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return len(response)
-
-    try:
-        run = maxrl_fast.run(OPTIONS, reward=score, out=tmp_path / "run")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert heard == ["step-000002"]
-    assert run.exit == 143
 
 
 @pytest.mark.slow
@@ -257,18 +206,9 @@ def test_rows_are_data_which_a_resumed_run_reads_again(tmp_path, monkeypatch):
     assert read(file) == rows
     numbers = {"a": np.arange(2), "b": Decimal("1.5"), "c": b"c"}
     dataset = SimpleNamespace(to_list=lambda: [row | numbers for row in rows])
-    texts = [x["response"] for x in done.rollouts if x["step"] == 1]
-    [pair, *_] = re.findall("[!-;=?-Z]{2}", "\n".join(texts))  # not in a special token
-    stopped = maxrl_fast.run(data=dataset, steps=1, out="p", stop=[pair], **options)
-    ended = [x.partition(pair)[0] + pair * (pair in x) for x in texts]
-    assert [x["response"] for x in stopped.rollouts] == ended
+    maxrl_fast.run(data=dataset, steps=1, out="p", **options)
     [more] = set(tmp_path.glob("data-*.jsonl")) - {file}
     assert read(more)[0] == rows[0] | {"a": [0, 1], "b": "1.5", "c": None}
     image = [{"role": "user", "content": [{"type": "image", "image": {"bytes": b"c"}}]}]
-    for wrong, message in (
-        ([{"prompt": image}], r"data-\w+.jsonl, line 1: prompt must have .* text as content"),
-        ([*rows, {"prompt": {1}}], "data, row 41: prompt must be JSON, got"),
-        (5, "data must be a file, or rows of JSON values, got 5"),
-    ):
-        with pytest.raises(InputError, match=message):
-            maxrl_fast.run(data=wrong, out="other", **options)
+    with pytest.raises(InputError, match=r"line 1: prompt must have .* text as content"):
+        maxrl_fast.run(data=[{"prompt": image}], out="other", **options)

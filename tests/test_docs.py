@@ -21,8 +21,6 @@ import torch
 import maxrl_fast
 from maxrl_fast import ops
 from maxrl_fast.config.checks import check
-from maxrl_fast.config.metadata import Note, names_with
-from maxrl_fast.config.options import Config
 from maxrl_fast.config.parse import parse
 from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.training.objectives.registry import OBJECTIVES
@@ -37,35 +35,6 @@ FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 EXAMPLE = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Commands with a name in capitals, "...", or an objective or task that a guide adds are not parsed.
 PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|--objective minpo\b|--task sort\b")
-
-
-# Each shows options in --help that the others do not.
-CHOICES = f"""
---kl-coef 0.1 --kl full
---task chain
---task gym:chain_sum --model DIR
---task gsm8k --model DIR --environment tools.py:Tools
---resume DIR
---objective maxrl --stop-at 2
---objective pacs_paper
---objective qae
---objective noisy_verifier_backward
---objective w_reinforce
---objective differential_smoothing
---objective unlikeliness
---objective hero
---objective rl_zvp
---objective riskpo
---objective ppo
---objective maxpo_off_policy
---task {ROOT}/examples/sort_task.py:SortTask
---lora-rank 2
---correction icepop
---kl-coef 0.1
---loss sapo
---overlong-buffer 4 --dynamic-sampling 2
---rollout vllm
---reward rewards.py:score rewards.py:length""".splitlines()
 
 
 def name_of(path: Path) -> str:
@@ -249,26 +218,3 @@ def test_the_options_page_is_current() -> None:
 def test_the_facts_of_an_objectives_page_are_the_registrys(path: Path) -> None:
     text = path.read_text()
     assert text == WRITER["with_facts"](text), "out of date: python docs/pages.py"
-
-
-def test_the_options_page_has_the_order_of_help(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")  # wider terminals get two columns of options
-    (tmp_path / "DIR").mkdir()
-    (tmp_path / "DIR" / "config.json").write_text("{}")
-    page = WRITER["options_page"]()
-    listed = re.findall(r"^\| `(--[a-z][\w-]*)`", page, re.MULTILINE)
-    shown: set[str] = set()
-    for flags in CHOICES:
-        with pytest.raises(SystemExit):
-            parse([*flags.split(), "--help"])
-        found = re.findall(r"^[│ ] (--[a-z][\w-]*)", capsys.readouterr().out, re.MULTILINE)
-        assert found == [flag for flag in listed if flag in found]
-        assert flags or len(found) <= 60  # in the default job
-        shown |= set(found)
-    seldom = {f"--{name.replace('_', '-')}" for name in names_with(Config, Note.ADVANCED)}
-    assert shown.isdisjoint(seldom)
-    assert shown | seldom == set(listed)
-    assert "| `--k` | `k` | `INT` | 4, or the largest that fits N | Size of max@k" in page

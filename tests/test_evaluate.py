@@ -143,26 +143,8 @@ def test_the_same_seed_repeats_and_another_does_not(maze_run, finished, tmp_path
     assert [s["response"] for s in fourth] != [s["response"] for s in again]
 
 
-def test_an_engine_that_returns_what_cannot_be_true_ends_with_a_sentence(
-    maze_run, tmp_path, capsys
-):
-    file = tmp_path / "own.py"
-    file.write_text(
-        "import dataclasses\n"
-        "from examples.naive_engine import NaiveEngine\n"
-        "class Broken(NaiveEngine):\n"
-        "    def generate(self, request):\n"
-        "        rollouts = super().generate(request)\n"
-        "        return dataclasses.replace(rollouts, logprobs=rollouts.logprobs + 50)\n"
-    )
-    flags = ("--rollout", f"{file}:Broken", "--samples", "1", "--out", tmp_path / "out")
-    assert run(maze_run, *flags) == 1
-    error = " ".join(capsys.readouterr().err.split())
-    assert f"the rollout engine {file}:Broken returned a log-prob above 0: token 0 of" in error
-
-
 def test_a_policy_is_never_compared_with_itself(maze_run, tmp_path, capsys):
-    """`best` may be a checkpoint from before training; `latest` is said with its step."""
+    """`best` may be a checkpoint from before training."""
     first = maze_run / "checkpoints" / "step-000000"
     assert run(first, "--baseline", first, "--out", tmp_path / "out") == 2
     wanted = f"--baseline must be another checkpoint than {first.resolve()}"
@@ -171,15 +153,10 @@ def test_a_policy_is_never_compared_with_itself(maze_run, tmp_path, capsys):
     shutil.copytree(first, tmp_path / "copy")
     assert run(first, "--baseline", tmp_path / "copy", "--out", tmp_path / "out") == 2
     assert "which has the same weights" in " ".join(capsys.readouterr().err.split())
-    assert run(maze_run, "--baseline", first, "--out", tmp_path / "out") == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "step-000006, the policy after step 6 of 6; task maze" in said
-    assert "step-000000, the policy after step 0 of 6" in said
 
 
-def test_flags_override_the_runs_options(maze_run, tmp_path, capsys):
+def test_flags_override_the_runs_options(maze_run, tmp_path):
     flags = "--maze-size 7 --task-seed 1 --split train --top-p 0.9 --seed 2 --eval-prompts 5 "
-    flags += "--confidence 0.9"
     assert run(maze_run, *flags.split(), "--out", tmp_path / "out") == 0
     options = read(tmp_path / "out")["options"]
     wanted = {"maze_size": 7, "task_seed": 1, "seed": 2, "split": "train", "max_new_tokens": 18}
@@ -187,29 +164,18 @@ def test_flags_override_the_runs_options(maze_run, tmp_path, capsys):
     task = MazeTask(7, seed=1)
     first = task.decode(task.prompts("train", 0, 1).tokens.tolist())
     assert samples_of(tmp_path / "out")[0]["prompt"] == first
-    text, error = capsys.readouterr()
-    assert error == ""
-    assert f"seed are those of the run {maze_run}, unless a flag overrides them" in text
-    assert "5 train prompts x 4 samples, temperature 1, top-p 0.9, at most 18 tokens" in text
-    interval = read(tmp_path / "out")["pass_at_k"]["2"]
-    assert f"{interval['mean']:.3f} ({interval['low']:.3f}, {interval['high']:.3f})" in text
-    assert "90%" in text
     names = ["coverage.png", "eval.json", "lock", "samples.jsonl"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
 
 
-def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path, capsys):
+def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path):
     assert run(untrained, *MAZE5, "--out", tmp_path / "out") == 0
     options = read(tmp_path / "out")["options"]
     wanted = {"seed": 0, "task_seed": 0, "max_new_tokens": 8, "temperature": 1.0}
     assert wanted.items() <= options.items()
-    text = capsys.readouterr().out
-    assert "those of the run" not in text
     task = MazeTask(5)
     num_distinct = len({tuple(task.prompts("test", i, 1).tokens.tolist()) for i in range(12)})
     assert num_distinct < 12
-    distinct = f"({num_distinct} distinct: intervals treat all prompts as distinct)"
-    assert f"12 test prompts {distinct} x 4 samples" in text
     assert read(tmp_path / "out")["num_distinct_prompts"] == num_distinct
 
 
@@ -224,40 +190,27 @@ def test_finished_evaluations_are_compared(maze_run, finished, tmp_path, capsys)
     assert error == ""
     gain = read(finished)["baseline"]["gain"]["2"]  # the same two policies
     assert f"{gain['mean']:+.3f} ({gain['low']:+.3f}, {gain['high']:+.3f})" in text
-    for out in folders[:2]:
-        assert f"{read(tmp_path / out)['pass_at_k']['4']['mean']:.3f}" in text
-    picture = (tmp_path / "two" / "coverage.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
+    assert (tmp_path / "two" / "coverage.png").read_bytes().startswith(b"\x89PNG")
 
     assert evaluate.main(["--compare", *folders, *flags, "--out", str(tmp_path / "three")]) == 0
     text, error = capsys.readouterr()
     assert "warning: A and C are not of the same prompts, samples and sampling" in error
     assert "they differ in samples: 4 and 3" in error
     assert "A and B" not in error
-    assert (tmp_path / "three" / "coverage.png").read_bytes() != picture
 
 
 REFUSALS = """
     {tmp}/none | CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run, got
       {tmp}/none
-    {untrained}/config.json | which is not a directory
-    {tmp} | which has no config.json
     {untrained} | that is not in the folder of a run requires --task:
-    {run} --samples 0 | samples must be at least 1, got 0
     {run} --k 1 7 | k must be from 1 to the 4 samples, got [1, 7]
     {run} --temperature 0 | greedy decoding gives one response: samples must be 1 at temperature 0,
       got 4
     {run} --max-new-tokens 1000 | positions
-    {run} --embeddings {tmp}/none | --embeddings must be the directory of a model, got {tmp}/none
     {run} --out {untrained} | --out must be a new or empty folder, got {untrained}
-    {run} --baseline {tmp}/none | --baseline must be a Hugging Face checkpoint directory or the
     {run} --baseline {finished} --samples 3 | it differs in samples: 4 and 3
     {run} --baseline {finished} --reward {tmp}/x.py:score | differs in reward: None and x.py:score
-    --compare {finished} | --compare needs at least two finished evaluations, got 1
     --compare {finished} {run} | {run} must be the folder of a finished evaluation
-    --compare {finished} {finished} --k 7 | k must be from 1 to 4, the fewest samples of these
-      evaluations, got 7
-    {run} --compare {finished} {finished} | without CHECKPOINT
 """
 
 
@@ -278,23 +231,11 @@ def test_bad_input_is_refused_before_any_work(
     assert not list(tmp_path.iterdir())
 
 
-def test_more_prompts_than_the_held_out_ones_are_refused(maze_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(MazeTask, "num_test_prompts", 5)
-    assert run(maze_run, "--out", tmp_path / "out") == 2
-    wanted = "prompts must be at most the 5 prompts that are held out, got 12"
-    assert wanted in capsys.readouterr().err
-    flags = (*RUNTIME, *"--samples 1 --bootstrap 9 --out".split(), str(tmp_path / "out"))
-    assert evaluate.main([str(maze_run), *flags]) == 0
-    assert read(tmp_path / "out")["options"]["eval_prompts"] == 5
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda x: x.pop("per_prompt"), "lacks 'per_prompt'"),
         (lambda x: x["per_prompt"].update(num_correct=[5] * 12), "a count from 0 to 4"),
         (lambda x: x["settings"].update(prompts_sha256="0"), "differs in the prompts themselves"),
-        (lambda x: x.update(truncated="some"), "could not convert string to float: 'some'"),
     ],
 )
 def test_invalid_results_of_a_baseline_are_refused(
@@ -384,9 +325,3 @@ def test_rewards_other_than_0_and_1_are_shown_by_mean_and_max(shared_run, tmp_pa
     assert evaluate.main(["--compare", *pair]) == 0
     row = rf"│ mean reward +│ +{means[0]:.3f} │ +{means[3]:.3f} │"
     assert re.search(row, capsys.readouterr().out)
-
-
-def test_several_processes_are_refused(maze_run, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run(maze_run) == 2
-    assert "an evaluation runs in one process, got 2" in capsys.readouterr().err

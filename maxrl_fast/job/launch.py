@@ -11,7 +11,6 @@ import torch
 from rich.table import Table
 
 from maxrl_fast.config.changes import own_options
-from maxrl_fast.config.checks import objective_of
 from maxrl_fast.config.estimates import describe_run
 from maxrl_fast.config.options import ResolvedConfig
 from maxrl_fast.errors import (
@@ -27,19 +26,12 @@ from maxrl_fast.evaluation.tables import new_table
 from maxrl_fast.job.build import (
     RunContext,
     build_collector,
-    build_copies,
-    build_teacher_prompts,
+    build_context,
+    build_policies,
     build_trainer,
 )
-from maxrl_fast.job.build_policy import (
-    build_policy,
-    build_policy_files,
-    build_reference,
-    build_run_engine,
-    compare_engine,
-    dtype_of,
-)
-from maxrl_fast.job.build_task import build_scorer, closing_task
+from maxrl_fast.job.build_policy import build_policy_files
+from maxrl_fast.job.build_task import closing_task
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
 from maxrl_fast.job.fingerprints import differences, fingerprints
@@ -48,12 +40,9 @@ from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved, check_same, find_saved
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
-from maxrl_fast.model.flash_choice import choose
-from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
-from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.files import locked
 from maxrl_fast.runtime.loading import naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
@@ -61,9 +50,6 @@ from maxrl_fast.runtime.watch import RankMonitor
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.tools import ToolTask
 from maxrl_fast.training.collect import RolloutCollector, check_binary
-from maxrl_fast.training.logprob_parity import check_exact
-from maxrl_fast.training.sharding import is_sharded, shard
-from maxrl_fast.training.stopwatch import Stopwatch
 
 NUM_PROMPTS, NUM_ROLLOUTS, MAX_TOKENS = 2, 2, 256  # of check_rewards
 # stages of tokens_per_second in metrics.jsonl
@@ -110,11 +96,13 @@ class Job:
             output = held.enter_context(contextlib.closing(environments or RewardOutput()))
             config, saved = self._open_folder(held)
             prints = fingerprints(config, task, saved)
-            config, policy, teacher = self._build_policies(config, saved)
+            config, policy, teacher = build_policies(config, task, ranks, self.device, saved)
             if saved:
                 may_change = config.run.allow_changes
                 check_same(saved, config.flat(), prints, ranks, screen.warning, may_change)
-            context, lines = self._build(config, policy, teacher, saved, output)
+            context, lines = build_context(
+                config, task, policy, teacher, ranks, self.device, saved, output, self.functions
+            )
             held.enter_context(contextlib.closing(context.scorer))
             if changed := differences(prints, fingerprints(config, task, saved)):
                 raise InputError(f"files changed while they were read: {'; '.join(changed)}")
@@ -159,56 +147,6 @@ class Job:
         if is_resumed:
             held.enter_context(locked(out, ranks.is_first, LOCK_LIMIT, warn))
         return config.replace(out=out), find_saved(out, ranks, warn) if is_resumed else None
-
-    def _build_policies(
-        self, config: ResolvedConfig, saved: Saved | None
-    ) -> tuple[ResolvedConfig, PolicyModel, PolicyModel | None]:
-        """Return the policy and its teacher, on the CPU, and the configuration, which says whether
-        they will be sharded.
-        """
-        task, ranks, needs = self.task, self.ranks, objective_of(config).needs
-        policy, teacher = build_policy(config, task, saved), build_reference(config, task)
-        machine = Machine.here(self.device, ranks.size)
-        is_full = is_sharded(config.run.sharding, policy, machine, needs.critic)
-        is_full = ranks.any(is_full, self.device)
-        return config.replace(sharding="full" if is_full else "none"), policy, teacher
-
-    def _build(
-        self,
-        config: ResolvedConfig,
-        policy: PolicyModel,
-        teacher: PolicyModel | None,
-        saved: Saved | None,
-        output: RewardOutput,
-    ) -> tuple[RunContext, list[str]]:
-        """Return the context, and what was found out about the policy and the engine."""
-        task, ranks, device = self.task, self.ranks, self.device
-        teacher_prompts = build_teacher_prompts(config, task, teacher or policy)
-        if teacher_prompts is not None and not saved:
-            teacher_prompts.check()
-        copies, dtype = None, dtype_of(config)
-        if config.run.sharding == "full":
-            # in the same memory until sharded
-            copies = build_copies(config, policy, teacher, lambda x: x)
-            for model in filter(None, (policy, *copies)):
-                shard(model, dtype, device)
-        else:
-            for model in filter(None, (policy, teacher)):
-                model.to(device)
-        # before the comparison, so that it uses the attention that will run
-        lines = choose(device, dtype, policy.head_sizes, lambda failed: ranks.any(failed, device))
-        lines.append(check_exact(policy))
-        if teacher is not None:
-            check_exact(teacher)
-        engine = build_run_engine(config, policy, task, ranks)
-        if saved is None or saved.decoder is None:  # otherwise its weights are loaded later
-            lines.append(compare_engine(policy, engine, config.rollout.rollout))
-        own = output if ranks.is_first else None
-        scorer = build_scorer(config.reward, task, device, dtype, self.functions, ranks.size, own)
-        clock = Stopwatch(saved.progress.seconds if saved else None)
-        objective = objective_of(config)
-        whole = (config, task, objective, policy, engine, scorer, teacher, ranks, clock, copies)
-        return RunContext(*whole), [*lines, f"rollout engine: {engine.describe()}"]
 
     def _open_files(
         self,

@@ -53,9 +53,12 @@ def rename_damaged_after(directory: Path) -> None:
 
 
 def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | None:
-    """Return a run's newest intact checkpoint, the same on all ranks; None if there is none yet.
-    All ranks must call this. Warns of each damaged checkpoint."""
-    found = checkpoints_of(out) if ranks.is_first else []
+    """Return a run's newest intact checkpoint, or what a session has saved in `out`, the same on
+    all ranks; None if there is none yet. All ranks must call this. Warns of each damaged
+    checkpoint."""
+    found = (
+        checkpoints_of(out) or [out] * (out / "progress.json").exists() if ranks.is_first else []
+    )
     whole: tuple[str, Any] | None = None
     for directory in reversed(found):
         try:

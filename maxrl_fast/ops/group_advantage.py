@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def group_advantage(
-    rewards: Tensor,
+    rewards: Tensor | list[Any],
     estimator: str | Estimator,
     *,
     k: int | None = None,
@@ -48,7 +48,8 @@ def group_advantage(
     """Return the advantages of rollouts within their groups (formulas: `ESTIMATORS`).
 
     Args:
-        rewards: [..., N], each row a group, or flat [S] with offsets or group_ids; any real dtype.
+        rewards: [..., N], each row a group, or flat [S] with offsets or group_ids; any real dtype;
+            or lists of numbers.
         estimator: a name in `ESTIMATORS`, or an `Estimator`.
         k: size of the max@k objective, for estimators that have it.
         order: truncation of MaxRL, 1 <= order <= N-1. Default: N-1, the full order of each group.
@@ -73,6 +74,8 @@ def group_advantage(
     S). On the CPU numbers that are not finite, not allowed for the estimator or beyond 1e150 are
     errors. A GPU would wait: there the advantages of the group, or the batch, become NaN.
     """
+    if isinstance(rewards, list):
+        rewards = torch.tensor(rewards)
     check_tensor("rewards", rewards)
     shape, is_flat = rewards.shape, offsets is not None or group_ids is not None
     if not shape or (is_flat and len(shape) != 1):

@@ -1,9 +1,8 @@
 """Collects a step's samples and rewards, in rounds where a schedule asks for them."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from typing import Annotated
 
@@ -152,8 +151,6 @@ class RolloutCollector:
         policy_reward: scores the responses instead of the scorer; not where the objective needs
             greedy responses or parts.
         length_penalty: added to the rewards that the objective sees.
-        make_prompts: returns training prompts, given the first index and the count; None: the task
-            makes them.
         shares_engine: whether the engine samples for several ranks, which call it together.
     """
 
@@ -169,7 +166,6 @@ class RolloutCollector:
     needs: Needs = Needs()
     policy_reward: PolicyReward | None = None
     length_penalty: LengthPenalty | None = None
-    make_prompts: Callable[[int, int], Prompts] | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
     ranks: Ranks = field(default_factory=Ranks)
     shares_engine: bool = False
@@ -186,9 +182,8 @@ class RolloutCollector:
         return self._finished(replace(batch, metrics=batch.metrics | of_rewards.over(self.ranks)))
 
     def _prompts(self, first_prompt: int, count: int) -> Prompts:
-        make_prompts = self.make_prompts or partial(self.task.prompts, "train")
         with self.clock("rollout"):
-            return make_prompts(first_prompt, count).to(self.device)
+            return self.task.prompts("train", first_prompt, count).to(self.device)
 
     def _in_rounds(
         self, schedule: Schedule, step: int, first_prompt: int, of_rewards: MetricAccumulator

@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.utils._python_dispatch import _disable_current_modes
 
 from maxrl_fast import train
-from maxrl_fast.job import launch
+from maxrl_fast.job import build, launch
 from tests.config.test_memory import LiveBytes
 from tests.distributed.test_torchrun import finished, torchrun
 
@@ -37,14 +37,14 @@ def test_a_rank_never_holds_half_of_the_weights(tmp_path):
 
 def main():
     """Train, where weights go from the host to a device as if it were another than the CPU."""
-    counted, build, build_loop = LiveBytes(), launch.Job._build, launch.Job._build_loop
-    build_engine, host = launch.build_run_engine, []
+    counted, make, build_loop = LiveBytes(), launch.build_context, launch.Job._build_loop
+    build_engine, host = build.build_run_engine, []
 
-    def started(job, config, policy, *rest):
+    def started(config, task, policy, *rest):
         host.extend(p.detach() for p in policy.parameters())  # so that no address is used again
         host.append(max(sum(p.nbytes for p in x.parameters()) for x in policy.blocks))
         with counted:
-            return build(job, config, policy, *rest)
+            return make(config, task, policy, *rest)
 
     def engine(*arguments):
         with _disable_current_modes():
@@ -65,8 +65,8 @@ def main():
 
     nn.Module.to = lambda self, _: self._apply(torch.clone)
     _fsdp_init._move_states_to_device = moved
-    launch.build_run_engine = engine
-    launch.Job._build, launch.Job._build_loop = started, loop
+    build.build_run_engine = engine
+    launch.build_context, launch.Job._build_loop = started, loop
     return train.main(sys.argv[1:])
 
 

@@ -144,7 +144,8 @@ def test_rounds_are_drawn_until_enough_succeed():
 
 
 @pytest.mark.parametrize("in_cpp", [True, False])
-def test_rounds_are_bitwise_the_prefix_of_one_draw(in_cpp):
+def test_rounds_are_the_prefix_of_one_draw(in_cpp):
+    """Bitwise in C++; the matrix products of PyTorch round by the size of the batch."""
     model = tiny_decoder()
     engine = NativeEngine(model, torch.float32, in_cpp=in_cpp)
     prompts, sampling = make_prompts([[5, 6, 7], [9, 3]]), Sampling(1.0, 12, (1,))
@@ -156,7 +157,8 @@ def test_rounds_are_bitwise_the_prefix_of_one_draw(in_cpp):
         )
         found = engine.generate(part)
         assert torch.equal(found.tokens, own.tokens)
-        assert torch.equal(found.logprobs, own.logprobs)
+        largest = (found.logprobs - own.logprobs).abs().max()
+        assert largest <= (0 if in_cpp else 1e-5)
     assert part.name_of(5) == "sample 5 of prompt 1"
 
 

@@ -1,0 +1,194 @@
+"""maxrl_fast.Session: the verbs are the trainer's own steps."""
+
+import re
+import sys
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from maxrl_fast import Session, group_advantage
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.policy import load_policy
+from tests.runs import ROOT
+from tests.tasks.test_dataset import save_byte_level_policy
+
+PROMPTS = [f"after {letter}" for letter in "abcd"]
+BY_VERBS = """
+import sys
+from maxrl_fast import Session, group_advantage
+from maxrl_fast.training.optimizer import LearningRate
+
+run, steps, warmup, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+session = Session.from_run(f"{run}/checkpoints/step-000000", threads=1)
+config, task = session.config, session.task
+rate = LearningRate(config.optimizer.lr, steps, warmup)
+first = config.warm_start.sft_steps * config.warm_start.sft_batch
+for step in range(1, steps + 1):
+    G, N = config.rollout.prompts, config.rollout.rollouts
+    samples = session.sample(task.prompts("train", first + (step - 1) * G, G), n=N)
+    rewards = task.score(samples.prompts, samples.rollouts).view(G, N)
+    session.forward_backward(samples, group_advantage(rewards, "maxpo", k=2))
+    session.optim_step(lr=rate.at(step))
+session.save(out)
+"""
+
+
+def state(folder):
+    files = (load_file(path) for path in sorted(folder.glob("state/*")))
+    return [(name, x) for file in files for name, x in file.items()]
+
+
+def assert_equal_states(one, two):
+    pairs = zip(state(one), state(two), strict=True)
+    assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+    assert state(one)
+
+
+def test_a_loop_of_verbs_has_the_weights_of_the_command(maze_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["-", str(maze_run), "6", "0", str(tmp_path / "out")])
+    exec(BY_VERBS, {})
+    assert_equal_states(tmp_path / "out", (maze_run / "latest").resolve())
+
+
+@pytest.mark.slow
+def test_with_two_ranks_sharded_weights_and_a_reference(shared_run, tmp_path):
+    from tests.distributed.test_torchrun import finished, torchrun
+
+    (tmp_path / "loop.py").write_text(BY_VERBS)
+    run, out = shared_run("ranks"), tmp_path / "out"
+    process = torchrun(2, str(tmp_path / "loop.py"), str(run), "3", "1", str(out))
+    output = finished(process, 300)
+    assert process.returncode == 0, output
+    assert_equal_states(out, (run / "latest").resolve())
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_others(shared_run, tmp_path):
+    from tests.distributed.test_torchrun import finished, torchrun
+
+    failing = "import os\nif os.environ['RANK'] == '1':\n    raise RuntimeError('of the loop')\n"
+    head, loop = BY_VERBS.split("for step", 1)
+    (tmp_path / "loop.py").write_text(head + failing + "for step" + loop)
+    run = shared_run("ranks")
+    process = torchrun(2, str(tmp_path / "loop.py"), str(run), "3", "1", str(tmp_path / "out"))
+    assert "of the loop" in finished(process, 120)
+    assert process.returncode
+
+
+def step(session, **sampling):
+    samples = session.sample(PROMPTS, n=4, max_new_tokens=3, **sampling)
+    rewards = [[float(len(text)) for text in texts] for texts in samples.texts]
+    session.forward_backward(samples, group_advantage(rewards, "grpo"), loss="ppo")
+    return session.optim_step()
+
+
+def test_what_was_saved_goes_on_bitwise(tmp_path):
+    session = Session.tiny(threads=1)
+    step(session)
+    session.save(tmp_path / "saved")
+    again = Session.from_run(tmp_path / "saved")
+    for name, one in (("one", session), ("two", again)):
+        assert step(one).grad_norm > 0
+        one.save(tmp_path / name)
+    assert_equal_states(tmp_path / "one", tmp_path / "two")
+    again.save(tmp_path / "saved")  # replaces it
+    assert_equal_states(tmp_path / "saved", tmp_path / "two")
+    sizes = {"task": "dataset", "vocab_size": 41, "prompt_length": 2, "max_new_tokens": 3}
+    policy = load_policy(tmp_path / "saved", **sizes)  # a Hugging Face folder
+    weights = dict(session.learner.model.weights())
+    assert all(torch.equal(x, weights[name]) for name, x in policy.weights())
+    (tmp_path / "other").mkdir()
+    with pytest.raises(InputError, match="out must be a new folder"):
+        session.save(tmp_path / "other")
+
+
+def test_samples_their_log_probs_and_given_texts(tmp_path):
+    session = Session(save_byte_level_policy(tmp_path), threads=1, lora_rank=2)
+    messages = [{"role": "user", "content": "be"}]
+    samples = session.sample(["ab", messages], n=3, max_new_tokens=5)
+    assert [len(x) for x in samples.texts] == [3, 3]
+    assert samples.truncated.shape == (2, 3)
+    lists = session.forward(samples).logprobs, samples.logprobs, samples.tokens
+    for now, then, tokens in zip(*map(chain.from_iterable, lists), strict=True):
+        assert len(now) == len(tokens)
+        np.testing.assert_allclose(now, then, atol=2e-5)
+    given = session.encode(["ab"], [["one", "two"]])
+    assert given.texts == [["one", "two"]]
+    assert (
+        session.sample(["ab"], temperature=0).texts == session.sample(["ab"], temperature=0).texts
+    )
+
+
+def test_gradients_add_up_and_an_interrupt_discards_them():
+    session = Session.tiny(threads=1)
+    samples = session.sample(PROMPTS, n=4, max_new_tokens=3)
+    advantages = torch.randn(2, 4, 4)
+
+    def gradient(*parts):
+        for x in parts:
+            session.forward_backward(samples, x, loss=lambda t: -t.advantages * t.logprobs)
+        found = session.learner.model.lm_head.weight.grad.clone()
+        session.learner.accumulated = []
+        return found
+
+    def interrupted(t):
+        raise KeyboardInterrupt
+
+    alone = [gradient(x) for x in advantages]
+    torch.testing.assert_close(gradient(*advantages), sum(alone))
+    session.forward_backward(samples, advantages[0])
+    with pytest.raises(KeyboardInterrupt):
+        session.forward_backward(samples, advantages[0], loss=interrupted)
+    with pytest.raises(InputError, match="needs a forward_backward"):
+        session.optim_step()
+    assert torch.equal(gradient(advantages[1]), alone[1])
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    session = Session.tiny(threads=1)
+    return session, session.sample(PROMPTS, n=2, max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda s, x: s.sample("after a"), "prompts must be a list"),
+        (lambda s, x: s.sample(["a", 3]), r"prompts\[1\] must be text"),
+        (lambda s, x: s.sample(["a"], max_new_tokens=600), "max_new_tokens 600"),
+        (lambda s, x: s.encode(["a"], [["b"], ["c"]]), "as many to each of 1 prompts"),
+        (lambda s, x: s.forward_backward(x, [1.0] * 8), r"advantages must be finite, \[4, 2\]"),
+        (lambda s, x: s.forward_backward(x, [[1.0, np.nan]] * 4), "advantages must be finite"),
+        (lambda s, x: s.forward_backward(x, [[1.0, 0]] * 4, loss="po"), "loss must be one of"),
+        (
+            lambda s, x: s.forward_backward(s.sample(PROMPTS, 2, temperature=0), [[1.0, 0]] * 4),
+            "samples must have the temperature",
+        ),
+        (lambda s, x: Session.tiny(steps=3), "unknown option steps"),
+        (lambda s, x: Session.tiny(clip_hihg=3), "did you mean clip_high"),
+        (lambda s, x: Session.from_run("nothing"), "nothing"),
+    ],
+)
+def test_a_wrong_argument_is_named(tiny, call, said):
+    session, samples = tiny
+    with pytest.raises(InputError, match=said):
+        call(session, samples)
+
+
+@pytest.mark.slow
+def test_the_loops_of_the_page_learn():
+    text = (ROOT / "docs" / "session.md").read_text()
+    first, curriculum, best, game = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = [dict[str, object]() for _ in range(4)]
+    for code, own in zip((first, curriculum, best, game), names, strict=True):
+        assert code.count("\n") < 60
+        exec(code, own)
+    assert sum(map(sum, names[0]["rewards"])) / 128 > 0.5  # 0.02 at the start
+    rates = names[1]["rates"]
+    assert sum(rates.values()) / len(rates) > 0.3
+    assert sum(map(sum, names[2]["scores"])) / 128 > -8  # -24 at the start
+    assert sum(x.isdigit() for x in names[3]["digits"]) > 50  # of 64, 16 by chance
+    assert any(names[3]["found"])

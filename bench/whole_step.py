@@ -2,10 +2,10 @@
 rollout engine.
 """
 
+import copy
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -103,13 +103,14 @@ def timed_trainer(
     objective = objective_of(config)
     context = RunContext(config, task, objective, model, engine, scorer, clock=clock)
     trainer, _ = build_trainer(context)
-    make_prompts = trainer.collector.make_prompts or partial(task.prompts, "train")
+    timed_task = copy.copy(task)
 
-    def timed_prompts(start: int, count: int) -> Prompts:
-        with clock("prompts"):  # on a GPU, the wait for the prefetching thread
-            return make_prompts(start, count)
+    def timed_prompts(split: str, start: int, count: int) -> Prompts:
+        with clock("prompts"):
+            return task.prompts(split, start, count)
 
-    trainer.collector = replace(trainer.collector, make_prompts=timed_prompts)
+    vars(timed_task)["prompts"] = timed_prompts
+    trainer.collector = replace(trainer.collector, task=timed_task)
     if not trains:
         trainer.learning_rate = LearningRate(0.0, 1, 0, "constant")
     return TimedTrainer(trainer)

@@ -1,5 +1,6 @@
 """Shared by the experiments on mazes: for each seed one warm start, and runs that begin with it."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -81,12 +82,14 @@ def maze_options(settings: MazeSettings, seed: int, policy: str) -> dict[str, An
 def repeat_prompts(trainer: Trainer, count: int) -> None:
     """Make the first `count` training prompts all that there are, so that training has epochs."""
     of_task = trainer.collector.task
+    repeating = copy.copy(of_task)
 
-    def make_prompts(first: int, num: int) -> Prompts:
+    def prompts(split: str, first: int, num: int) -> Prompts:
         numbers = (torch.arange(first, first + num) % count).tolist()
-        return Prompts.concatenate([of_task.prompts("train", i, 1) for i in numbers])
+        return Prompts.concatenate([of_task.prompts(split, i, 1) for i in numbers])
 
-    trainer.collector = replace(trainer.collector, make_prompts=make_prompts)
+    vars(repeating)["prompts"] = prompts
+    trainer.collector = replace(trainer.collector, task=repeating)
 
 
 def run_steps(

@@ -10,54 +10,75 @@ from maxrl_fast.config.checks import check, correction_of, objective_of
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import RewardError
-from maxrl_fast.job.build import RunContext, build_trainer
-from maxrl_fast.job.build_policy import build_policy, build_run_engine
+from maxrl_fast.job.build import RunContext, build_evaluators, build_trainer
+from maxrl_fast.job.build_policy import build_policy, build_reference, build_run_engine
 from maxrl_fast.job.build_task import build_run_task, build_scorer
 from maxrl_fast.job.waiting_batches import load_batches, save_batches
 from maxrl_fast.records import Inserted, Rollouts, cumulative
+from maxrl_fast.tasks.chain import ChainTask
 from tests.job.test_resume import resumes_bitwise
+from tests.models import save_checkpoint, tiny_decoder
 from tests.runs import base
 from tests.tables import refused
+from tests.tool_episodes import calculator_job
 from tests.training.test_collect import ALL_WRONG, CHAIN, MIXED, CountingSource, collected
 
 STEPS = 5
 
 
 def build(*flags):
-    config = parse([*base()[2:], *CHAIN, "--lr", "1e-2", "--steps", str(STEPS), *flags])
+    """Return the trainer after a warm start, if the flags have one, and the evaluator."""
+    task_flags = [] if "--task" in flags else CHAIN
+    config = parse([*base()[2:], *task_flags, "--lr", "1e-2", "--steps", str(STEPS), *flags])
     check(config)
     task = build_run_task(config)
     config = resolve(config, task)
-    policy = build_policy(config, task)
+    policy, teacher = build_policy(config, task), build_reference(config, task)
     engine, scorer = build_run_engine(config, policy, task), build_scorer(config.reward, task)
-    context = RunContext(config, task, objective_of(config), policy, engine, scorer, None)
-    trainer, _ = build_trainer(context)
+    context = RunContext(config, task, objective_of(config), policy, engine, scorer, teacher)
+    trainer, warm_start = build_trainer(context)
+    for _ in warm_start.steps():
+        pass
+    trainer.learner.copy_policy()
     engine.load_weights(policy)
-    return trainer
+    return trainer, build_evaluators(context)["test"]
 
 
-@pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize(
-    "flags",
+    ("ahead", "flags"),
     [
-        "--objective maxrl --dynamic-sampling 3",
-        "--objective rloo --loss reinforce",
-        "--objective maxpo_off_policy --k 2",
+        *((a, "--objective maxrl --dynamic-sampling 3") for a in (1, 3)),
+        *((a, "--objective rloo --loss reinforce") for a in (1, 3)),
+        *((a, "--objective maxpo_off_policy --k 2") for a in (1, 3)),
+        (1, "--objective maxrl --reward-source vote"),
+        (2, "--objective ppo --updates-per-step 2 --kl-coef .1"),
+        (2, "--objective distill --reference {teacher}"),
+        (2, "--task guess --sft-steps 60 --objective rloo --rollouts 16"),
     ],
 )
-def test_steps_are_those_of_a_loop_with_old_weights(ahead, flags):
-    trainer, by_hand = build(*flags.split(), "--ahead", str(ahead)), build(*flags.split())
+def test_steps_are_those_of_a_loop_with_old_weights(ahead, flags, tmp_path):
+    """Evaluations between them, which use the engine, change nothing."""
+    if "{teacher}" in flags:
+        task, model = ChainTask(8), tiny_decoder(vocab_size=8)
+        save_checkpoint(tmp_path, model.config, model.weights(), task.tokenizer_files(), (2,))
+    words = flags.format(teacher=tmp_path).split()
+    trainer, evaluator = build(*words, "--ahead", str(ahead))
+    by_hand, _ = build(*words)
     by_hand.correction = trainer.correction
-    assert (trainer.correction is not None) == ("reinforce" in flags)
+    assert (trainer.correction is not None) == ("reinforce" in flags or "distill" in flags)
     versions = [deepcopy(by_hand.learner.model)]
-    first = sampled = 0
+    first = sampled = turns = 0
     for n in range(1, STEPS + 1):
         record = trainer.step(n, first)
+        trainer.load_engine()
+        evaluator.evaluate()
         by_hand.engine.load_weights(versions[max(0, n - 1 - ahead)])
         by_hand.waiting.append(by_hand.collector.collect(n, sampled))
         expected = by_hand.step(n, sampled)
         sampled += expected.batch.num_sampled
         first += record.batch.num_sampled
+        inserted = record.batch.rollouts.inserted
+        turns += 0 if inserted is None else len(inserted.tokens)
         versions.append(deepcopy(by_hand.learner.model))
         assert record.metrics.get("lag", 0) == min(ahead, n - 1)
         assert record.metrics["loss"] == expected.metrics["loss"]
@@ -67,10 +88,11 @@ def test_steps_are_those_of_a_loop_with_old_weights(ahead, flags):
     assert trainer.settle() == []  # nothing is sampled for later steps
     changed = versions[0].lm_head.weight != versions[-1].lm_head.weight
     assert changed.any()
+    assert (turns > 0) == ("guess" in flags)
 
 
 def test_the_error_of_sampling_is_raised_by_the_next_step(monkeypatch):
-    trainer = build("--objective", "maxrl", "--ahead", "1")
+    trainer, _ = build("--objective", "maxrl", "--ahead", "1")
 
     def fails(n, first_prompt):
         if n == 3:
@@ -131,10 +153,21 @@ def test_what_needs_the_policy_while_it_trains_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_a_run_that_samples_ahead_resumes_bitwise(ahead, tmp_path, monkeypatch):
-    flags = [*base()[2:], *CHAIN, "--objective", "maxrl", "--dynamic-sampling", "4"]
-    flags += ["--steps", "6", "--ahead", str(ahead), "--eval-every", "2", "--lr", "1e-2"]
-    steps = resumes_bitwise(monkeypatch, tmp_path, flags, "step 2", "step 4")
+@pytest.mark.parametrize(
+    ("ahead", "flags"),
+    [
+        *((a, [*CHAIN, *"--objective maxrl --dynamic-sampling 4".split()]) for a in (1, 2)),
+        (2, [*CHAIN, *"--objective ppo --reward-source vote --kl-coef .1".split()]),
+        (1, "--task guess --sft-steps 60 --objective rloo --rollouts 16".split()),
+        (2, None),
+    ],
+)
+def test_a_run_that_samples_ahead_resumes_bitwise(ahead, flags, tmp_path, monkeypatch):
+    """Without flags: episodes with tools in worker processes."""
+    job = calculator_job(tmp_path) if flags is None else [*base()[2:], *flags]
+    job += ["--steps", "6", "--ahead", str(ahead), "--eval-every", "2", "--lr", "1e-2"]
+    steps = resumes_bitwise(monkeypatch, tmp_path, job, "step 2", "step 4")
     assert [step["lag"] for step in steps] == [min(ahead, n) for n in range(6)]
-    assert len({step["num_prompts_sampled"] for step in steps}) > 1
+    is_dynamic = "--dynamic-sampling" in job
+    assert not is_dynamic or len({step["num_prompts_sampled"] for step in steps}) > 1
+    assert any(step["grad_norm"] for step in steps)

@@ -36,20 +36,22 @@ REFERENCE = "maxrl"  # the others' differences from it are paired by seed
 
 @dataclass(frozen=True)
 class ScarceSettings(MazeSettings):
-    """GRPO, RLOO, MaxRL, PKPO and Differential Smoothing on few mazes for many epochs: about 40
+    """GRPO, RLOO, MaxRL, PKPO and Differential Smoothing on few mazes for many epochs: about 15
     minutes on one core. --threads is the number of simultaneous runs, each with one thread."""
 
     methods: tuple[str, ...] = tuple(METHODS)
     """Of grpo, rloo, maxrl, pkpo-4 and smoothing; each has 16 rollouts of a maze."""
-    training_mazes: int = 256
+    training_mazes: int = 128
     """Mazes that are trained on: a multiple of --prompts."""
-    epochs: int = 40
+    epochs: int = 80
     """Passes over them."""
-    evaluations: int = 10
+    evaluations: int = 20
     """Evaluations of a run besides that of the warm start; a divisor of --epochs."""
-    eval_samples: int = 32
+    prompts: int = 16
+    """Prompts of a step."""
+    eval_samples: int = 16
     """Samples of each held-out maze in an evaluation."""
-    work: Path = Path("runs/data_scarce")
+    work: Path = Path("runs/mazes")
     """Folder of the warm starts and the finished runs."""
 
 

@@ -36,8 +36,8 @@ PANELS = {
     "scores": (PACS, "score-grpo", "score-dr_grpo", "score-naive"),
     "weight and other objectives": (PACS, "no-weight", "grpo", "rloo"),
 }
-KS = (1, 4, 16, 64)
-UPDATES = 4
+KS = (1, 4, 16)
+UPDATES, EVALUATIONS = 4, 6
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,21 @@ class AblationSettings(MazeSettings):
     methods: tuple[str, ...] = tuple(METHODS)
     """Of pacs (beta 1, score rloo, class weights), beta-0.1, beta-0.5, beta-2, beta-10, no-weight,
     score-grpo, score-dr_grpo, score-naive, grpo and rloo."""
-    steps: int = 48
-    """Steps of four updates; a multiple of 12."""
-    work: Path = Path("runs/pacs_ablations")
+    steps: int = 36
+    """Steps of four updates; a multiple of 6, the evaluations besides that of the warm start."""
+    eval_samples: int = 32
+    """Samples of each held-out maze in an evaluation."""
+    work: Path = Path("runs/mazes")
     """Folder of the warm starts and the finished runs."""
 
 
 def experiment(settings: AblationSettings) -> dict[str, Any]:
     check_methods(settings.methods, METHODS, settings)
-    if settings.steps < 12 or settings.steps % 12:
-        raise InputError(f"--steps must be a multiple of 12, got {settings.steps}")
+    if settings.steps < EVALUATIONS or settings.steps % EVALUATIONS:
+        raise InputError(f"--steps must be a multiple of {EVALUATIONS}, got {settings.steps}")
     shared = {"objective": PACS, "rollouts": 16, "updates_per_step": UPDATES}
     methods = {name: {**shared, **METHODS[name]} for name in settings.methods}
-    runs = run_steps(settings, settings.work, methods, settings.steps, 12)
+    runs = run_steps(settings, settings.work, methods, settings.steps, EVALUATIONS)
     show(runs)
     return {"runs": runs}
 

@@ -42,13 +42,13 @@ UPDATES, EVALUATIONS = 4, 6
 
 @dataclass(frozen=True)
 class AblationSettings(MazeSettings):
-    """PACS on mazes with other values of beta, other scores, and without class weights: about 15
+    """PACS on mazes with other values of beta, other scores, and without class weights: about 10
     minutes on one core. --threads is the number of simultaneous runs, each with one thread."""
 
     methods: tuple[str, ...] = tuple(METHODS)
     """Of pacs (beta 1, score rloo, class weights), beta-0.1, beta-0.5, beta-2, beta-10, no-weight,
     score-grpo, score-dr_grpo, score-naive, grpo and rloo."""
-    steps: int = 36
+    steps: int = 24
     """Steps of four updates; a multiple of 6, the evaluations besides that of the warm start."""
     eval_samples: int = 32
     """Samples of each held-out maze in an evaluation."""

@@ -130,7 +130,7 @@ def draw(record: dict[str, Any]) -> Figure:
             axes.bar(x, policy, 0.2, label=score)
         axes.plot(results["references"][0], "k_", markersize=40, label="reference")
         axes.set(title=f"groups of the {sampler}", xlabel="action; 0 and 1 are correct")
-        axes.legend()
+        axes.legend(markerscale=0.4)
     return figure
 
 

@@ -4,6 +4,7 @@ left as it was.
 
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -206,7 +207,11 @@ def test_rows_are_data_which_a_resumed_run_reads_again(tmp_path, monkeypatch):
     assert read(file) == rows
     numbers = {"a": np.arange(2), "b": Decimal("1.5"), "c": b"c"}
     dataset = SimpleNamespace(to_list=lambda: [row | numbers for row in rows])
-    maxrl_fast.run(data=dataset, steps=1, out="p", **options)
+    texts = [x["response"] for x in done.rollouts if x["step"] == 1]
+    [pair, *_] = re.findall("[!-;=?-Z]{2}", "\n".join(texts))  # not in a special token
+    stopped = maxrl_fast.run(data=dataset, steps=1, out="p", stop=[pair], **options)
+    ended = [x.partition(pair)[0] + pair * (pair in x) for x in texts]
+    assert [x["response"] for x in stopped.rollouts] == ended
     [more] = set(tmp_path.glob("data-*.jsonl")) - {file}
     assert read(more)[0] == rows[0] | {"a": [0, 1], "b": "1.5", "c": None}
     image = [{"role": "user", "content": [{"type": "image", "image": {"bytes": b"c"}}]}]

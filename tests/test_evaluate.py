@@ -261,16 +261,6 @@ def test_too_many_failed_rewards_end_the_evaluation(untrained, tmp_path, capsys)
     assert run(untrained, *flags) == 0  # into the same folder
 
 
-def test_ctrl_c_keeps_nothing_and_exits_with_130(untrained, tmp_path, monkeypatch, capsys):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Evaluator, "evaluate", stop)
-    assert run(untrained, *MAZE5, "--out", tmp_path / "out") == 130
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["lock"]
-    assert "stopped; nothing was kept" in capsys.readouterr().err
-
-
 def test_test_data_needs_no_other_data(tmp_path):
     (tmp_path / "f.py").write_text("def f(prompt, response, **columns):\n    return 1\n")
     line = json.dumps({"prompt": "2?", "question": "2?", "answer": "#### 2"}) + "\n"

@@ -4,7 +4,6 @@ seeds.
 
 import itertools
 import json
-import re
 import shlex
 import signal
 import subprocess
@@ -116,10 +115,7 @@ def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_fin
     shared = [*"--steps 2 --seeds 0 --objective maxrl --out".split(), str(out)]
     assert sweep.main([*FLAGS, *shared, "--chain-length", "0", "3"]) == 1
     name, failed = "maxrl_chain-length-3_seed-0", "maxrl_chain-length-0_seed-0"
-    printed = capfd.readouterr()
-    assert f"error: {failed} failed with exit code 2; the sweep continues" in printed.err
-    assert f"1 of 2 runs failed: {failed}" in printed.err
-    assert re.search(rf"run 2 of 2: {name}, about \d+ s left", printed.out)
+    assert f"1 of 2 runs failed: {failed}" in capfd.readouterr().err
     assert (out / "report.html").exists()
     content = json.loads((out / "sweep.json").read_text())
     states = {name: run["state"] for name, run in content["runs"].items()}

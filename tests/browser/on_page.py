@@ -41,25 +41,3 @@ def runs_drawn(page, place):
             "nodes => nodes.flatMap(node => node.chart.series.slice(1).map(series => series.run))"
         )
     )
-
-
-def is_inked(chart, x, y, color):
-    """Return whether the canvas has the color where the axes, read from the ends of the scales,
-    place a point.
-    """
-    return chart.evaluate(
-        """(node, [x, y, color]) => {
-            const { bbox, ctx, scales } = node.chart;
-            const part = (scale, value) => (value - scale.min) / (scale.max - scale.min);
-            const left = Math.round(bbox.left + part(scales.x, x) * bbox.width);
-            const top = Math.round(bbox.top + (1 - part(scales.y, y)) * bbox.height);
-            const copy = new OffscreenCanvas(5, 5).getContext('2d', { willReadFrequently: true });
-            copy.drawImage(ctx.canvas, 2 - left, 2 - top);
-            const { data } = copy.getImageData(0, 0, 5, 5);
-            const wanted = color.match(/[0-9]+/g).map(Number);
-            const isLike = i => data[i + 3] > 200 &&
-                wanted.every((c, j) => Math.abs(data[i + j] - c) < 60);
-            return [...Array(25).keys()].some(i => isLike(4 * i));
-        }""",
-        [x, y, color],
-    )

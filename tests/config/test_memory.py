@@ -11,8 +11,6 @@ from maxrl_fast import train
 from maxrl_fast.config.memory import estimate_memory
 from maxrl_fast.config.parse import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job.build_policy import build_policy
-from maxrl_fast.job.build_task import build_task
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Rollouts, Samples
@@ -108,30 +106,6 @@ def test_the_estimate_of_an_update_is_near_its_measured_peak(family, dtype, chec
     update = sum(phases[2] for name, phases in memory.items() if name.startswith(own))
     most = 1.5 if family != "gemma3_text" else 1.7
     assert 0.8 < update / peak < most  # less is kept where weights have no gradients
-
-
-def big(*flags):
-    config = parse(
-        [*"--hidden-size 1024 --intermediate-size 4096 --layers 8 --heads 16".split(), *flags]
-    )
-    task = build_task(config.task, 0)
-    return build_policy(resolve(config, task), task, is_empty=True)
-
-
-def test_sharding_divides_the_training_state():
-    model, machine = big(), Machine("cuda", 8, 80 * 10**9)
-    weights = sum(p.numel() for p in model.parameters())
-    whole, sharded = (estimated(model, machine, sharding=kind) for kind in ("none", "full"))
-    names = ("weights (float32)", "gradients (float32)", "Adam moments (float32)")
-    for name, size in zip(names, (4, 4, 8), strict=True):
-        assert whole[name][1:] == (size * weights, size * weights)
-        assert sharded[f"{name}, 1/8 of them (FSDP2)"][1:] == (size * weights / 8,) * 2
-    assert sharded["weights (float32), 1/8 of them (FSDP2)"][0] == weights / 2
-    layer = sum(p.numel() for p in model.blocks[0].parameters())
-    assert sharded["weights sharded at a time (float32)"] == (4 * layer, 0, 0)
-    assert "gathered weights" in sharded
-    assert sharded["gradients before they are reduced"][2] > 4 * weights
-    assert "gathered weights" not in whole
 
 
 SEVEN_BILLION = (

@@ -223,7 +223,6 @@ def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_pat
     ("flags", "message"),
     table(r"""
     --k x | --k must be an integer, got 'x'
-    --seed 1 2 | unknown option 2: options begin with two dashes
     --objective maxpoo | got 'maxpoo'; did you mean 'maxpo'?
     --objective DAPO | got 'DAPO'; did you mean --objective grpo --loss ppo --clip-high 0.28
         --dynamic-sampling 4 --overlong-buffer INT?
@@ -239,7 +238,6 @@ def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_pat
     --reward-weights 1 | --reward-weights needs --reward
     --reward a:f b:g --reward-weights 1 2 3 | reward_weights must be a number for each reward
     --rollout vllm --vllm-url http://x --kv-cache-gb 1 | cannot be used with --vllm-url
-    --lora-alpha 3 | --lora-alpha needs --lora-rank
     --objective noisy_verifier_forward | noisy_verifier_forward needs false_negative_rate
     --objective pacs --beta 0 | beta of pacs must be a finite number above 0, got 0
     --objective pacs --loss ppo | loss must be reinforce for pacs, whose loss it is a part of,

@@ -19,26 +19,6 @@ from tests.runs import SMALL, read
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_nested_stage_is_timed_once_and_times_add_up(monkeypatch):
-    now, seconds = [0.0], {"inner": 10.0}
-    for name in ("monotonic", "perf_counter"):
-        monkeypatch.setattr(f"maxrl_fast.training.stopwatch.time.{name}", lambda: now[0])
-    clock = Stopwatch(seconds)
-    with clock("outer"):
-        now[0] += 2
-        with clock("inner") as lap:
-            now[0] += 5
-            assert clock.silence() == ("inner", 5)
-        assert clock.silence() == ("outer", 0)
-        with clock("inner"):
-            now[0] += 1
-    assert (lap.seconds, seconds) == (5, {"inner": 16, "outer": 2})
-    now[0] += 3
-    assert clock.silence()[1] == 3
-    clock.beat()
-    assert clock.silence()[1] == 0
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_to_stop_and_a_later_one_exits(number, monkeypatch, capfd):
     now, before = [100.0], signal.getsignal(signal.SIGINT)

@@ -8,20 +8,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from maxrl_fast.config.estimates import estimate
-from maxrl_fast.config.memory import count, estimate_memory
-from maxrl_fast.config.parse import parse
-from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.memory import count
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.linear import LoraLinear, add_adapters
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.runtime.device import Machine
-from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.critic import Critic, critic_model, num_critic_weights
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.ppo import PpoObjective, state_values, update_critic
 from maxrl_fast.training.optimizer import make_optimizer
-from maxrl_fast.training.sharding import is_sharded
 from tests.batches import collected
 from tests.models import tiny_decoder
 from tests.training.test_gae import by_definition
@@ -231,17 +225,3 @@ def test_what_is_not_finite_is_named():
     message = "step 1: the critic's value of a token is nan for prompt 1"
     with pytest.raises(NonFiniteError, match=message):
         PpoObjective().begin(samples, one)
-
-
-def test_estimates_have_the_critic():
-    task, model, machine = MazeTask(9), tiny_decoder(), Machine("cpu", 1, 10**10)
-    config = resolve(parse(["--objective", "ppo"]), task).replace(sharding="none")
-    memory, size = estimate_memory(config, task, model, machine), num_critic_weights(model)
-    assert size == count(model) + 32  # tied
-    assert memory["critic (float32)"] == (4 * size, 4 * size, 4 * size)
-    assert memory["critic's gradients and Adam moments (float32)"] == (0, 12 * size, 12 * size)
-    line = f"critic: a copy of the policy with a value head, {size:,} parameters"
-    assert line in estimate(config, task, model, machine)
-    two = Machine("cuda", 2, 2 * (20 * count(model) + 8 * size))
-    assert is_sharded("auto", model, two, has_critic=True)
-    assert not is_sharded("auto", model, two)

@@ -54,6 +54,8 @@ SCRIPTS = """
       --evaluations 1 --eval-mazes 4 --eval-samples 16 --methods maxrl | --epochs 0 | a multiple of
     distillation | --seeds 1 --maze-size 5 --sft-steps 20 --teacher-steps 1 --prompts 2 --tokens 100
       --evaluations 1 --eval-mazes 4 --coefficients 0.5 | --teacher-steps 0 | must be at least 1
+    gradient_norms | --seeds 1 --maze-size 5 --sft-steps 40 --mazes 4 --rollouts 8 --methods rloo
+      maxrl | --mazes 0 | at least 1
     guessing | --objectives maxpo-k4 --seeds 1 --sft-steps 60 --tokens 500 --rollouts 8
       --evaluations 1 --eval-samples 16 | --objectives best | objective must be one that
     language_objectives | --problems problems --objectives grpo --seeds 1 --tokens 20 --prompts 2
@@ -73,6 +75,7 @@ SLOW = (
     "continuous_maxrl",
     "data_scarce",
     "distillation",
+    "gradient_norms",
     "guessing",
     "language_objectives",
     "maze_scaling",
@@ -98,6 +101,11 @@ def gaps(results):
     return [results["minima"][f"reference {x} 0.1"][0]["gap"] for x in ("rloo", "dr_grpo")]
 
 
+def as_rloo(one):  # of 8 rollouts
+    pairs = zip(one["grad_norm"], one["reward_mean"], strict=True)
+    return pytest.approx([norm * p * 8 / 7 for norm, p in pairs], rel=1e-5)
+
+
 # A number of each result that is known beforehand.
 KNOWN = {
     "bandit": lambda x: x["variance_by_k"]["6"]["k"] == [2, 3, 4, 5],
@@ -109,6 +117,7 @@ KNOWN = {
     ),
     "data_scarce": lambda x: [len(x["runs"][0][y]) for y in ("entropy", "pass@16")] == [1, 2],
     "distillation": lambda x: x["runs"][0]["evaluations"][-1]["step"] == len(x["runs"][0]["kl"]),
+    "gradient_norms": lambda x: x["runs"][0]["grad_norm"] == as_rloo(x["runs"][1]),
     "guessing": lambda x: [len(counts) for counts in x["runs"][0]["num_correct"]] == [31] * 2,
     "language_objectives": lambda x: [len(one["num_correct"]) for one in x["runs"]] == [4, 4],
     "maze_scaling": lambda x: [step for step, _ in x["runs"][0]["reward"]] == [1, 2],

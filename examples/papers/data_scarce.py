@@ -12,15 +12,15 @@ command continues with those that are missing.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from experiment import cell, run
 from matplotlib.figure import Figure
-from maze_runs import MazeSettings, check_methods, draw_series, run_steps, series
+from maze_runs import MazeSettings, check_methods, draw_series, late, run_steps, series
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from maxrl_fast.errors import InputError
 
@@ -82,10 +82,7 @@ def show(runs: list[dict[str, Any]], epochs: int) -> None:
     for title in ("training pass@1", "training pass@16", "entropy"):
         table.add_column(title)
 
-    def last(name: str, key: str) -> Tensor:
-        values = series(runs, name, key)
-        return values[:, -max(values.shape[1] // 4, 1) :].mean(1)
-
+    last = partial(late, runs, share=0.25)
     for name in names:
         one, many = (series(runs, name, f"pass@{k}") for k in (1, 16))
         best = int(one.mean(0).argmax())

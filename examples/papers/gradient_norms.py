@@ -36,7 +36,7 @@ class NormSettings(MazeSettings):
 
     methods: tuple[str, ...] = METHODS
     """Of maxrl, grpo and rloo."""
-    mazes: int = 200
+    mazes: int = 128
     """Mazes of a seed."""
     rollouts: int = 64
     """Rollouts of a maze."""

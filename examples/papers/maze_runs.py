@@ -147,6 +147,13 @@ def series(runs: list[dict[str, Any]], method: str, key: str) -> Tensor:
     return torch.tensor([one[key] for one in runs if one["method"] == method])
 
 
+def late(runs: list[dict[str, Any]], method: str, key: str, share: float) -> Tensor:
+    """Return the mean of the last points of `series`, this share of all: [seeds]. Single
+    evaluations of such small policies are noisy."""
+    values = series(runs, method, key)
+    return values[:, -max(int(values.shape[1] * share), 1) :].mean(1)
+
+
 def draw_series(axes: Axes, runs: list[dict[str, Any]], key: str, end: float) -> None:
     """Draw a line for each method, with standard errors over seeds; evaluations begin at 0, means
     of training at the end of the first stretch."""

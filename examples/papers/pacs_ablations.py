@@ -11,12 +11,13 @@ command continues with those that are missing.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from experiment import cell, run
 from matplotlib.figure import Figure
-from maze_runs import MazeSettings, check_methods, draw_series, run_steps, series
+from maze_runs import MazeSettings, check_methods, draw_series, late, run_steps, series
 from rich.console import Console
 from rich.table import Table
 
@@ -48,6 +49,8 @@ class AblationSettings(MazeSettings):
     methods: tuple[str, ...] = tuple(METHODS)
     """Of pacs (beta 1, score rloo, class weights), beta-0.1, beta-0.5, beta-2, beta-10, no-weight,
     score-grpo, score-dr_grpo, score-naive, grpo and rloo."""
+    seeds: int = 5
+    """Seeds from --seed on; each has its own warm start and mazes."""
     steps: int = 24
     """Steps of four updates; a multiple of 6, the evaluations besides that of the warm start."""
     eval_samples: int = 32
@@ -68,22 +71,19 @@ def experiment(settings: AblationSettings) -> dict[str, Any]:
 
 
 def show(runs: list[dict[str, Any]]) -> None:
-    """Print means over seeds with their standard errors; differences from PACS are by seed."""
+    """Print means over seeds with their standard errors, of the last half of the evaluations and of
+    training; differences from PACS are by seed."""
     names = list(dict.fromkeys(one["method"] for one in runs))
-    keys = [f"pass@{k}" for k in KS if f"pass@{k}" in runs[0]]
-    table = Table("", *keys, f"pass@1 - {PACS}'s", "entropy", f"entropy - {PACS}'s")
-    table.add_row("warm start", *(cell(series(runs, names[0], key)[:, 0]) for key in keys))
+    keys = [*(f"pass@{k}" for k in KS if f"pass@{k}" in runs[0]), "entropy"]
+    table = Table("", *keys, *(f"{key} - {PACS}'s" for key in ("pass@1", keys[-2], "entropy")))
+    table.add_row("warm start", *(cell(series(runs, names[0], key)[:, 0]) for key in keys[:-1]))
+    last = partial(late, runs, share=0.5)
     for name in names:
-        ends = {key: series(runs, name, key)[:, -1] for key in (*keys, "entropy")}
-        apart = ("", "")
+        cells = [cell(last(name, key)) for key in keys]
         if PACS in names and name != PACS:
-            less = {key: series(runs, PACS, key)[:, -1] for key in ("pass@1", "entropy")}
-            apart = (
-                cell(ends["pass@1"] - less["pass@1"]),
-                cell(ends["entropy"] - less["entropy"]),
-            )
-        passes = (cell(ends[key]) for key in keys)
-        table.add_row(name, *passes, apart[0], cell(ends["entropy"]), apart[1])
+            apart = (last(name, x) - last(PACS, x) for x in ("pass@1", keys[-2], "entropy"))
+            cells += map(cell, apart)
+        table.add_row(name, *cells)
     (Console() if sys.stdout.isatty() else Console(width=180)).print(table)
 
 

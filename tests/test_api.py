@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -217,3 +218,9 @@ def test_rows_are_data_which_a_resumed_run_reads_again(tmp_path, monkeypatch):
     image = [{"role": "user", "content": [{"type": "image", "image": {"bytes": b"c"}}]}]
     with pytest.raises(InputError, match=r"line 1: prompt must have .* text as content"):
         maxrl_fast.run(data=[{"prompt": image}], out="other", **options)
+
+
+def test_importing_the_package_imports_no_torch():
+    code = "import sys, maxrl_fast; assert 'torch' not in sys.modules; "
+    code += "assert not hasattr(maxrl_fast, 'trane'); assert callable(maxrl_fast.run)"
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)

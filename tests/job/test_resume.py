@@ -22,12 +22,15 @@ from maxrl_fast.job import launch
 from maxrl_fast.job import learner_state as state
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.runtime.files import DamagedError, locked, verify_checksums
+from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
+from tests.models import save_checkpoint, tiny_decoder
 from tests.runs import (
     JOB,
     MAZE,
     SMALL,
     assert_same,
+    base,
     copied,
     in_a_fork,
     read,
@@ -484,3 +487,25 @@ def test_a_second_process_in_one_folder_is_refused(maze_run, tmp_path, capsys, m
     assert in_a_fork(die) == 9  # the lock of a dead process blocks nobody
     assert f"process {os.getpid()} on " not in (out / "lock").read_text()
     assert resume(out) == 0
+
+
+def test_a_moved_project_resumes_and_changed_contents_do_not(tmp_path, monkeypatch, capsys):
+    task = MazeTask(5)
+
+    def save(folder, model):
+        files = task.tokenizer_files()
+        save_checkpoint(folder / "m", model.config, model.weights(), files, task.stop_ids)
+
+    flags, folder = "--model m --task maze --objective own.py:f".split(), tmp_path / "before"
+    save(folder, tiny_decoder())
+    (folder / "own.py").write_text("def f(rewards):\n    return rewards - rewards.mean(1, True)\n")
+    monkeypatch.chdir(folder)
+    more = "--sft-steps 1 --steps 1 --lr-schedule constant --out o".split()
+    assert train.main([*base(), *flags, *more]) == 0
+    folder = folder.rename(tmp_path / "after")
+    monkeypatch.chdir(folder)
+    assert resume("o", *flags, "--steps", "2") == 0
+    save(folder / "else", tiny_decoder(seed=1))
+    capsys.readouterr()
+    assert resume("o", *flags, "--steps", "3", "--model", "else/m") == 2
+    assert "the file of --model: changed" in " ".join(capsys.readouterr().err.split())

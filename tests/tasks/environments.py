@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from typing import ClassVar
 
 
 class CounterEnv:
@@ -117,3 +118,22 @@ class NoReward:
         pass
 
     increase = CounterEnv.increase
+
+
+def documented(function):
+    function.__doc__ = CounterEnv.increase.__doc__
+    return function
+
+
+class Hoarding(CounterEnv):
+    kept: ClassVar = []
+
+    @documented
+    def allocate(self, step: int):
+        self.kept.append(bytearray(step * 10**6))
+
+
+class Slow(CounterEnv):
+    @documented
+    def wait(self, step: int):
+        time.sleep(step)

@@ -1,8 +1,11 @@
 """Conversations by templates with the traits of families: turns, thoughts, clocks and calls."""
 
 import datetime
+import decimal
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from tokenizers import processors
@@ -11,7 +14,7 @@ from maxrl_fast.model.tokenizer import saved_files
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import Sampling, cut
 from maxrl_fast.tasks import conversation
-from maxrl_fast.tasks.jsonl import read_prompt
+from maxrl_fast.tasks.jsonl import read_lines, read_prompt
 from maxrl_fast.tasks.text_codec import TextCodec
 from tests.families import tiny_config, tiny_model
 from tests.tables import refused
@@ -214,3 +217,22 @@ def test_messages_as_they_are_in_the_wild(tmp_path, message):
     codec = codec_of(tmp_path)
     prompt = codec.conversation.prompt([{"role": "developer", "content": "q"}])
     assert codec.decode(prompt).startswith("<|im_start|>system\nq")
+
+
+def test_columns_that_nobody_uses_never_refuse_a_file(tmp_path):
+    day, odd = datetime.date(2024, 7, 26), datetime.datetime(2024, 7, 26, 1)
+    columns = {
+        "prompt": ["1"],
+        "day": [day],
+        "at": pa.array([odd], pa.timestamp("ns")),
+        "price": [decimal.Decimal("0.10")],
+        "raw": [b"\xff"],
+        "score": [float("nan")],
+        "map": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "d.parquet")
+    [(_, line)] = read_lines(tmp_path / "d.parquet", "prompt")
+    assert json.loads(json.dumps(line, allow_nan=False)) == line
+    assert (line["day"], line["price"], line["score"]) == ("2024-07-26", "0.10", None)
+    with refused("row 1: day must be text or a list of messages, got datetime.date"):
+        read_lines(tmp_path / "d.parquet", "day")

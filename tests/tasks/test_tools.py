@@ -319,3 +319,23 @@ def test_a_class_trains_from_python(policy, data, tmp_path):
     assert (own.exit, len(own.metrics), len(own.rollouts)) == (0, 1, 4)
     with pytest.raises(InputError, match="is a Python object that was given to maxrl_fast"):
         maxrl_fast.run(resume=own.out, steps=2, allow_changes=True)
+
+
+def test_a_worker_at_its_memory_limit_ends_once_no_environment_lives_in_it(make):
+    task = make("Hoarding", reward_workers=1, reward_memory_gb=0.6)
+    little, much = (turn_of(task.tokenizer, ("allocate", {"step": x})) for x in (1, 400))
+    end = turn_of(task.tokenizer, text=".")
+    scripts = [[little, little, end], [much, much, end]]
+    assert [x.index for x in play(task, scripts, 2)[1].failures] == [1]
+    assert play(task, [[much, end]])[1].failures == []
+
+
+def test_slow_tools_are_progress(make):
+    task, beats = make("Slow"), []
+    episodes = task.environments(task.prompts("train", 0, 1), 1, lambda: beats.append(1))
+    call = turn_of(task.tokenizer, ("wait", {"step": 2}))
+    for wait in (lambda: episodes.replies(wait=True), episodes.finish):
+        episodes.submit(0, call)
+        before = len(beats)
+        wait()
+        assert len(beats) >= before + 2

@@ -10,7 +10,7 @@ command continues with those that are missing.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,23 +56,29 @@ class StoppingSettings(MazeSettings):
 
 def experiment(settings: StoppingSettings) -> dict[str, Any]:
     check_methods(settings.methods, METHODS, settings)
-    for name in ("tokens", "evaluations"):
-        if (value := getattr(settings, name)) < 1:
-            raise InputError(f"--{name} must be at least 1, got {value}")
-    runs = [
-        maze_run(settings, name, seed, policy)
-        for seed, policy in warm_starts(settings, settings.work).items()
-        for name in settings.methods
-    ]
-    measured = partial(measure, settings.training_mazes)
-    found = measure_all(measured, runs, settings.threads)
-    results = [{"method": x.name, **outcome} for x, outcome in zip(runs, found, strict=True)]
+    results = compare(settings, {name: METHODS[name] for name in settings.methods})
     show(results)
     return {"runs": results}
 
 
-def maze_run(settings: StoppingSettings, name: str, seed: int, policy: str) -> TokenRun:
-    options = {**METHODS[name], **maze_options(settings, seed, policy)}
+def compare(
+    settings: StoppingSettings, methods: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Train with the options of each method, for each seed from its warm start, and measure."""
+    for name in ("tokens", "evaluations"):
+        if (value := getattr(settings, name)) < 1:
+            raise InputError(f"--{name} must be at least 1, got {value}")
+    runs = [
+        maze_run(settings, name, {**method, **maze_options(settings, seed, policy)}, seed)
+        for seed, policy in warm_starts(settings, settings.work).items()
+        for name, method in methods.items()
+    ]
+    measured = partial(measure, settings.training_mazes)
+    found = measure_all(measured, runs, settings.threads)
+    return [{"method": x.name, **outcome} for x, outcome in zip(runs, found, strict=True)]
+
+
+def maze_run(settings: StoppingSettings, name: str, options: dict[str, Any], seed: int) -> TokenRun:
     file = settings.work / f"{name}-{settings.training_mazes}-{seed}.json"
     return TokenRun(name, seed, options, settings.tokens, settings.evaluations, file)
 
@@ -82,16 +88,17 @@ def measure(training_mazes: int, one: TokenRun) -> dict[str, Any]:
     if training_mazes:
         repeat_prompts(trainer, training_mazes)
     outcome: dict[str, list[Any]] = {"tokens": [], "seconds": [], "passes": []}
-    draws, solved = list[float](), list[float]()
+    draws, solved, moved = list[float](), list[float](), list[float]()
     tokens, seconds, next_prompt = 0, 0.0, 0
     while True:
         if tokens >= len(outcome["tokens"]) * one.tokens / one.evaluations:
+            trainer.load_engine()  # with --ahead it has older weights
             passes = evaluator.evaluate().pass_at_k
             outcome["tokens"].append(tokens)
             outcome["seconds"].append(seconds)
             outcome["passes"].append([passes[k] for k in KS if k in passes])
         if tokens >= one.tokens:
-            return {**outcome, "draws": draws, "solved": solved}
+            return {**outcome, "draws": draws, "solved": solved, "logprob_diff": moved}
         start = time.process_time()  # of one thread, whatever else the machine does
         record = trainer.step(len(draws) + 1, next_prompt)
         seconds += time.process_time() - start
@@ -100,6 +107,7 @@ def measure(training_mazes: int, one: TokenRun) -> dict[str, Any]:
         known = record.batch.all_rewards.isfinite().sum()
         draws.append(float(known) / record.batch.num_sampled)
         solved.append(record.metrics["frac_prompts_solved"])
+        moved.append(record.metrics["logprob_diff"])
 
 
 def at_time(one: dict[str, Any], seconds: float) -> list[float]:

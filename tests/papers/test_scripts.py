@@ -40,6 +40,8 @@ device = "cpu"
 """
 # The script, the flags of a tiny run, a bad flag, and the sentence that refuses it.
 SCRIPTS = """
+    ahead | --seeds 1 --maze-size 5 --sft-steps 40 --tokens 700 --prompts 4 --evaluations 1
+      --eval-mazes 4 --eval-samples 4 --methods grpo --lags 0 1 | --lags 5 | must be 0 to 4
     bandit | --seeds 3 --num-actions 6 --num-rollouts 5 --k 3 --bias-batches 150
       --variance-batches 50 --rollouts-swept 4 6 --actions-swept 2 5 | --k 1 | must be at least 2
     chain_maze | --length 30 --iterations 40 --batch-sizes 4 8 --ks 2 4 --learning-rates 0.01 0.3
@@ -72,6 +74,7 @@ SCRIPTS = """
       --eval-mazes 4 --eval-samples 16 --seeds 1 --objectives pacs | --objectives gdpo | got gdpo
 """
 SLOW = (
+    "ahead",
     "continuous_maxrl",
     "data_scarce",
     "distillation",
@@ -108,6 +111,7 @@ def as_rloo(one):  # of 8 rollouts
 
 # A number of each result that is known beforehand.
 KNOWN = {
+    "ahead": lambda x: x["runs"][0]["logprob_diff"] < 1e-5 < 1e-3 < x["runs"][1]["logprob_diff"],
     "bandit": lambda x: x["variance_by_k"]["6"]["k"] == [2, 3, 4, 5],
     "chain_maze": lambda x: x["arms"][0]["curves"]["rarer"]["median"][0] == 0.5,
     "continuous_maxrl": lambda x: max(x["shifts"]["bias_by_order"].values()) < 1e-12,

@@ -157,7 +157,7 @@ class Session:
 
         config = find_policy(config, self._ranks, _warn)
         folder = config.model.directory
-        self.task: Any  # a Task; `_GivenTexts` has no prompts of its own
+        self.task: Any  # a Task
         if dataset_spec(config.task.task) is None or folder is None:
             self.task = build_run_task(config)
         else:
@@ -273,7 +273,8 @@ class Session:
             self._is_new = True
             if not settings.divergence_coef:
                 samples = replace(samples, rollouts=learner.with_reference(samples))
-            learner.forward_backward(samples, weights.flatten(), samples.sequences)
+            draw = self._draws, len(learner.accumulated)  # of losses that draw tokens
+            learner.forward_backward(samples, weights.flatten(), samples.sequences, draw)
         except BaseException:
             learner.accumulated = []
             raise

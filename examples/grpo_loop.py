@@ -1,4 +1,4 @@
-"""A training loop of your own on maxrl_fast.Session: `python examples/grpo_loop.py`.
+"""Your own training loop on maxrl_fast.Session: `python examples/grpo_loop.py`.
 
 A tiny random model learns to answer "after c" with "d" in 10 seconds. For a model and a reward of
 your own, change PROMPTS and `reward`, then `python examples/grpo_loop.py --model

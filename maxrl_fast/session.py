@@ -1,4 +1,4 @@
-"""A loop of your own on the trainer's engine, learner and checkpoints (docs/session.md):
+"""Your own loop on the trainer's engine, learner and checkpoints (docs/session.md):
 
 sample --texts, log-probs--> your rewards --advantages--> forward_backward --> optim_step
 """

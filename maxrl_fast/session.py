@@ -37,6 +37,7 @@ from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
 from maxrl_fast.rollout import RolloutRequest, check_finite
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.device import resolve_device
+from maxrl_fast.runtime.files import read_json
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.jsonl import read_prompt
@@ -52,7 +53,7 @@ _OPTIONS = {field.name for group in (ModelOptions, LossOptions) for field in fie
     *("temperature", "stop", "plain_prompts", "system_prompt", "allow_special_tokens"),
     *("chat_template", "chat_template_kwargs", "template_date"),
     *("seed", "device", "dtype", "compile", "sharding", "threads"),
-}
+} - {"model", "teacher_prompt"}
 
 
 class _GivenTexts(TextTask):
@@ -96,8 +97,8 @@ class Session:
     """A policy, the engine that samples from it and the learner that trains it.
 
     Under torchrun all ranks call every method with the same arguments. After an interrupted call
-    the session is as before it, without the gradient that was being summed. A wrong argument raises
-    InputError, which names it.
+    the session is as before it, without the gradient that was being summed; an interrupted
+    `optim_step` may have changed weights. A wrong argument raises InputError, which names it.
 
     Args:
         model: a Hugging Face folder, or hf://ORG/NAME.
@@ -289,23 +290,32 @@ class Session:
         """
         if not self.learner.accumulated:
             raise InputError("optim_step needs a forward_backward since the last one, got none")
-        rate = self.config.optimizer.lr if lr is None else lr
+        self._is_new, rate = True, self.config.optimizer.lr if lr is None else lr
         return self.learner.optim_step(when=f"draw {self._draws}", lr=rate)
 
     def save(self, out: str | os.PathLike[str]) -> None:
         """Write a Hugging Face folder with the state that `from_run` continues from. It replaces
         one of an earlier `save`."""
-        path, ranks = Path(out), self._ranks
+        path, ranks = Path(out).absolute(), self._ranks
+        new, old = (path.with_name(f".{path.name}.{x}") for x in ("new", "old"))
         saved = Snapshot.of(self.learner, ranks.is_first)
-        if ranks.is_first and path.exists():
-            if not (path / "progress.json").exists():
+        if ranks.is_first:
+            record = path / "progress.json"
+            is_own = record.exists() and not (path.is_symlink() or read_json(record)["logs"])
+            if path.exists() and not is_own:
                 raise InputError(f"out must be a new folder or one of save, got {out}")
-            shutil.rmtree(path)
+            for left in (new, old):
+                shutil.rmtree(left, ignore_errors=True)
         if ranks.is_first or saved.is_sharded:
             progress, options = Progress("training", self._draws), self.config.flat()
             sizes = self.learner.model.config
-            record = progress_record(progress, sizes, {}, options, {}, ranks)
-            write_checkpoint(path, record, saved, *self._files, options["model"], ranks)
+            content = progress_record(progress, sizes, {}, options, {}, ranks)
+            write_checkpoint(new, content, saved, *self._files, options["model"], ranks)
+        if ranks.is_first:  # a kill leaves the earlier folder, perhaps as `old`
+            if path.exists():
+                path.rename(old)
+            new.rename(path)
+            shutil.rmtree(old, ignore_errors=True)
         ranks.wait_for_all()
 
 

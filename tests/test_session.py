@@ -95,6 +95,7 @@ def test_what_was_saved_goes_on_bitwise(tmp_path):
         one.save(tmp_path / name)
     assert_equal_states(tmp_path / "one", tmp_path / "two")
     again.save(tmp_path / "saved")  # replaces it
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "saved", "two"]
     assert_equal_states(tmp_path / "saved", tmp_path / "two")
     sizes = {"task": "dataset", "vocab_size": 41, "prompt_length": 2, "max_new_tokens": 3}
     policy = load_policy(tmp_path / "saved", **sizes)  # a Hugging Face folder
@@ -115,6 +116,12 @@ def test_samples_their_log_probs_and_given_texts(tmp_path):
     for now, then, tokens in zip(*map(chain.from_iterable, lists), strict=True):
         assert len(now) == len(tokens)
         np.testing.assert_allclose(now, then, atol=2e-5)
+    session.forward_backward(samples, torch.ones(2, 3))
+    session.sample(["ab"])  # before the step
+    session.optim_step(lr=0.1)
+    again = session.sample(["ab", messages], n=3, max_new_tokens=5)
+    for now, then in zip(session.forward(again).logprobs, again.logprobs, strict=True):
+        np.testing.assert_allclose(np.concatenate(now), np.concatenate(then), atol=2e-5)
     given = session.encode(["ab"], [["one", "two"]])
     assert given.texts == [["one", "two"]]
     assert (

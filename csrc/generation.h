@@ -63,6 +63,7 @@ struct SamplingOptions {
 struct GenerationJob {
   int64_t num_prompts, num_samples, max_new_tokens;
   int64_t num_slots;  // maximum number of samples decoded at a time
+  int64_t max_kept_bytes;  // of the caches of prompts that the decoder keeps afterwards
   int64_t max_turns;  // of an episode, with environments; 0: a stop token ends the response
   const int64_t *tokens, *cu_seqlens;  // packed prompts, none empty
   const int64_t* keys;                 // [S], select the random numbers
@@ -73,8 +74,9 @@ struct GenerationJob {
   bool* truncated;                            // [S]
   int num_threads;
 
-  MAXRL_FIELDS(num_prompts, num_samples, max_new_tokens, num_slots, max_turns, tokens, cu_seqlens,
-               keys, sampling, responses, logprobs, lengths, truncated, num_threads)
+  MAXRL_FIELDS(num_prompts, num_samples, max_new_tokens, num_slots, max_kept_bytes, max_turns,
+               tokens, cu_seqlens, keys, sampling, responses, logprobs, lengths, truncated,
+               num_threads)
 };
 
 struct GenerationStatistics {

@@ -40,11 +40,13 @@ void bind_generation(py::module_& m) {
              const py::gil_scoped_release release;
              decoder.load(weights);
            })
+      .def("forget", &Decoder::forget)
+      .def_readonly("kept_bytes", &Decoder::kept_bytes)
       .def("cache_bytes", [](const Decoder& decoder, int64_t length) {
         return cpu::KeyValueCache::bytes(decoder.sizes(), length);
       });
   py::class_<Generation>(m, "CpuGeneration")
-      .def(py::init([](const Decoder& decoder, const py::kwargs& given) {
+      .def(py::init([](Decoder& decoder, const py::kwargs& given) {
              return std::make_unique<Generation>(decoder,
                                                  record_of<GenerationJob>("CpuGeneration", given));
            }),

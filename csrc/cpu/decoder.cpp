@@ -94,6 +94,7 @@ Decoder::Decoder(const DecoderOptions& options)
 }
 
 void Decoder::load(const DecoderWeights& weights) {
+  forget();
   with_layout(sizes_.arithmetic, [&](auto layout) { load_in(layout, weights); });
 }
 

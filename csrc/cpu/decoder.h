@@ -4,6 +4,8 @@
 // Matrix multiplications and attention are in float32 or in bfloat16 with float32 sums (numbers.h);
 // all else is in float32.
 #pragma once
+#include <map>
+#include <memory>
 #include <vector>
 
 #include "aligned.h"
@@ -32,6 +34,12 @@ struct Workspace {
   AlignedBytes rounded;  // BFloat16: the rows of a product
 };
 
+// A prompt that has been read.
+struct PromptState {
+  std::unique_ptr<KeyValueCache> cache;
+  std::vector<float> logits;  // [vocab], of its last token
+};
+
 class Decoder {
  public:
   static constexpr int64_t kMaxRows = 96;  // per call of forward
@@ -40,6 +48,15 @@ class Decoder {
   explicit Decoder(const DecoderOptions& options);
 
   void load(const DecoderWeights& weights);
+
+  // Prompts of which further samples may be asked for, by their tokens, and the bytes of their
+  // caches. They are those of the weights, so `load` forgets them.
+  std::map<std::vector<int64_t>, PromptState> kept;
+  int64_t kept_bytes = 0;
+  void forget() {
+    kept.clear();
+    kept_bytes = 0;
+  }
 
   // Writes keys and values of all rows to their caches, and the logits of rows `first` to
   // `num_rows` - 1 to workspace.logits, [num_rows - first][row_stride(vocab)]. It is fastest if

@@ -19,7 +19,7 @@ double now() {
 
 }  // namespace
 
-Generation::Generation(const Decoder& decoder, const GenerationJob& job)
+Generation::Generation(Decoder& decoder, const GenerationJob& job)
     : decoder_(decoder), job_(job), prompts_(job.num_prompts),
       order_(job.num_prompts * job.num_samples), workspaces_(job.num_threads),
       waiting_(job.max_turns ? order_.size() : 0) {
@@ -31,7 +31,7 @@ Generation::Generation(const Decoder& decoder, const GenerationJob& job)
     slots_.push_back(std::make_unique<KeyValueCache>(sizes, job.max_new_tokens));
     free_caches_.push_back(slots_.back().get());
   }
-  cache_bytes_ = num_slots * KeyValueCache::bytes(sizes, job.max_new_tokens);
+  cache_bytes_ = num_slots * KeyValueCache::bytes(sizes, job.max_new_tokens) + decoder.kept_bytes;
   rows_.reserve(num_slots);
   rows_before_.reserve(num_slots);
   std::iota(order_.begin(), order_.end(), int64_t{0});
@@ -102,18 +102,27 @@ void Generation::admit() {
   statistics_.prefill_seconds += now() - start;
 }
 
-// Each prompt runs on one thread.
+// Each prompt runs on one thread, unless the decoder has kept it.
 void Generation::prefill(int64_t begin, int64_t end) {
   const DecoderSizes& sizes = decoder_.sizes();
   for (int64_t p = begin; p < end; ++p) {
-    prompts_[p] = {std::make_unique<KeyValueCache>(sizes, prompt_length(p)),
-                   std::vector<float>(sizes.vocab), job_.num_samples};
-    cache_bytes_ += KeyValueCache::bytes(sizes, prompt_length(p));
+    const int64_t bytes = KeyValueCache::bytes(sizes, prompt_length(p));
+    prompts_[p].unfinished = job_.num_samples;
+    const auto kept = decoder_.kept.find(prompt_tokens(p));
+    if (kept != decoder_.kept.end()) {
+      static_cast<PromptState&>(prompts_[p]) = std::move(kept->second);
+      decoder_.kept.erase(kept);
+      decoder_.kept_bytes -= bytes;
+      continue;
+    }
+    prompts_[p].cache = std::make_unique<KeyValueCache>(sizes, prompt_length(p));
+    cache_bytes_ += bytes;
     statistics_.prompt_tokens += prompt_length(p);
   }
   statistics_.peak_cache_bytes = std::max(statistics_.peak_cache_bytes, cache_bytes_);
 #pragma omp parallel for num_threads(job_.num_threads) schedule(dynamic, 1)
   for (int64_t p = begin; p < end; ++p) {
+    if (!prompts_[p].logits.empty()) continue;
     Workspace& workspace = workspaces_[omp_get_thread_num()];
     const int64_t length = prompt_length(p);
     DecoderRow rows[Decoder::kMaxRows];
@@ -131,7 +140,8 @@ void Generation::prefill(int64_t begin, int64_t end) {
       const bool is_last = first + count == length;
       decoder_.forward(rows, count, is_last ? count - 1 : count, workspace);
     }
-    std::copy_n(workspace.logits.data(), sizes.vocab, prompts_[p].logits.data());
+    const float* const logits = workspace.logits.data();
+    prompts_[p].logits.assign(logits, logits + sizes.vocab);
   }
   next_prompt_ = std::max(next_prompt_, end);
 }
@@ -270,8 +280,13 @@ void Generation::regroup() {
 void Generation::finish(int64_t prompt, int64_t count) {
   active_ -= count;
   if ((prompts_[prompt].unfinished -= count) > 0) return;
-  cache_bytes_ -= KeyValueCache::bytes(decoder_.sizes(), prompt_length(prompt));
-  prompts_[prompt] = {};
+  const int64_t bytes = KeyValueCache::bytes(decoder_.sizes(), prompt_length(prompt));
+  PromptState state = std::move(prompts_[prompt]);
+  if (decoder_.kept_bytes + bytes <= job_.max_kept_bytes &&
+      decoder_.kept.try_emplace(prompt_tokens(prompt), std::move(state)).second)
+    decoder_.kept_bytes += bytes;
+  else
+    cache_bytes_ -= bytes;
 }
 
 }  // namespace maxrl::cpu

@@ -1,5 +1,6 @@
-// Sampling of all responses of a job on a CPU. Each prompt is computed once, and so is what samples
-// of a prompt begin with alike; a finished response frees its slot for the next.
+// Sampling of all responses of a job on a CPU. Each prompt is computed once, or not at all if the
+// decoder has kept it, and so is what samples of a prompt begin with alike; a finished response
+// frees its slot for the next.
 //
 // In an episode, a sample that has ended a turn leaves its row and waits for `feed` with a cache
 // that no other sample shares.
@@ -15,7 +16,7 @@ namespace maxrl::cpu {
 class Generation {
  public:
   // The job's arrays and the decoder must outlive this object.
-  Generation(const Decoder& decoder, const GenerationJob& job);
+  Generation(Decoder& decoder, const GenerationJob& job);
 
   // Runs whole steps for about this long, or until a turn of an episode ends; returns whether all
   // responses are done.
@@ -32,9 +33,7 @@ class Generation {
   const GenerationStatistics& statistics() const { return statistics_; }
 
  private:
-  struct Prompt {
-    std::unique_ptr<KeyValueCache> cache;
-    std::vector<float> logits;  // of the last token, until all samples have their first token
+  struct Prompt : PromptState {
     int64_t unfinished;
   };
   // The samples order_[begin] to order_[end - 1] of a prompt, which have the same `length` tokens
@@ -72,11 +71,14 @@ class Generation {
   int64_t last_token(int64_t sample, int64_t length) const {
     return job_.responses[sample * job_.max_new_tokens + length - 1];
   }
+  std::vector<int64_t> prompt_tokens(int64_t prompt) const {
+    return {job_.tokens + job_.cu_seqlens[prompt], job_.tokens + job_.cu_seqlens[prompt + 1]};
+  }
   int64_t prompt_length(int64_t prompt) const {
     return job_.cu_seqlens[prompt + 1] - job_.cu_seqlens[prompt];
   }
 
-  const Decoder& decoder_;
+  Decoder& decoder_;
   const GenerationJob job_;
   std::vector<Prompt> prompts_;
   // A slot for each active sample, of which a row uses one: when it splits, others are free.

@@ -76,6 +76,8 @@ class RolloutRequest:
     environments: Environments | None = None  # of the S = G N samples; None: a response is one turn
     beat: Progress = no_progress  # called while samples are made, for --stall-limit
     first_sample: int = 0  # number of the first one of each prompt: others were made before
+    # further samples may be asked for: the C++ decoder keeps the prompts' keys and values
+    keeps_prompts: bool = False
 
     @property
     def num_sequences(self) -> int:

@@ -100,7 +100,9 @@ class CpuDecoder:
         return self.cache_bytes(prompt_length), self.cache_bytes(max_new_tokens)
 
     def sleep(self) -> None:
-        """Do nothing: the cache exists only while samples are decoded."""
+        """Forget the prompts that were kept; the other caches exist only while samples are
+        decoded."""
+        self._decoder.forget()
 
     def generate(
         self, request: RolloutRequest, budget: int, max_batch: int
@@ -109,6 +111,8 @@ class CpuDecoder:
         cache."""
         prompts, num_samples, sampling = request.prompts, request.num_samples, request.sampling
         prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
+        max_kept = budget // 4 if request.keeps_prompts else 0
+        budget -= max(max_kept, self._decoder.kept_bytes)
         # Active samples belong to at most slots / num_samples whole prompts and parts of two more.
         fitting = int((budget - 2 * prompt) / (own + prompt / num_samples))
         num_slots = min(max(1, fitting), max_batch)
@@ -128,6 +132,7 @@ class CpuDecoder:
             num_samples=num_samples,
             max_new_tokens=sampling.max_new_tokens,
             num_slots=num_slots,
+            max_kept_bytes=max_kept,
             max_turns=0 if request.environments is None else sampling.max_turns,
             tokens=call.address("tokens", prompt_tokens, torch.int64, (len(prompt_tokens),)),
             cu_seqlens=call.address("cu_seqlens", cu_seqlens, torch.int64, (len(prompts) + 1,)),

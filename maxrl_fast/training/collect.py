@@ -284,7 +284,12 @@ class RolloutCollector:
         scorer.pop_metrics()  # drop those of an evaluation, or of greedy responses
         part = prompts.take(first, own)
         asked = part, count, self.sampling, self.seed, step
-        request = RolloutRequest(*asked, first_sample=begun, beat=clock.beat)
+        request = RolloutRequest(
+            *asked,
+            first_sample=begun,
+            beat=clock.beat,
+            keeps_prompts=begun + count < self.num_rollouts,
+        )
         sampled = self._sample_and_score(request)
         with clock("rollout"):
             rollouts = ranks.gather(sampled.rollouts)

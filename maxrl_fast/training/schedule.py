@@ -101,14 +101,17 @@ class Stopping:
         return torch.arange(len(rewards), device=rewards.device)
 
     def metrics(self, step: int, rewards: Tensor, drawn: Tensor) -> dict[str, float]:
-        """Means over rollouts are over those of the first round, of which all prompts have as
-        many."""
+        """Means over rollouts, and pass rates, are of the first round, which all prompts have."""
         known = rewards[:, : self.block]
+        rates = (known > 0.5).float().mean(1)  # [n]
         known = known[~known.isnan()]
+        draws = {"draws_mean": drawn}
+        for low, high in ((-1, 0), (0, 0.25), (0.25, 0.5), (0.5, 1)):
+            draws[f"draws_to_{high:g}"] = drawn[(rates > low) & (rates <= high)]
         return {
             "reward_mean": float(known.double().mean()),
             "pass_at_1": float((known > 0.5).float().mean()),
-            "draws_mean": float(drawn.float().mean()),
+            **{name: float(own.float().mean()) for name, own in draws.items() if len(own)},
         }
 
 

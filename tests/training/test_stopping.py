@@ -132,6 +132,8 @@ def test_rounds_are_drawn_until_enough_succeed():
     assert batch.prompts.ids.tolist() == [0, 1, 2]
     assert batch.frac_drawn == 0.5
     assert batch.num_tokens == expected.sum() == len(batch.raw_rollouts.tokens)
+    draws = {name: x for name, x in batch.metrics.items() if "_to_" in name}
+    assert draws == {"draws_to_0": 12.0, "draws_to_0.5": 4.0, "draws_to_1": 2.0}
     assert (batch.metrics["reward_mean"], batch.metrics["draws_mean"]) == (0.5, 6.0)
     objective = GroupObjective("maxrl", {}, stop_at=2)
     step, minibatches = objective.begin(batch, None), batch.minibatches(3)
@@ -151,7 +153,9 @@ def test_rounds_are_the_prefix_of_one_draw(in_cpp):
     prompts, sampling = make_prompts([[5, 6, 7], [9, 3]]), Sampling(1.0, 12, (1,))
     whole = engine.generate(RolloutRequest(prompts, 8, sampling, seed=3, step=2))
     for first, count in ((0, 2), (2, 2), (4, 4)):
-        part = RolloutRequest(prompts, count, sampling, seed=3, step=2, first_sample=first)
+        part = RolloutRequest(
+            prompts, count, sampling, 3, 2, first_sample=first, keeps_prompts=first < 4
+        )
         own = whole.select(
             torch.tensor([8 * g + first + n for g in range(2) for n in range(count)])
         )
@@ -160,6 +164,26 @@ def test_rounds_are_the_prefix_of_one_draw(in_cpp):
         largest = (found.logprobs - own.logprobs).abs().max()
         assert largest <= (0 if in_cpp else 1e-5)
     assert part.name_of(5) == "sample 5 of prompt 1"
+
+
+def test_prompts_are_kept_until_they_are_sampled_again_or_the_weights_change():
+    model, changed = tiny_decoder(), tiny_decoder(seed=1)
+    prompts, sampling = make_prompts([[5, 6, 7], [9, 3], [9, 3]]), Sampling(1.0, 12, (1,))
+    engine, new = (NativeEngine(x, torch.float32, in_cpp=True) for x in (model, changed))
+    one, decoder = engine.decoder.cache_bytes(3), engine.decoder._decoder
+    first = RolloutRequest(prompts, 2, sampling, keeps_prompts=True)
+    second = replace(first, first_sample=2, keeps_prompts=False)
+    engine.generate(first)
+    assert decoder.kept_bytes == 2 * one  # equal prompts once
+    engine.load_weights(changed)
+    assert torch.equal(engine.generate(second).tokens, new.generate(second).tokens)
+    for forget in (lambda: engine.generate(second), engine.sleep):
+        engine.generate(first)
+        forget()
+        assert decoder.kept_bytes == 0
+    engine.cache_bytes = 4 * one
+    engine.generate(first)
+    assert decoder.kept_bytes == one  # at most a quarter of the cache
 
 
 RULE = """

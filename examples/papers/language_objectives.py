@@ -7,13 +7,20 @@ arithmetic in words.
 All runs start from the same model and have the same learning rate and limit of tokens; runs of a
 seed see the same prompts. Finished runs are kept in --work, and the same command continues with
 those that are missing.
+
+Few problems for many epochs, as in MaxRL's data-scarce regime (section 6.3), and MaxRL that stops:
+
+    python examples/papers/language_objectives.py --training-problems 64 --tokens 160000 --seeds 1
+        --objectives grpo maxrl grpo-dynamic maxrl-stop --eval-samples 32 --evaluations 6
+        --dtype bfloat16 --out runs/papers/scarce
 """
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from experiment import Settings, run, standard_error
@@ -35,6 +42,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "rloo": {"objective": "rloo"},
     "pacs": {"objective": "pacs"},
     "maxpo-8": {"objective": "maxpo", "k": 8},
+    "maxrl-stop": {"objective": "maxrl", "rollouts": 64, "stop_at": 4},
+    "grpo-dynamic": {"objective": "grpo", "dynamic_sampling": 4},
 }
 BEFORE = "before training"
 COMPARED = "grpo"  # the others' differences from it are paired by prompt
@@ -45,8 +54,9 @@ class LanguageSettings(Settings):
     """Objectives on SmolLM2-135M at an equal number of sampled tokens: about 20 minutes a run on
     one core. --threads is the number of simultaneous runs, each with one thread and 4 GB."""
 
-    objectives: tuple[str, ...] = tuple(METHODS)
-    """Of grpo, maxrl, maxpo-4, rloo, pacs and maxpo-8."""
+    objectives: tuple[str, ...] = tuple(METHODS)[:6]
+    """Of grpo, maxrl, maxpo-4, rloo, pacs, maxpo-8, maxrl-stop (4 successes of at most 64
+    rollouts) and grpo-dynamic (dynamic sampling)."""
     seeds: int = 2
     """Seeds from --seed on."""
     tokens: int = 24_000
@@ -61,10 +71,14 @@ class LanguageSettings(Settings):
     """Rollouts of a prompt."""
     max_new_tokens: int = 16
     """Tokens of a response at most."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation; the weights are float32."""
     lr: float = 1e-5
     """Learning rate, constant."""
     eval_samples: int = 64
-    """Samples of each held-out prompt."""
+    """Samples of each held-out prompt in an evaluation."""
+    evaluations: int = 1
+    """Evaluations of a run, after equal numbers of tokens; the last is at its end."""
     work: Path = Path("runs/language_objectives")
     """Folder of the finished runs."""
 
@@ -72,7 +86,7 @@ class LanguageSettings(Settings):
 def experiment(settings: LanguageSettings) -> dict[str, Any]:
     if unknown := set(settings.objectives) - set(METHODS):
         raise InputError(f"--objectives must be of {', '.join(METHODS)}, got {min(unknown)}")
-    for name in ("seeds", "tokens", "training_problems", "eval_samples"):
+    for name in ("seeds", "tokens", "training_problems", "eval_samples", "evaluations"):
         if (value := getattr(settings, name)) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     lines = (settings.problems / "train.jsonl").read_text().splitlines(keepends=True)
@@ -102,7 +116,6 @@ def experiment(settings: LanguageSettings) -> dict[str, Any]:
 
 def language_run(settings: LanguageSettings, data: Path, name: str, seed: int) -> TokenRun:
     options = {
-        **METHODS.get(name, METHODS[COMPARED]),
         "task": f"{REWARD}:number",
         "data": str(data),
         "test_data": str(settings.problems / "test.jsonl"),
@@ -110,6 +123,7 @@ def language_run(settings: LanguageSettings, data: Path, name: str, seed: int) -
         "seed": seed,
         "prompts": settings.prompts,
         "rollouts": settings.rollouts,
+        **METHODS.get(name, METHODS[COMPARED]),
         "max_new_tokens": settings.max_new_tokens,
         "lr": settings.lr,
         "lr_schedule": "constant",
@@ -118,25 +132,39 @@ def language_run(settings: LanguageSettings, data: Path, name: str, seed: int) -
         "keep_rollouts": 0,
         "threads": 1,
         "device": "cpu",
-        "dtype": "float32",
+        "dtype": settings.dtype,
     }
     file = settings.work / f"{name.replace(' ', '-')}-{data.stem}-seed{seed}.json"
-    return TokenRun(name, seed, options, 0 if name == BEFORE else settings.tokens, 1, file)
+    tokens = 0 if name == BEFORE else settings.tokens
+    return TokenRun(name, seed, options, tokens, settings.evaluations, file)
 
 
 def measure(one: TokenRun) -> dict[str, Any]:
     trainer, evaluator = build(one.options)
-    tokens, metrics = [0], list[dict[str, float]]()
-    while tokens[-1] < one.tokens:
-        record = trainer.step(len(metrics) + 1, len(metrics) * trainer.collector.num_prompts)
-        tokens.append(tokens[-1] + record.batch.num_tokens)
-        metrics.append(record.metrics)
-    evaluation = evaluator.evaluate()
     names = ("reward_mean", "entropy", "frac_prompts_solved", "truncated")
+    steps: dict[str, list[float]] = {name: [] for name in ("rollouts", *names)}
+    passes, tokens, seconds, next_prompt = list[dict[str, Any]](), [0], 0.0, 0
+    while True:
+        if tokens[-1] >= (len(passes) + 1) * one.tokens / one.evaluations:
+            evaluation = evaluator.evaluate()
+            pass_at_k = {str(k): value for k, value in evaluation.pass_at_k.items()}
+            passes.append({"tokens": tokens[-1], "seconds": seconds, "pass": pass_at_k})
+        if tokens[-1] >= one.tokens:
+            break
+        start = time.process_time()  # of one thread, whatever else the machine does
+        record = trainer.step(len(tokens), next_prompt)
+        seconds += time.process_time() - start
+        next_prompt += record.batch.num_sampled
+        tokens.append(tokens[-1] + record.batch.num_tokens)
+        known = record.batch.all_rewards.isfinite().sum()
+        steps["rollouts"].append(float(known) / record.batch.num_sampled)
+        for name in names:
+            steps[name].append(record.metrics[name])
     return {
         "tokens": tokens,
-        **{name: [step[name] for step in metrics] for name in names},
-        "num_correct": evaluation.num_correct.tolist(),  # of each held-out prompt
+        **steps,
+        "passes": passes,
+        "num_correct": evaluation.num_correct.tolist(),  # of each held-out prompt, at the end
         "response_length": evaluation.num_tokens / evaluation.rewards.numel(),
     }
 

@@ -63,7 +63,7 @@ def test_a_class_is_a_task_and_a_function_a_reward_and_neither_runs_to_find_out(
     text = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n"
     file = written(tmp_path / "mine.py", text + "def score(prompt, response): return 1.0\n")
     check(parse(["--task", f"{file}:Mine", "--task-args", "{}"]))
-    with pytest.raises(InputError, match=r"--data is not used by task .*mine\.py:Mine"):
+    with pytest.raises(InputError, match=r"--data is not used by task .*mine\.py:Mine, a class"):
         parse(["--task", f"{file}:Mine", "--data", "d.jsonl"])
     check(parse(["--task", f"{file}:score", "--data", "d.jsonl"]))
     with pytest.raises(InputError, match=r"--task-args is not used by task .*mine\.py:score"):

@@ -14,7 +14,6 @@ from maxrl_fast.config.options import Config, CorrectionName, LossOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.divergence import BETA
 from maxrl_fast.rollout.names import check_engine_name
-from maxrl_fast.tasks.names import is_known, unknown_task
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import Objective, has_teacher
@@ -180,10 +179,7 @@ def check(config: Config) -> None:
 
 def check_options(config: type, options: Mapping[str, Any]) -> None:
     """Refuse options by name, of runs or of evaluations, that are wrong by themselves or do not go
-    together, and names of nothing.
-    """
-    if not is_known(options["task"]):
-        raise InputError(unknown_task(options["task"]), "task")
+    together."""
     check_engine_name(options["rollout"])
     check_limits(config, options)
     check_refusals(config, options)

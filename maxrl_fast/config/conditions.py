@@ -11,7 +11,7 @@ from maxrl_fast.config.metadata import When, as_list
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.loading import is_code
-from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward
+from maxrl_fast.tasks.names import GYM, OBJECT, check_known, dataset_spec, is_plugin, is_reward
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import find_code, objective_class
 
@@ -80,18 +80,23 @@ WITH_REFERENCE = When(
     lambda c: c["kl_coef"] or c["objective"] == "pacs_paper",
 )
 
-_NOT_BY_TASK = "is not used by task {task}"
-MAZE = When(_NOT_BY_TASK, lambda c: c["task"] == "maze")
-CHAIN = When(_NOT_BY_TASK, lambda c: c["task"] == "chain")
-GYM_TASK = When(_NOT_BY_TASK, lambda c: c["task"].startswith(GYM))
-CUSTOM_TASK = When(_NOT_BY_TASK, lambda c: is_plugin(c["task"]))
-DATASET = When(_NOT_BY_TASK, lambda c: dataset_spec(c["task"]) is not None)
-WITH_ANSWERS = When(
-    _NOT_BY_TASK, lambda c: (data := dataset_spec(c["task"])) is not None and data.gold is not None
-)
-READS_TEXT = When(_NOT_BY_TASK, _reads_text)
 
-TASK_IS_NO_REWARD = When(_NOT_BY_TASK, lambda c: not is_reward(c["task"]))
+def _not_by_task(c: Values) -> str:
+    check_known(name := c["task"])
+    return f"is not used by task {name}{', a class with its own prompts' * is_plugin(name)}"
+
+
+MAZE = When(_not_by_task, lambda c: c["task"] == "maze")
+CHAIN = When(_not_by_task, lambda c: c["task"] == "chain")
+GYM_TASK = When(_not_by_task, lambda c: c["task"].startswith(GYM))
+CUSTOM_TASK = When(_not_by_task, lambda c: is_plugin(c["task"]))
+DATASET = When(_not_by_task, lambda c: dataset_spec(c["task"]) is not None)
+WITH_ANSWERS = When(
+    _not_by_task, lambda c: (data := dataset_spec(c["task"])) is not None and data.gold is not None
+)
+READS_TEXT = When(_not_by_task, _reads_text)
+
+TASK_IS_NO_REWARD = When(_not_by_task, lambda c: not is_reward(c["task"]))
 WITH_REWARDS = When("needs --reward", lambda c: c["reward"])
 NOT_0_OR_1 = When(
     "needs --reward with task {task}", lambda c: c["task"] not in ("maze", "guess") or c["reward"]

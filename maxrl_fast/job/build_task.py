@@ -27,12 +27,12 @@ from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.names import (
     GYM,
     OBJECT,
+    check_known,
     dataset_spec,
     is_plugin,
     is_reward,
     lost_object,
     needs_data,
-    unknown_task,
 )
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.tools import ToolTask
@@ -90,8 +90,7 @@ def build_task(
         return GuessTask(seed)
     if is_plugin(name):
         return custom_task(name, options.task_args, seed, model)
-    if spec is None and not name.startswith(GYM):
-        raise InputError(unknown_task(name))
+    check_known(name)
     given = [options.data, options.hub]
     if test_only:
         given += [options.test_data, options.test_hub]

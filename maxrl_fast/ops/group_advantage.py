@@ -82,9 +82,9 @@ def group_advantage(
         wanted = "flat [S] with offsets or group_ids" if is_flat else "[..., N]"
         raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
     row = find_estimator(estimator)
-    numbers = check_options(row.name, row.options, options)
     is_alone = not is_flat and shape[-1] == 1 and row.centred  # its advantage is 0, for any size
     size = row.resolve_size(None if is_flat or is_alone else shape[-1], k, order)
+    numbers = check_options(row.name, row.options, options)  # a typo of k: k is missing
     given = lengths, logprobs, greedy_correct, greedy_rewards, reward_parts, prompts, log_ratios
     known = dict(zip(INPUTS, (*given, texts, components), strict=True))
     inputs = _inputs(row, known, reward_weights)

@@ -38,7 +38,7 @@ RENAMED = {
         ("completion", "solution_str", "solution", "output", "generation", "generated", "text"),
         "response",
     ),
-    **dict.fromkeys(("prompt_str", "input", "query", "instruction"), "prompt"),
+    **dict.fromkeys(("prompt_str", "input", "query", "question", "instruction"), "prompt"),
 }
 NOT_GIVEN = (
     "completion_ids",

@@ -73,6 +73,8 @@ class DatasetTask(TextTask):
                 raise InputError(
                     f"{source} must have prompts of at most {max_prompt_tokens} tokens for the "
                     f"{split} split, got none in {len(lines[split])} lines"
+                    + "; a tenth of different prompts is held out: add some, or give --test-data"
+                    * (not lines[split])
                 )
         num_long = sum(map(len, lines.values())) - sum(map(len, kept.values()))
         self.prompt_length = max(len(tokens) for own in kept.values() for tokens, _ in own)

@@ -106,7 +106,7 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             # invalid JSON, invalid UTF-8, an integer of too many digits, or too deep
             except (ValueError, RecursionError) as error:
                 raise InputError(
-                    f"{location}: it must be a JSON object in UTF-8: {error}"
+                    f"{location}: it must be a JSON object in UTF-8, got {line!r:.60}: {error}"
                 ) from error
 
 
@@ -180,7 +180,9 @@ def read_prompt(prompt: Any, what: str) -> Prompt:
         _check_utf8(prompt, what)
         return prompt
     if not isinstance(prompt, (list, tuple)) or not prompt:
-        raise InputError(f"{what} must be text or a list of messages, got {prompt!r:.80}")
+        raise InputError(
+            f"{what} must be text or a list of messages, not empty, got {prompt!r:.80}"
+        )
     return [_message(message, what) for message in prompt]
 
 

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 from maxrl_fast.algorithms.options import nearest
+from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular
 from maxrl_fast.runtime.loading import is_code, is_file
 from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
@@ -12,14 +13,6 @@ GYM = "gym:"
 # of a task or a reward that was given to maxrl_fast.run as a Python object, and has no other name
 OBJECT = "python:"
 TASKS = ("maze", "chain", "guess", *DATASETS)
-
-
-def is_built_in(name: str) -> bool:
-    return name in TASKS or name.startswith(GYM)
-
-
-def is_known(name: str) -> bool:
-    return is_built_in(name) or name.startswith(OBJECT) or is_code(name)
 
 
 def is_plugin(name: str) -> bool:
@@ -79,8 +72,8 @@ def lost_object(option: str, name: str) -> str:
     return f"{what}; give it there again, as {option}=..."
 
 
-def unknown_task(name: str) -> str:
-    wanted = (
-        f"{', '.join(TASKS)}, gym:NAME, FILE.py:CLASS, package.module:CLASS or FILE.py:FUNCTION"
-    )
-    return f"--task must be {wanted}, got {name!r}{nearest(name, TASKS)}"
+def check_known(name: str) -> None:
+    if name not in TASKS and not name.startswith((GYM, OBJECT)) and not is_code(name):
+        wanted = f"{', '.join(TASKS)}, gym:NAME, FILE.py:CLASS, package.module:CLASS"
+        said = f"--task must be {wanted} or FILE.py:FUNCTION, got {name!r}{nearest(name, TASKS)}"
+        raise InputError(said, "task")

@@ -232,6 +232,7 @@ def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_pat
     --objective grpo --k 4 | --k is not used by objective grpo
     --objective grpo --eps -1 | eps of grpo must be a finite number of at least 0, got -1
     --data x.jsonl | --data is not used by task maze
+    --task r.py --data x | --task must be .* or FILE.py:FUNCTION, got 'r.py'
     --task dataset --reward r.py:f --max-turns 3 | --max-turns needs --environment
     --reward-source vote --objective self | --reward-source vote does not support self: it needs
         individual rewards

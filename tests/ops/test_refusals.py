@@ -135,6 +135,7 @@ PAIRS, ALL = torch.tensor([0, 2, 4]), torch.tensor([0, 4])
     maxpo | k=4 | maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4
     maxpo | k=2.0 | maxpo needs an integer as k, got 2.0
     maxpo |  | maxpo needs k, 1 <= k <= N-1
+    maxpo | K=2 | maxpo needs k, 1 <=
     grpo | k=2 | grpo does not use k, got k=2
     rloo | eps=1.0 | rloo takes no options, got .eps.
     grpo | eps=10**400 | eps of grpo must be a finite number of at least 0

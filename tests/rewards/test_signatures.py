@@ -142,6 +142,7 @@ def of(parameters):
         ("completions, prompts, answer", ""),
         *table("""
         prompt, completion, **c | asks for `completion`: rename it to `response`
+        question, response | asks for `question`: rename it to `prompt`
         response, answers, **c | `answers`: rename it to `answer`, or ask for `completions` and
         response, anwser, **c | did you mean `answer`? the arguments are prompt, response, answer
         prompt, response | does not take `answer`: add **columns to its parameters

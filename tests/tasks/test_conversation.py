@@ -234,5 +234,5 @@ def test_columns_that_nobody_uses_never_refuse_a_file(tmp_path):
     [(_, line)] = read_lines(tmp_path / "d.parquet", "prompt")
     assert json.loads(json.dumps(line, allow_nan=False)) == line
     assert (line["day"], line["price"], line["score"]) == ("2024-07-26", "0.10", None)
-    with refused("row 1: day must be text or a list of messages, got datetime.date"):
+    with refused("row 1: day must be text or a list of messages, .* got datetime.date"):
         read_lines(tmp_path / "d.parquet", "day")

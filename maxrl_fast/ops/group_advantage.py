@@ -84,7 +84,7 @@ def group_advantage(
     row = find_estimator(estimator)
     is_alone = not is_flat and shape[-1] == 1 and row.centred  # its advantage is 0, for any size
     size = row.resolve_size(None if is_flat or is_alone else shape[-1], k, order)
-    numbers = check_options(row.name, row.options, options)  # a typo of k: k is missing
+    numbers = check_options(row.name, row.options, options)
     given = lengths, logprobs, greedy_correct, greedy_rewards, reward_parts, prompts, log_ratios
     known = dict(zip(INPUTS, (*given, texts, components), strict=True))
     inputs = _inputs(row, known, reward_weights)

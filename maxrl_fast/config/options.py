@@ -632,8 +632,8 @@ class EvaluationOptions:
         CountOrZero | None, Default("a quarter of the steps, on a part of the prompts"), Resume.FREE
     ] = None
     """Steps between evaluations; 0: only before the first step and after the last. By default there
-    are three between them, on as many prompts as need at most 5% of the samples of training; none
-    if those are fewer than 32."""
+    are three between them, on a fixed subset, sized to cost at most 5% of the training samples;
+    none if it is fewer than 32 prompts."""
     eval_prompts: Annotated[Count, Default("256, or all that are held out")] = DERIVED
     """Number of held-out prompts of each set."""
     eval_samples: Count = 16

@@ -181,18 +181,28 @@ def show(results: dict[str, Any]) -> None:
     ks = powers_of_two(results["eval_samples"])
     methods = list(dict.fromkeys(one["method"] for one in results["runs"]))
     table = Table("", *(f"pass@{k}" for k in ks), "entropy", "tokens", "steps")
+    for column in ("rollouts of a prompt", "prompts without success", "seconds"):
+        table.add_column(column)
     for name in methods:
         over_prompts = held_out(results, name).mean(1)  # [seeds, ks]
         errors = standard_error(over_prompts)
         runs = [one for one in results["runs"] if one["method"] == name]
-        entropy, tokens, steps = "", "", ""
+        trained = list[str]()
         if name != BEFORE:
             last = [x for one in runs for x in one["entropy"][-len(one["entropy"]) // 10 :]]
-            entropy = f"{sum(last) / len(last):.2f}"
-            tokens = f"{sum(one['tokens'][-1] for one in runs) / len(runs):,.0f}"
-            steps = f"{sum(len(one['entropy']) for one in runs) / len(runs):.0f}"
+            draws, solved = (
+                [x for one in runs for x in one[key]] for key in ("rollouts", "frac_prompts_solved")
+            )
+            trained = [
+                f"{sum(last) / len(last):.2f}",
+                f"{sum(one['tokens'][-1] for one in runs) / len(runs):,.0f}",
+                f"{len(draws) / len(runs):.0f}",
+                f"{sum(draws) / len(draws):.1f}",
+                f"{1 - sum(solved) / len(solved):.3f}",
+                f"{sum(one['passes'][-1]['seconds'] for one in runs) / len(runs):.0f}",
+            ]
         cells = (f"{x:.3f} ± {e:.3f}" for x, e in zip(over_prompts.mean(0), errors, strict=True))
-        table.add_row(name, *cells, entropy, tokens, steps)
+        table.add_row(name, *cells, *trained)
     console = Console() if sys.stdout.isatty() else Console(width=140)
     console.print(table)
     if COMPARED not in methods:
@@ -209,27 +219,40 @@ def show(results: dict[str, Any]) -> None:
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Draw the rewards of training by sampled tokens, and pass@k of held-out prompts by k; means
-    over seeds, with standard errors."""
+    """Draw the rewards of training by sampled tokens, a line for each run; pass@1 and the largest
+    pass@k of held-out prompts by tokens; and pass@k at the end, by k. Means over seeds, with
+    standard errors."""
     results = record["results"]
     ks = powers_of_two(results["eval_samples"])
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    rewards, passes = figure.subplots(1, 2)
+    figure = Figure(figsize=(15, 4.4), layout="constrained")
+    rewards, curves, passes = figure.subplots(1, 3)
+    before = held_out(results, BEFORE).mean(1)[0]  # [ks]
     for i, name in enumerate(dict.fromkeys(one["method"] for one in results["runs"])):
         color = "black" if name == BEFORE else f"C{i - 1}"
         over_prompts = held_out(results, name).mean(1)
         style = {"color": color, "label": name, "marker": "."}
         passes.errorbar(ks, over_prompts.mean(0), standard_error(over_prompts), **style)
+        own = [x["passes"] for x in results["runs"] if x["method"] == name and name != BEFORE]
+        for at, line in ((0, "-"), (-1, ":")):
+            k = str(ks[at])
+            values = [[float(before[at]), *(x["pass"][k] for x in one)] for one in own]
+            counts = [[0, *(x["tokens"] for x in one)] for one in own]
+            if own:
+                means = torch.tensor(counts).double().mean(0), torch.tensor(values).mean(0)
+                curves.plot(means[0] / 1000, means[1], line, marker=".", color=color)
         for one in results["runs"]:
             if one["method"] == name and name != BEFORE:
                 points = thinned(one["reward_mean"], 12)
-                x = [one["tokens"][int(step)] for step, _ in points]
+                x = [one["tokens"][int(step)] / 1000 for step, _ in points]
                 rewards.plot(x, [mean for _, mean in points], color=color, alpha=0.8)
-    rewards.set(title="mean reward of training prompts", xlabel="sampled tokens")
+    tokens = "thousands of sampled tokens"
+    rewards.set(title="mean reward of training prompts", xlabel=tokens)
+    title = f"pass@1 and (dotted) pass@{ks[-1]} of held-out prompts"
+    curves.set(title=title, xlabel=tokens)
     passes.set(title="pass@k of held-out prompts", xlabel="k", xscale="log")
     passes.set_xticks(ks, [str(k) for k in ks])
     passes.legend()
-    for axes in (rewards, passes):
+    for axes in (rewards, curves, passes):
         axes.grid(alpha=0.3)
     return figure
 

@@ -9,6 +9,7 @@ G prompts, N rollouts per prompt, S = G N sequences.
 
 import atexit
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
@@ -69,8 +70,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         # Without this Python would kill the thread at exit, which aborts the process if the thread
-        # is inside PyTorch.
-        atexit.register(lambda: self._coming and wait([self._coming], EXIT_SECONDS))
+        # is inside PyTorch. The thread keeps its trainer; others are freed.
+        own = weakref.ref(self)
+        atexit.register(lambda: (x := own()) and x._coming and wait([x._coming], EXIT_SECONDS))
 
     def settle(self) -> list[RolloutBatch]:
         """Wait for the batch that is being sampled, if any, and raise its error. The engine then

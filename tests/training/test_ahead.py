@@ -1,5 +1,7 @@
 """Steps whose samples are of older weights: against a loop written out by hand, and resumed."""
 
+import gc
+import weakref
 from copy import deepcopy
 from dataclasses import replace
 
@@ -107,6 +109,14 @@ def test_the_error_of_sampling_is_raised_by_the_next_step(monkeypatch):
     with pytest.raises(RewardError, match="failed"):
         trainer.step(3, 8)
     assert trainer.settle() == []
+
+
+def test_a_process_with_several_trainers_frees_each():
+    trainer, evaluator = build("--objective", "maxrl", "--ahead", "1")
+    model = weakref.ref(trainer.learner.model)
+    del trainer, evaluator
+    gc.collect()
+    assert model() is None
 
 
 def test_a_waiting_batch_is_read_as_it_was_written(tmp_path):

@@ -134,8 +134,10 @@ def network(classes: int) -> nn.Sequential:
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
     blocks = [*block(1, 16, 7, 4), *block(16, 32, 3, 2), *block(32, 64, 3, 2)]
-    # channels_last is the faster layout of these on a CPU
-    return nn.Sequential(*blocks, nn.Flatten(), last).to(memory_format=torch.channels_last)
+    net = nn.Sequential(*blocks, nn.Flatten(), last)
+    # the faster layout of these on a CPU, which torch's types do not know
+    net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return net
 
 
 def ascent(logits: Tensor, labels: Tensor, job: Job, generator: Generator) -> Tensor:
@@ -192,7 +194,7 @@ def train(one: TokenRun) -> dict[str, Any]:
         "coverage": [pass_at(k, pass_rates) for k in COVERAGE],
         "gradients": {
             "pass_rate": rounded(pass_rates[:SHOWN]),
-            "norm": rounded(gradient_norms(model, *(x[:SHOWN] for x in held_out), job)),
+            "norm": rounded(gradient_norms(model, held_out[0][:SHOWN], held_out[1][:SHOWN], job)),
         },
     }
 

@@ -30,7 +30,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.ops import effective_weight, group_advantage
 
 EXACT, ORDER = "cross-entropy", "exact order"  # of these two the gradient is computed, not sampled
-# maxrl_ratio equals maxrl for binary rewards and needs no sort. The publication's GRPO (D.1) uses
+# maxrl_ratio equals maxrl for binary rewards and needs no sort. The paper's GRPO (D.1) uses
 # the population std.
 ESTIMATORS = {"MaxRL": "maxrl_ratio", "GRPO": "grpo", "REINFORCE": "reinforce"}
 OPTIONS: dict[str, dict[str, Any]] = {"MaxRL": {}, "GRPO": {"ddof": 0}, "REINFORCE": {}}
@@ -62,7 +62,7 @@ class ExactLikelihood(Settings):
     steps: int = 400
     """Updates."""
     batch: int = 256
-    """Images per update, drawn anew each time; MaxRL, appendix D.2, has 256."""
+    """Images per update, drawn again for each update; MaxRL, appendix D.2, has 256."""
     learning_rate: float = 0.1
     """Highest learning rate of SGD with momentum .9: linear warm-up over the first twentieth of the
     updates, then a cosine to 0 (D.2: .1, one epoch of 20)."""
@@ -226,7 +226,7 @@ def gradient_norms(model: nn.Module, inputs: Tensor, labels: Tensor, job: Job) -
     """Return the L2 norm of each image's expected gradient: W_N(p) p |grad log p|, and
     |grad log p| for cross-entropy.
 
-    These are the points of the publication's scatter plot without the noise of sampled rollouts.
+    These are the points of the paper's scatter plot without the noise of sampled rollouts.
     """
     model.eval()
     parameters, norms = list(model.parameters()), list[Tensor]()

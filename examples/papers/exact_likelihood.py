@@ -4,7 +4,7 @@ learn from low pass rates.
 Classification as reinforcement learning: a rollout is a class drawn from the softmax, and its
 reward is 1 if the class is the label. The likelihood is known, so cross-entropy can be compared
 with MaxRL, GRPO and REINFORCE, and MaxRL of order T with its own gradient without sampling. The
-publication trains a ResNet-50 on ImageNet; here a convolutional net of three layers learns 100
+paper trains a ResNet-50 on ImageNet; here a convolutional net of three layers learns 100
 classes of generated images. As there, all objectives share one learning rate; a sweep shows the
 effect of others. Finished runs are kept in --work, and the same command continues with those that
 are missing.

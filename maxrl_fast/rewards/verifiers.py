@@ -23,8 +23,8 @@ BARE = re.compile(
 def __getattr__(name: str) -> Any:
     """Import a reward function's library where it is loaded, before the limits of a call."""
     if name == "mathematics":
-        importlib.import_module("math_verify")  # with sympy, it takes a second
-
+        for library in ("math_verify", "sympy.physics.units"):
+            importlib.import_module(library)  # seconds
         return _score_mathematics
     if name == "gym":
         importlib.import_module("reasoning_gym")

@@ -29,7 +29,7 @@ UNITS = (  # those that sympy lacks
     "sec 1 s min 60 s hr 1 h week 7 day in 1 inch lb 1 pound oz 1/16 pound ounce 1/16 pound "
     "cent 1/100 dollar"
 )
-QUANTITY = r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\.?\s*(?:,|and\b)?\s*"
+QUANTITY = r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\.?\s*(?:(?:,|and\b)\s*)?"
 BOX = r"\\(?:text|mbox|mathrm)\w*\s*"
 TEXT = re.compile(rf"{BOX}\{{\s*(and\b|or\b)?[^{{}}]*\}}")
 DEGREE = r"(?:\^?\s*\{?\s*\\circ\s*\}?|°)"

@@ -53,7 +53,7 @@ x \le 3 | (-\infty, 3] | (-\infty, 3)
 72 km/h | 20 m/s ; 72 \text{ kilometers per hour} | 20 km/h ; 72 m/s ; 72 mph
 5\text{ cm}^2 | 5 cm^2 ; 500 mm^2 ; 5 square centimeters | 5 cm ; 5\text{ m}^2 ; 5 sq inches
 \frac{3}{2} \text{ hours} | 90 min ; 1 hour 30 minutes | \frac{3}{2} \text{ minutes}
-60^\circ | 60 ; 60 \text{ degrees} ; \frac{\pi}{3} ; \pi/3 rad | 60 rad ; 60 \text{ radians} ; 30^\circ
+60^\circ | 60 ; 60 \text{ degrees} ; \frac{\pi}{3} ; \pi/3 rad | 60 rad ; 60 \text{ radians}
 \$5 | 5 ; \$5.00 ; 500 cents ; 5\text{ dollars} | 5 cents ; \$50
 7 apples | 7 ; 7 \text{ Apples} ; seven apples | 7 pears ; 8 apples ; 7 apple pies
 7:00 pm | 7\text{ p.m.} ; 7:00 PM ; 7:00 | 7:00 am ; 7:30 pm
@@ -63,7 +63,7 @@ x \le 3 | (-\infty, 3] | (-\infty, 3)
 443_5 | 443_{\text{five}} ; 443 | 443_6 ; 123
 AC | \text{AC} | CA ; AB
 xy | yx | xz
-(1,2) | \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \{1,2\} ; \{2,1\} ; \begin{pmatrix} 2 \\ 1 \end{pmatrix}
+(1,2) | \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \{1,2\} ; \begin{pmatrix} 2 \\ 1 \end{pmatrix}
 \{1,2\} | \left\{2,1\right\} | (1,2) ; (2,1)
 1/2^{99} | 2^{-99} ; \frac{1}{2^{99}} | 1/2^{98} ; 2^{-100} ; 0
 \frac{\sqrt{2}}{10^{20}} | \sqrt{2} \cdot 10^{-20} | \frac{\sqrt{3}}{10^{20}}

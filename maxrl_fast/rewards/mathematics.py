@@ -95,7 +95,8 @@ def _plain(text: str) -> str:
 
     text = re.sub(r"(?<!\.)\.([}\s]*)$", r"\1", text.strip())  # a final full stop
     text = re.sub(r"\\approx|≈|^about\b", "=", text).lstrip("= ")
-    text = re.sub(r"\b[A-Za-z]{3,}(-[a-z]+)?\b", _number, text)
+    if text.count(" ") < 6:  # an answer, not a list of words
+        text = re.sub(r"\b[A-Za-z]{3,}(-[a-z]+)?\b", _number, text)
     text = re.sub(rf"(^|_\{{?){BOX}\{{(\d[^{{}}]*|[A-Z]+)\}}", r"\1\2", text)
     text = re.sub(r"(\\text\s*\{)?\s*\bpercent\b(?(1)\})", "%", text)
     clock = rf"(\d)(:\d\d)?[\s~]*(?:{BOX}\{{)?\s*([AaPp])\.?[Mm]\b\.?\}}?"

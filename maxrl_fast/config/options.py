@@ -149,6 +149,9 @@ class TaskOptions:
     """Held-out sets of the hub, by their split test, or by a name: aime24, aime25, beyond_aime,
     amc23, minerva, olympiad, math500, gsm8k, gsm8k_platinum, gpqa_diamond. =INT, also of a
     file: its samples per prompt."""
+    allow_overlap: Annotated[bool, when.DATASET] = False
+    """Train on prompts that are held out too, by their tokens; otherwise training leaves them out.
+    """
     where: Annotated[
         tuple[str, ...],
         Default("all lines", "NAME=VALUE ..."),

@@ -108,6 +108,7 @@ def build_task(
     text = text_options(options) | {"prompt_suffix": options.prompt_suffix}
     if spec is not None:
         names = ["data", "hub", "test_data", "test_hub", "where", "prompt_key", "answer_key"]
+        names.append("allow_overlap")
         text |= {name: getattr(options, name) for name in names}
     if spec is None:
         return GymTask(name.removeprefix(GYM), seed, model, config=options.gym_config, **text)

@@ -3,11 +3,11 @@ set, GSM8K, mathematics.
 """
 
 import hashlib
-import itertools
 import json
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class DatasetTask(TextTask):
         test_hub: Sequence[str] = (),
         where: Sequence[str] = (),
         test_only: bool = False,
+        allow_overlap: bool = False,
         prompt_key: str | None = None,
         answer_key: str | None = None,
         prompt_suffix: str | None = None,
@@ -65,29 +66,39 @@ class DatasetTask(TextTask):
         train, held_out = read_sources(spec, self._key, *given, test_only)
         source = ", ".join(str(x) for x, _ in train or held_out.values())
         odd: list[str] = []
-        lines = {"train": [x for part in train for x in self._columns(part, answer_key, odd)]}
-        lines |= {name: self._columns(part, answer_key, odd) for name, part in held_out.items()}
-        kept = {name: self._encoded(part) for name, part in lines.items()}
+        read = [self._columns(x, answer_key, odd) for x in (*train, *held_out.values())]
+        parts, n = [self._encoded(x) for x in read], len(train)
+        num_long = sum(map(len, read)) - sum(map(len, parts))
+        held = {tuple(tokens) for part in parts[n:] for tokens, _ in part}
+        num_shared = sum(tuple(tokens) in held for part in parts[:n] for tokens, _ in part)
+        self._left_out = set() if allow_overlap else held
+        for part in parts[:n]:
+            part[:] = [x for x in part if tuple(x[0]) not in self._left_out]
+        lines = {"train": [*chain(*read[:n])], **dict(zip(held_out, read[n:], strict=True))}
+        kept = {"train": [*chain(*parts[:n])], **dict(zip(held_out, parts[n:], strict=True))}
         for split, own in kept.items():
             if not own and (train or split != "train"):
+                why = "; a tenth of different prompts is held out: add some, or give --test-data"
+                why *= not lines[split]
+                if num_shared and split == "train":
+                    why = f" that are not held out ({num_shared} are); --allow-overlap keeps them"
                 raise InputError(
                     f"{source} must have prompts of at most {max_prompt_tokens} tokens for the "
-                    f"{split} split, got none in {len(lines[split])} lines"
-                    + "; a tenth of different prompts is held out: add some, or give --test-data"
-                    * (not lines[split])
+                    f"{split} split, got none in {len(lines[split])} lines{why}"
                 )
-        num_long = sum(map(len, lines.values())) - sum(map(len, kept.values()))
         self.prompt_length = max(len(tokens) for own in kept.values() for tokens, _ in own)
         # The token ids too: another chat template or tokenizer encodes the same lines otherwise.
         contents = [[line for _, line in part] for part in lines.values()]
         encoded = [[tokens for tokens, _ in own] for own in kept.values()]
         self.set_samples = {name: x.number for name, (x, _) in held_out.items() if x.number}
         self.held_out = {name: len(kept[name]) for name in held_out}
-        starts = itertools.accumulate(self.held_out.values(), initial=0)
+        starts = accumulate(self.held_out.values(), initial=0)
         self._starts = dict(zip(held_out, starts, strict=False))
         self._lines = {
-            "train": kept["train"],
-            TEST: [line for name in held_out for line in kept[name]],
+            "train": [
+                *chain(*(x * (y.number or 1) for x, (y, _) in zip(parts, train, strict=False)))
+            ],
+            TEST: [*chain(*parts[n:])],
         }
         self.num_train_prompts = len(self._lines["train"])
         self.num_test_prompts = len(self._lines[TEST])
@@ -98,6 +109,9 @@ class DatasetTask(TextTask):
             self.name += f" ({', '.join(f'{n} of {x}' for x, n in self.held_out.items())})"
         if num_long:
             self.name += f", {num_long} longer than {max_prompt_tokens} tokens left out"
+        if num_shared:
+            what = "kept" if allow_overlap else "left out of training"
+            self.name += f", {num_shared} that are held out too {what}"
         if odd:
             self.name += f", {len(odd)} without an answer left out, such as {odd[0]}"
         self._demonstrations: list[tuple[list[int], list[int]]] = []
@@ -118,11 +132,10 @@ class DatasetTask(TextTask):
         lines = read_demonstrations(path, self._key)
         places = [place for place, _, _ in lines]
         pairs = [(self._asked(prompt), response) for _, prompt, response in lines]
-        held_out = {tuple(tokens) for tokens, _ in self._lines["test"]}
         num_held_out, positions = 0, self.positions
         for prompt, response in self.encode_demonstrations(pairs, places):
             lengths = len(prompt), len(response)
-            if tuple(prompt) in held_out:
+            if tuple(prompt) in self._left_out:
                 num_held_out += 1
             elif (
                 0 < lengths[0] <= most_prompt_tokens

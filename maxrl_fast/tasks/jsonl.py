@@ -84,9 +84,11 @@ def read_hub(
         raise InputError(f"{name} has no split {splits[0]}, but {', '.join(found)} (NAME@SPLIT)")
     lines: list[list[Line]] = []
     for split in dict.fromkeys(x for x in splits if x in found):
+        kinds = found[split].features.arrow_schema
         places = (f"{name}, {split} row {i}" for i in itertools.count(1))
         lines.append([])
         for place, row in zip(places, found[split], strict=False):
+            row = {key: _shortest(x, kinds.field(key).type) for key, x in row.items()}
             try:
                 line = as_line(row) if as_line else row
             except InputError as error:
@@ -124,14 +126,29 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
     except (ArrowException, OSError, ValueError) as error:
         raise InputError(f"{printable(path)} must be a Parquet file: {error}") from error
     columns = {}
-    for name in table.column_names:
+    for name, kind in zip(table.column_names, table.schema.types, strict=True):
         try:
-            columns[name] = table.column(name).to_pylist()
+            columns[name] = [_shortest(x, kind) for x in table.column(name).to_pylist()]
         # a repeated name, or values that Python has no type for
         except (ArrowException, KeyError, OverflowError, ValueError):
             columns[name] = [None] * len(table)
     for i in range(len(table)):
         yield f"{printable(path)}, row {i + 1}", {name: x[i] for name, x in columns.items()}
+
+
+def _shortest(value: Any, kind: Any) -> Any:
+    """Return a value of Arrow's type `kind` with narrow floats as the shortest decimals that they
+    can be: .1 in float32 is 0.1, not 0.10000000149011612."""
+    if "float" not in str(kind):
+        return value
+    if isinstance(value, float):
+        kind = getattr(kind, "value_type", kind)  # of a dictionary
+        return float(str(kind.to_pandas_dtype()(value)))
+    if isinstance(value, dict):
+        return {name: _shortest(x, kind.field(name).type) for name, x in value.items()}
+    if isinstance(value, tuple):  # key and value of a map
+        return tuple(_shortest(x, kind.field(i).type) for i, x in enumerate(value))
+    return [_shortest(x, kind.field(0).type) for x in value] if value else value
 
 
 def _checked(fields: Any, place: str, prompt_key: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from maxrl_fast.tasks.dataset_specs import (
 from maxrl_fast.tasks.jsonl import Line, read_hub, read_lines
 
 TEST_SHARE = 10  # about one prompt in this many is held out if no test prompts are given
+MOST_LINES = 10_000_000  # of a file in an epoch, by =INT
 TEST = "test"  # the name of a held-out set without others
 
 
@@ -79,10 +80,15 @@ def read_sources(
             parts.append((source, [x for x in lines if not _is_test(x[1][source.key])]))
             test_lines = [x for x in lines if _is_test(x[1][source.key])]
             held_out.append((replace(source, number=None, kept=""), test_lines))
-    names = [x.name for x, _ in held_out] if held_out[1:] else [TEST]
+    # A set has the name of no split.
+    names = [x.name + "-set" * (x.name in ("train", TEST)) for x, _ in held_out]
+    names = names if held_out[1:] else [TEST]
     if len({*names}) < len(names):
         raise InputError(f"held-out sets must have different names, got {', '.join(names)}")
-    parts = [(x, lines * (x.number or 1)) for x, lines in parts]
+    for source, lines in parts:
+        if source.number and source.number * len(lines) > MOST_LINES:
+            wanted = f"{source}=INT must give at most {MOST_LINES:,} lines in an epoch"
+            raise InputError(f"{wanted}, got {source.number:,} x {len(lines):,}")
     return parts, dict(zip(names, held_out, strict=True))
 
 
@@ -127,7 +133,11 @@ def _is_test(prompt: object) -> bool:
 
 def _number(text: str) -> tuple[str, int | None]:
     name, _, number = text.rpartition("=")
-    return (name, int(number)) if name and number.isdecimal() and int(number) else (text, None)
+    if not name or not number.isdecimal() or not number.strip("0"):
+        return text, None
+    if len(number) > 9:
+        raise InputError(f"{name:.80}=INT must have at most 9 digits, got {len(number)}")
+    return name, int(number)
 
 
 def _file(path: Path, key: str) -> Source:

@@ -27,7 +27,7 @@ CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
+CHAT_TEXT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 CHAT_TOKENS = {
     "eos_token": "<|im_end|>",
@@ -106,27 +106,37 @@ def test_every_epoch_has_each_prompt_once_in_a_new_order(tmp_path, policy):
     assert task.name == f"sums.jsonl: {size} prompts and {len(held_out)} held out"
 
 
-def test_equal_prompts_are_in_the_same_split(tmp_path, policy):
-    task = task_of(written(tmp_path / "twice.jsonl", SUMS * 3), policy)
-    train_texts, test_texts = (
-        set(texts(task, split, 0, len(task._lines[split]))) for split in ("train", "test")
-    )
-    assert not train_texts & test_texts
-    given = task_of(
-        tmp_path / "twice.jsonl", policy, test_data=(written(tmp_path / "test.jsonl", SUMS[:2]),)
-    )
-    assert (given.num_test_prompts, len(given._lines["train"])) == (2, 180)
+def test_training_leaves_out_what_is_held_out_however_it_is_written(tmp_path, policy):
+    plain, asked = [x["prompt"] for x in SUMS], CHAT_TEXT.format
+    chats = [[{"role": "user", "content": x}] for x in plain]
+    rows = [{"prompt": x} for x in (*map(asked, plain), *chats, *plain * 3)]
+    path = written(tmp_path / "all.jsonl", rows)
+    test = written(tmp_path / "test.jsonl", [{"prompt": x} for x in (*chats[:2], plain[5])])
+    for given, count in (({}, None), ({"test_data": (test,)}, 2 * 2 + 3)):
+        tasks = [
+            task_of(path, policy, allow_special_tokens=True, allow_overlap=x, **given)
+            for x in (True, False)
+        ]
+        held_out, every, kept = (
+            [task.tokenizer.decode(tokens) for tokens, _ in task._lines[split]]
+            for task, split in ((tasks[0], "test"), (tasks[0], "train"), (tasks[1], "train"))
+        )
+        assert sorted(kept) == sorted(x for x in every if x not in held_out)
+        left = len(every) - len(kept)
+        assert left == (count or left) > 0
+        for task, what in zip(tasks, ("kept", "left out of training"), strict=True):
+            assert task.name.endswith(f" held out, {left} that are held out too {what}")
+    with refused(r"none in 300 lines that are not held out \(300 are\); --allow-overlap keeps"):
+        task_of(path, policy, allow_special_tokens=True, test_data=(path,))
 
 
 def test_chat_messages_use_the_template_and_columns_are_kept(tmp_path, policy):
     messages = [{"role": "user", "content": "1+1="}]
     path = written(tmp_path / "chat.jsonl", [{"question": messages, "answer": "2"}])
-    task = task_of(path, policy, prompt_key="question", test_data=(path,))
+    given = {"test_data": (path,), "allow_overlap": True}
+    task = task_of(path, policy, prompt_key="question", **given)
     prompts = task.prompts("train", 0, 1)
-    assert (
-        task.tokenizer.decode(prompts.tokens)
-        == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert task.tokenizer.decode(prompts.tokens) == CHAT_TEXT.format("1+1=")
     assert prompts.columns == ({"question": messages, "prompt": messages, "answer": "2"},)
     assert prompts.take(0, 1).to(torch.device("cpu")).columns == prompts.columns
     assert task.stop_ids == (task.tokenizer.eos_token_id,)
@@ -175,7 +185,7 @@ def test_the_text_of_a_prompt_cannot_forge_special_tokens(tmp_path, layout, text
     message = f"data.jsonl, line 2: a prompt must not have the special token {token!r} of the"
     with refused(re.escape(message)):
         task_of(path, policy, test_data=(path,))
-    task = task_of(path, policy, test_data=(path,), allow_special_tokens=True)
+    task = task_of(path, policy, test_data=(path,), allow_special_tokens=True, allow_overlap=True)
     honest, allowed = (task.prompts("test", i, 1).tokens.tolist() for i in range(2))
     number = task.tokenizer.convert_tokens_to_ids(token)
     assert allowed.count(number) == honest.count(number) + 1
@@ -191,8 +201,8 @@ def test_prompts_with_words_spaces_and_think_tags_that_are_tokens_are_accepted(t
         tmp_path / "data.jsonl",
         [{"prompt": prompt}, {"prompt": [{"role": "user", "content": prompt}]}],
     )
-    task = task_of(path, policy, test_data=(path,))
-    text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+    task = task_of(path, policy, test_data=(path,), allow_overlap=True)
+    text = CHAT_TEXT.format(prompt)
     assert [task.tokenizer.decode(task.prompts("test", i, 1).tokens) for i in range(2)] == [
         prompt,
         text,

@@ -64,11 +64,13 @@ def prompts(task, split):
 
 def test_known_sets_have_their_keys_and_answers(policy, hub):
     sets = ("aime24", "olympiad=7", "gpqa_diamond", "me/mine@train")
-    task = task_of(policy, hub=("me/mine=3", "aime25@test"), test_hub=sets)
+    own = {"hub": ("me/mine=3", "aime25@test"), "test_hub": sets}
+    task = task_of(policy, allow_overlap=True, **own)
     sizes = {"aime24": 2, "olympiad": 2, "gpqa_diamond": 4, "me-mine@train": 40}
     assert task.held_out == sizes
     assert task.set_samples == {"olympiad": 7}
-    assert task.num_train_prompts == 3 * 40 + 3  # nothing is held out of the training sets
+    assert task.num_train_prompts == 3 * 40 + 3
+    assert task_of(policy, **own).num_train_prompts == 3  # but for prompts of me/mine
     ids, texts, answers = prompts(task, "olympiad")
     assert (ids, answers) == ([2, 3], ["25", "25"])
     assert "0 F?\nPlease reason" in texts[0]
@@ -85,11 +87,28 @@ def test_the_test_split_of_a_set_is_held_out(policy, hub, tmp_path):
     (tmp_path / "sums").mkdir()
     data = written(tmp_path / "sums" / "test.jsonl", lines)
     both = task_of(policy, hub=("me/mine",), data=(data,), test_data=(data,), test_hub=("aime25",))
-    assert both.name.startswith("test.jsonl, me/mine: 70 prompts and 33 held out (30 of sums, 3 of")
+    assert both.name.startswith("test.jsonl, me/mine: 40 prompts and 33 held out (30 of sums, 3 of")
     with refused("held-out sets must have different names, got aime25, aime25"):
         task_of(policy, hub=("me/mine",), test_hub=("aime25", "aime25"))
     with refused(r"math-ai/aime25 has no split other, but test \(NAME@SPLIT\)"):
         task_of(policy, hub=("me/mine",), test_hub=("aime25@other",))
+
+
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_a_held_out_set_with_the_name_of_a_split_is_beside_it(policy, hub, tmp_path, name):
+    data, other = (
+        written(tmp_path / f"{x}.jsonl", [{"problem": f"{x}{i}?", "answer": x} for i in range(3)])
+        for x in ("some", "other")
+    )
+    (tmp_path / name).mkdir()
+    lines = [{"problem": f"held {i}?", "answer": "9"} for i in range(2)]
+    held = written(tmp_path / name / "train.jsonl", lines)
+    task = task_of(policy, data=(data,), test_data=(other, held))
+    assert task.held_out == {"other": 3, f"{name}-set": 2}
+    assert sorted(prompts(task, "train")[2]) == ["some"] * 3
+    assert prompts(task, f"{name}-set")[2] == ["9"] * 2
+    batch = task.prompts("test", 0, 5)  # what run.sample() asks for
+    assert [x["answer"] for x in batch.columns] == ["other"] * 3 + ["9"] * 2
 
 
 def test_where_filters_the_training_sets_that_have_the_column(policy, hub, tmp_path):
@@ -104,6 +123,14 @@ def test_where_filters_the_training_sets_that_have_the_column(policy, hub, tmp_p
     assert split.num_train_prompts + split.num_test_prompts == 30
     with refused("level=1 must name a column of a training set"):
         task_of(policy, where=("level=1",), **sets)
+
+
+def test_narrow_floats_of_the_hub_are_their_shortest_decimals(policy, hub, tmp_path):
+    rows = datasets.Dataset.from_dict({"problem": ["?"], "answer": [0.1]})
+    rows = rows.cast_column("answer", datasets.Value("float32"))
+    rows.to_parquet(tmp_path / "math-ai/aime25/data/test-00000-of-00001.parquet")
+    task = task_of(policy, hub=("me/mine",), test_hub=("aime25",))
+    assert prompts(task, "test")[2] == ["0.1"]
 
 
 def test_a_row_without_the_columns_of_its_set_is_refused_by_its_place(policy, hub, tmp_path):

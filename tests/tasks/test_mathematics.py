@@ -14,6 +14,7 @@ from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards.verifiers import boxed
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
+from maxrl_fast.tasks.jsonl import read_lines
 from tests.tables import refused, table
 from tests.tasks.test_dataset import written
 
@@ -110,6 +111,27 @@ def test_parquet_and_json_lines_give_the_same_prompts(tmp_path, policy):
     assert one.fingerprint == other.fingerprint
     assert one.prompts("train", 0, 5).columns == other.prompts("train", 0, 5).columns
     assert "\\boxed" not in prompt_of(one)  # the suffix is not added to messages
+
+
+def test_narrow_floats_of_parquet_are_their_shortest_decimals(tmp_path):
+    wide, narrow, half = pyarrow.float64(), pyarrow.float32(), pyarrow.float16()
+    nested = pyarrow.list_(pyarrow.struct({"z": pyarrow.list_(narrow)}))
+    columns = {
+        "prompt": ("?", pyarrow.string()),
+        "wide": (0.10000000149011612, wide),
+        "narrow": (0.1, narrow),
+        "half": (0.3, half),
+        "nested": ([{"z": [1e-7, None, 1e30]}], nested),
+        "map": ([("a", 65.44)], pyarrow.map_(pyarrow.string(), narrow)),
+        "none": (None, narrow),
+    }
+    arrays = {name: pyarrow.array([x], kind) for name, (x, kind) in columns.items()}
+    arrays["coded"] = arrays["narrow"].dictionary_encode()
+    table = pyarrow.table(arrays)
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    ((_, line),) = read_lines(tmp_path / "x.parquet", "prompt")
+    expected = {name: x for name, (x, _) in columns.items()}
+    assert line == expected | {"coded": 0.1, "map": [["a", 65.44]]}
 
 
 DEFAULTS = RewardOptions()

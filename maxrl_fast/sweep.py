@@ -3,6 +3,8 @@ one report on them.
 """
 
 import itertools
+import math
+import os
 import re
 import shlex
 import signal
@@ -42,6 +44,8 @@ OPTIONS = (
     ("--out DIR", "folder of the sweep (default: runs/sweep, or runs/sweep-NAME of the file)"),
     ("--dry-run", "print the commands of the runs, and stop"),
 )
+
+MOST_RUNS = 10_000
 
 
 @command
@@ -120,7 +124,10 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     several = {option.name for option in options_of(Config).values() if option.takes_several}
     sides = [name for name, values in options.items() if len(values) > 1 and name not in several]
     sides.sort(key=lambda name: name == "seed")
+    if (count := math.prod(len(options[name]) for name in sides)) > MOST_RUNS:
+        raise InputError(f"a sweep must have at most {MOST_RUNS:,} runs, got {count:,}")
     runs: dict[Path, Run] = {}
+    seen = set[str]()  # 1e-4 and 0.0001 are one run
     for values in itertools.product(*(options[name] for name in sides)):
         chosen = options | {name: [value] for name, value in zip(sides, values, strict=True)}
         arguments = []
@@ -137,14 +144,18 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
         except InputError as error:
             said = ", ".join(f"{name} {value}" for name, value in zip(sides, values, strict=True))
             raise InputError(f"the run of {said}: {error}" if said else str(error)) from error
-        if any(run.config == config for run in runs.values()):  # 1e-4 and 0.0001
+        if (shown := repr(config)) in seen:
             continue
+        seen.add(shown)
         parts = [config.objective.short_name]
         for name in sides:
             if name not in ("objective", "seed"):
                 parts.append(f"{name.replace('_', '-')}-{chosen[name][0].strip('/')}")
         group = "_".join(re.sub(r"[^\w.+-]+", "-", part) for part in parts)
         folder = out / f"{group}_seed-{config.run.seed}"
+        if len(os.fsencode(folder.name)) > 255:
+            wanted = "the values of a run must make a name of a folder of at most 255 bytes"
+            raise InputError(f"{wanted}, got {folder.name:.80}...")
         if folder in runs:
             raise InputError(
                 f"the folder {folder} is of two runs of the grid: give every value once, under its "

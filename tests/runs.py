@@ -19,7 +19,7 @@ from maxrl_fast.training.learner import Learner
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
-    *"--maze-size 5 --prompts 4 --rollouts 4 --k 2 --steps 3".split(),
+    *"--maze-size 7 --prompts 4 --rollouts 4 --k 2 --steps 3".split(),
     *"--sft-steps 40 --sft-batch 8 --sft-lr 5e-3 --eval-prompts 6 --eval-samples 4".split(),
     *"--hidden-size 32 --intermediate-size 48 --layers 2 --heads 4 --kv-heads 2".split(),
     *"--threads 1 --dtype float32".split(),
@@ -39,11 +39,11 @@ JOB = [
     *"--sft-steps 40 --steps 6 --eval-every 2 --save-every 2 --keep-checkpoints 4".split(),
 ]
 # The run "maze" solves some of its mazes, and not all.
-MAZE = [*JOB, *"--objective maxpo --k 2 --seed 4 --sft-steps 70 --sft-batch 16 --lr 8e-4".split()]
-MAZE += "--max-new-tokens 9 --warmup-steps 0 --eval-prompts 12 --diagnose-every 2".split()
+MAZE = [*JOB, *"--objective maxpo --k 2 --seed 4 --sft-steps 150 --sft-batch 16 --lr 8e-4".split()]
+MAZE += "--max-new-tokens 18 --sft-lr 1e-2 --warmup-steps 0 --eval-prompts 12 --diagnose-every 2".split()
 MAZE += ["--log-to", "tensorboard"]
 ADAPTERS = "--lora-rank 2 --lora-alpha 6 --lora-targets q_proj,down_proj".split()
-LORA = "--task maze --maze-size 5 --prompts 4 --rollouts 4 --k 2 --steps 4 --sft-steps 20".split()
+LORA = "--task maze --maze-size 7 --prompts 4 --rollouts 4 --k 2 --steps 4 --sft-steps 20".split()
 LORA += "--sft-batch 8 --sft-lr 5e-3 --lr 1e-3 --eval-prompts 4 --eval-samples 2".split()
 LORA += "--threads 1 --save-every 2 --dtype float32 --kl-coef 0.1 --keep-checkpoints 0".split()
 # In the chain every group has some reward, so that no gradient is mere rounding.

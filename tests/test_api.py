@@ -104,7 +104,7 @@ def test_wrong_options_raise_an_input_error_with_the_commands_sentence(
 @pytest.mark.slow
 def test_a_task_object_trains_as_its_name_does(maze_run, tmp_path, capsys):
     options = {name: value for name, value in options_of(MAZE).items() if name != "maze_size"}
-    given = maxrl_fast.run(options, task=MazeTask(5, seed=4), out=tmp_path / "given")
+    given = maxrl_fast.run(options, task=MazeTask(7, seed=4), out=tmp_path / "given")
     for log in ("metrics.jsonl", "eval.jsonl"):
         assert without_timings(given.out / log) == without_timings(maze_run / log)
     capsys.readouterr()

@@ -22,7 +22,7 @@ from tests.tables import table
 from tests.tool_episodes import save_tool_policy
 
 RUNTIME = (*"--threads 1 --dtype float32".split(),)
-MAZE5 = ("--task", "maze", "--maze-size", "5")
+MAZE7 = ("--task", "maze", "--maze-size", "7")
 SMALL = (*RUNTIME, *"--eval-prompts 12 --samples 4 --bootstrap 40".split())
 
 
@@ -64,7 +64,7 @@ def test_evaluating_a_run_reproduces_its_last_evaluation(maze_run, finished):
         assert results[name] == last[name]
     assert 0 < results["pass_at_k"]["1"]["mean"] < 1
     options = results["options"]
-    wanted = {"maze_size": 5, "seed": 4, "task_seed": 4, "samples": 4, "eval_prompts": 12}
+    wanted = {"maze_size": 7, "seed": 4, "task_seed": 4, "samples": 4, "eval_prompts": 12}
     wanted["max_new_tokens"] = 9  # 8 is the default
     assert wanted.items() <= options.items()
     assert options["k"] == [1, 2, 4]
@@ -77,7 +77,7 @@ def test_evaluating_a_run_reproduces_its_last_evaluation(maze_run, finished):
 def test_the_results_follow_from_the_samples(finished):
     results, samples = read(finished), samples_of(finished)
     assert [sample["id"] for sample in samples] == [i for i in range(12) for _ in range(4)]
-    task = MazeTask(5, seed=4)
+    task = MazeTask(7, seed=4)
     assert samples[4]["prompt"] == task.decode(task.prompts("test", 1, 1).tokens.tolist())
     groups = [samples[i : i + 4] for i in range(0, 48, 4)]
     counts = [sum(sample["reward"] == 1 for sample in group) for group in groups]
@@ -156,12 +156,12 @@ def test_a_policy_is_never_compared_with_itself(maze_run, tmp_path, capsys):
 
 
 def test_flags_override_the_runs_options(maze_run, tmp_path):
-    flags = "--maze-size 7 --task-seed 1 --split train --top-p 0.9 --seed 2 --eval-prompts 5 "
+    flags = "--maze-size 9 --task-seed 1 --split train --top-p 0.9 --seed 2 --eval-prompts 5 "
     assert run(maze_run, *flags.split(), "--out", tmp_path / "out") == 0
     options = read(tmp_path / "out")["options"]
-    wanted = {"maze_size": 7, "task_seed": 1, "seed": 2, "split": "train", "max_new_tokens": 18}
+    wanted = {"maze_size": 9, "task_seed": 1, "seed": 2, "split": "train", "max_new_tokens": 32}
     assert wanted.items() <= options.items()
-    task = MazeTask(7, seed=1)
+    task = MazeTask(9, seed=1)
     first = task.decode(task.prompts("train", 0, 1).tokens.tolist())
     assert samples_of(tmp_path / "out")[0]["prompt"] == first
     names = ["coverage.png", "eval.json", "lock", "samples.jsonl"]
@@ -169,11 +169,11 @@ def test_flags_override_the_runs_options(maze_run, tmp_path):
 
 
 def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path):
-    assert run(untrained, *MAZE5, "--out", tmp_path / "out") == 0
+    assert run(untrained, *MAZE7, "--out", tmp_path / "out") == 0
     options = read(tmp_path / "out")["options"]
-    wanted = {"seed": 0, "task_seed": 0, "max_new_tokens": 8, "temperature": 1.0}
+    wanted = {"seed": 0, "task_seed": 0, "max_new_tokens": 18, "temperature": 1.0}
     assert wanted.items() <= options.items()
-    task = MazeTask(5)
+    task = MazeTask(7)
     num_distinct = len({tuple(task.prompts("test", i, 1).tokens.tolist()) for i in range(12)})
     assert num_distinct < 12
     assert read(tmp_path / "out")["num_distinct_prompts"] == num_distinct
@@ -251,7 +251,7 @@ def test_invalid_results_of_a_baseline_are_refused(
 def test_too_many_failed_rewards_end_the_evaluation(untrained, tmp_path, capsys):
     reward = tmp_path / "reward.py"
     reward.write_text("def score(prompt, response):\n    raise ValueError('no idea')\n")
-    flags = (*MAZE5, "--reward", f"{reward}:score", "--out", tmp_path / "out")
+    flags = (*MAZE7, "--reward", f"{reward}:score", "--out", tmp_path / "out")
     assert run(untrained, *flags) == 1
     error = capsys.readouterr().err
     assert "no idea" in error

@@ -145,7 +145,7 @@ def check_limits(config: type, values: Mapping[str, Any]) -> None:
     for name, option in options_of(config).items():
         for limit in option.of(Limit):
             if values.get(name) is not None and not limit.holds(values[name]):
-                raise InputError(f"{name} must be {limit.wanted}, got {values[name]}", name)
+                raise InputError(f"{name} must be {limit.wanted}, got {values[name]!s:.80}", name)
 
 
 def check_refusals(config: type, values: Mapping[str, Any]) -> None:

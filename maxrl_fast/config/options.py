@@ -46,7 +46,11 @@ Dtype = Annotated[
     Help("Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere."),
 ]
 Threads = Annotated[
-    Count, Help("Number of CPU threads."), Default("those this process may use"), Resume.ROUNDING
+    Count,
+    Limit("at most 1024", lambda x: x <= 1024),
+    Help("Number of CPU threads."),
+    Default("those this process may use"),
+    Resume.ROUNDING,
 ]
 EngineName = Annotated[
     str,
@@ -124,8 +128,17 @@ class TaskOptions:
     that are run against tests; gym:NAME, a data set of reasoning-gym; dataset, prompts of --data
     scored by --reward; FILE.py:FUNCTION, which is dataset with this reward; FILE.py:CLASS or
     package.module:CLASS, your own task."""
-    maze_size: Annotated[int, when.MAZE] = 9
-    """Cells along one side of a maze, odd, 5 to 31."""
+    maze_size: Annotated[
+        int,
+        when.MAZE,
+        Limit(
+            "an odd number from 7 to 31 (there are four 5x5 mazes, three to train on and one held "
+            "out)",
+            lambda x: 7 <= x <= 31 and x % 2,
+        ),
+    ] = 9
+    """Cells along one side of a maze, odd, 7 to 31. There are 192 mazes of 7x7, of which 38 are
+    held out, and 100,352 of 9x9."""
     chain_length: Annotated[int, when.CHAIN] = 64
     """States of the chain; the MaxPO paper has 1000."""
     gym_config: Annotated[str, when.GYM_TASK, Note.JSON] = ""

@@ -6,8 +6,9 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -50,12 +51,12 @@ class RawOption:
     Args:
         value: the text of a flag, or a value of TOML, JSON or Python.
         name: the option as the user writes it: "--lr" or "lr".
-        place: "FILE, line N: " or nothing.
+        place: returns "FILE, line N: " or nothing.
     """
 
     value: Any
     name: str
-    place: str = ""
+    place: Callable[[], str] = str
 
 
 def convert(option: Option, given: RawOption) -> Any:
@@ -75,7 +76,7 @@ def convert(option: Option, given: RawOption) -> Any:
         text = "text without null bytes or half characters"
         wanted = wanted or f"one of {', '.join(option.choices)}" * bool(option.choices) or text
         meant = nearest(str(value), option.choices)
-        where = f"{given.place}{given.name}"
+        where = f"{given.place()}{given.name}"
         raise InputError(f"{where} must be {wanted}, got {value!r:.80}{meant}") from None
 
 
@@ -140,7 +141,7 @@ def read_toml(path: Path) -> dict[str, RawOption]:
         raise InputError(f"--config must be a readable TOML file, got {path}: {error}") from error
     given, known = {}, options_of(Config)
     for key, value in options.items():
-        place, option = _place(path, text, key), known.get(key)
+        place, option = partial(_place, path, text, key), known.get(key)
         if any(isinstance(item, dict) for item in (value, *as_list(value))):
             there = "write its keys there"
             if option and Note.JSON in option.notes:
@@ -148,17 +149,17 @@ def read_toml(path: Path) -> dict[str, RawOption]:
             elif option and option.takes_several:
                 there = 'give a list such as ["kl=0"]'
             raise InputError(
-                f"{place}: options must stand at the top of the file, without tables, got the "
+                f"{place()}options must stand at the top of the file, without tables, got the "
                 f"table [{key:.80}]; {there}"
             )
         if option and Note.NOT_IN_A_FILE in option.notes:
-            raise InputError(f"{place}: {key} is only a flag")
-        given[key] = RawOption(value, key, f"{place}: ")
+            raise InputError(f"{place()}{key} is only a flag")
+        given[key] = RawOption(value, key, place)
     return given
 
 
 def _place(path: Path, text: str, key: str) -> str:
-    """Return "FILE, line N" for a key, or "FILE" for one that is written with escapes."""
+    """Return "FILE, line N: " for a key, or "FILE: " for one that is written with escapes."""
     lines = text.splitlines()
     statement = re.compile(rf"\s*\[*\s*[\"']?{re.escape(key)}[\"']?\s*[].=]")
     for i, line in enumerate(lines):
@@ -167,8 +168,8 @@ def _place(path: Path, text: str, key: str) -> str:
                 tomllib.loads("\n".join(lines[:i]))
             except (ValueError, RecursionError):  # the line is within a string or an array
                 continue
-            return f"{path}, line {i + 1}"
-    return str(path)
+            return f"{path}, line {i + 1}: "
+    return f"{path}: "
 
 
 def read_run(out: Path, overriding: Mapping[str, RawOption]) -> dict[str, RawOption]:
@@ -186,7 +187,7 @@ def read_run(out: Path, overriding: Mapping[str, RawOption]) -> dict[str, RawOpt
         options = read_json(saved)["options"]
     left_out = {"versions", "command", *names_with(Config, Resume.NOT_COMPARED)}
     given = {
-        key: RawOption(value, key, f"{file}: ")
+        key: RawOption(value, key, partial("{}: ".format, file))
         for key, value in options.items()
         if key not in left_out and value is not None
     }
@@ -239,7 +240,7 @@ def refuse_unknown(
         if name not in known:
             is_flag = x.name.startswith("--")
             found = hint(name, known, is_flag) or "; --help lists the options" * is_flag
-            raise InputError(f"{x.place}unknown option {x.name:.80}{found}")
+            raise InputError(f"{x.place()}unknown option {x.name:.80}{found}")
     for word in words:
         name = word.partition("=")[0]
         meant = hint(name.lstrip("-+"), known)
@@ -299,7 +300,7 @@ def _parse(flags: Mapping[str, RawOption], words: Sequence[str]) -> Config:
     for key in [key for key in given if key not in options]:
         raise _inapplicable(given[key], key, f"is not used by objective {name}", options)
     if "model" in given and "task" not in given:
-        raise InputError(f"{given['model'].place}{given['model'].name} {TASK_IS_MISSING}")
+        raise InputError(f"{given['model'].place()}{given['model'].name} {TASK_IS_MISSING}")
     # A run's config.json has the defaults of options that it does not use too.
     config = configure(Config(), options, given, file.keys() | flags, objective_presets(name))
     if not is_auto:
@@ -334,7 +335,7 @@ def _inapplicable(
     # Where another library means something else by the name, as by beta, PACS's, the weight of the
     # divergence.
     meant = hint(key, known, given.name.startswith("--")) if key in OTHER_NAMES else ""
-    return InputError(f"{given.place}{given.name} {reason}{meant}")
+    return InputError(f"{given.place()}{given.name} {reason}{meant}")
 
 
 def source_location(error: InputError, arguments: Sequence[str]) -> str:
@@ -347,5 +348,5 @@ def source_location(error: InputError, arguments: Sequence[str]) -> str:
     except InputError:  # which is the error
         return ""
     names = [name for name in error.options if name in file and name not in flags]
-    places = [f"{name}: {file[name].place.removesuffix(': ')}" for name in names]
+    places = [f"{name}: {file[name].place().removesuffix(': ')}" for name in names]
     return f" ({'; '.join(places)})" if places else ""

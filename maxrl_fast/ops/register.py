@@ -62,7 +62,7 @@ def try_out(
         return group_advantage(rewards, estimator, **example_inputs(row, rewards), **options)
     except ValueError as error:
         raise ValueError(f"{error}, on a small example") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         what = f"{row.name} fails on a small example"
         raise ValueError(f"{what}: {describe_error(error)}") from error
 

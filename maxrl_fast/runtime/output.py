@@ -4,6 +4,7 @@ full disk does not stop it.
 
 import argparse
 import contextlib
+import errno
 import functools
 import io
 import os
@@ -79,7 +80,17 @@ def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
         protect_output()
         arguments = sys.argv[1:] if arguments is None else arguments
         if "--version" not in arguments:
-            return run(arguments)
+            try:
+                return run(arguments)
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:
+                    raise
+                named = f"{error.filename!s:.60}..., which is too long"
+                print(
+                    f"error: a name of a file must have at most 255 bytes, got {named}",
+                    file=sys.stderr,
+                )
+                return 2
         print(version_text())
         return 0
 

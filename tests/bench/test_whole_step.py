@@ -4,7 +4,7 @@ from bench.whole_step import whole_step
 from maxrl_fast.config.options import Config
 
 TINY = Config().replace(
-    **{"objective": "grpo", "maze_size": 5, "max_new_tokens": 8, "prompts": 2, "rollouts": 4},
+    **{"objective": "grpo", "maze_size": 7, "max_new_tokens": 8, "prompts": 2, "rollouts": 4},
     **{"hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 4, "kv_heads": 2},
     **{"sft_steps": 1, "device": "cpu", "dtype": "float32"},
 )

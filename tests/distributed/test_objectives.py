@@ -47,7 +47,7 @@ def test_steps_are_the_same_on_two_processes(name, tmp_path):
     rewards.write_text(REWARDS)
     advantage.write_text(ADVANTAGE)
     flags = OF_REWARDS[name].format(rewards, advantage).split()
-    flags += "--updates-per-step 2 --prompts 12 --rollouts 4 --steps 4 --maze-size 5".split()
+    flags += "--updates-per-step 2 --prompts 12 --rollouts 4 --steps 4 --maze-size 7".split()
     for num_ranks in (1, 2):
         run_job(tmp_path / str(num_ranks), num_ranks, *flags, "--diagnose-every", "2")
     alone, together = tmp_path / "1", tmp_path / "2"

@@ -19,6 +19,7 @@ import torch
 
 import maxrl_fast
 from maxrl_fast import _C
+from maxrl_fast.tasks.maze import MazeTask
 
 HERE = Path(__file__).parent
 TIMES = ("tokens_per_second", "rollout_seconds", "train_seconds")
@@ -30,7 +31,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "gspo": {"objective": "grpo", "loss": "gspo", "updates_per_step": 2},
 }
 SIZES = {
-    "maze_size": 5,
     "prompts": 16,
     "rollouts": 8,
     "steps": 20,
@@ -59,7 +59,7 @@ def machine() -> dict[str, str]:
 
 def lines_of(name: str, folder: Path) -> list[dict[str, float]]:
     """Run the golden run of this name; return its metrics without times, a line for each step."""
-    maxrl_fast.run(RUNS[name], **SIZES, out=folder / name)
+    maxrl_fast.run(RUNS[name], **SIZES, task=MazeTask(5, SIZES["seed"]), out=folder / name)
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     return [
         {key: value for key, value in json.loads(line).items() if key not in TIMES}

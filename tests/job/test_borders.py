@@ -61,7 +61,7 @@ def test_a_checkpoint_with_one_nan_is_refused_by_name(maze_run, tmp_path, capsys
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    job = "--task maze --maze-size 5 --prompts 4 --rollouts 4 --k 2 --steps 3 --model".split()
+    job = "--task maze --maze-size 7 --prompts 4 --rollouts 4 --k 2 --steps 3 --model".split()
     job += [str(folder), "--out", str(tmp_path / "run")]
     for command, words in ((train, job), (evaluate, [str(folder), "--task", "maze"])):
         assert command.main(words) == 2

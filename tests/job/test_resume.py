@@ -434,7 +434,7 @@ def test_a_run_evaluates_on_a_part_of_the_prompts_at_each_quarter(tmp_path, monk
     """33 of 64 prompts, 3 x 33 x 1 of at most 100 samples. The first evaluation's samples of these
     prompts have the same random numbers, and a stopped run resumes with the same evaluations.
     """
-    few = "--maze-size 5 --layers 1 --hidden-size 16 --intermediate-size 16 --heads 2 --kv-heads 1"
+    few = "--maze-size 7 --layers 1 --hidden-size 16 --intermediate-size 16 --heads 2 --kv-heads 1"
     job = [*few.split(), *"--sft-steps 2 --steps 5 --prompts 50 --rollouts 8 --k 2".split()]
     job += [*"--eval-prompts 64 --eval-samples 1 --threads 1 --lr 1e-9 --save-every 1".split()]
     assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0

@@ -29,7 +29,7 @@ def test_the_first_samples_of_each_evaluation_are_kept(maze_run):
     steps = [record["step"] for record in read(maze_run / "eval.jsonl")]
     assert [sample["step"] for sample in samples] == [step for step in steps for _ in range(32)]
     assert [sample["id"] for sample in samples[:9]] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
-    task = MazeTask(5, seed=4)
+    task = MazeTask(7, seed=4)
     for sample in samples:
         prompt = task.prompts("test", sample["id"], 1)
         assert sample["prompt"] == task.decode(prompt.tokens.tolist())
@@ -53,7 +53,7 @@ def test_each_evaluation_counts_the_correct_samples_of_every_prompt(maze_run):
 
 
 def test_the_text_of_the_held_out_prompts_is_written_once(maze_run):
-    task = MazeTask(5, seed=4)
+    task = MazeTask(7, seed=4)
     texts = [task.decode(task.prompts("test", i, 1).tokens.tolist()) for i in range(12)]
     lines = [{"id": i, "prompt": text} for i, text in enumerate(texts)]
     assert read(maze_run / "eval_prompts.jsonl") == lines

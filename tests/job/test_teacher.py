@@ -13,7 +13,7 @@ from maxrl_fast.job.fingerprints import model_content
 from tests.runs import without_timings
 from tests.tables import table
 
-SMALL = "--maze-size 5 --prompts 4 --eval-prompts 4 --eval-samples 2 --threads 1 --steps 2"
+SMALL = "--maze-size 7 --prompts 4 --eval-prompts 4 --eval-samples 2 --threads 1 --steps 2"
 
 
 def run(out, *flags):

@@ -22,7 +22,7 @@ from tests.tasks.test_dataset import save_byte_level_policy
 
 FOLDER = Path(__file__).parents[2] / "examples" / "papers"
 RECIPE = """task = "maze"
-maze_size = 5
+maze_size = 7
 max_new_tokens = 8
 hidden_size = 32
 intermediate_size = 48
@@ -40,7 +40,7 @@ device = "cpu"
 """
 # The script, the flags of a tiny run, a bad flag, and the sentence that refuses it.
 SCRIPTS = """
-    ahead | --seeds 1 --maze-size 5 --sft-steps 40 --tokens 700 --prompts 4 --evaluations 1
+    ahead | --seeds 1 --maze-size 7 --sft-steps 40 --tokens 700 --prompts 4 --evaluations 1
       --eval-mazes 4 --eval-samples 4 --methods grpo --lags 0 1 | --lags 5 | must be 0 to 4
     bandit | --seeds 3 --num-actions 6 --num-rollouts 5 --k 3 --bias-batches 150
       --variance-batches 50 --rollouts-swept 4 6 --actions-swept 2 5 | --k 1 | must be at least 2
@@ -52,27 +52,27 @@ SCRIPTS = """
     exact_likelihood | --steps 4 --rollouts 4 --sweep 1 --classes 5 --test-images 9 --batch 8
       --seeds 2 | --seeds 1 | at least 2
     weights | --rollouts 8 --points 5 | --k 8 | --k must be from 2 to the smallest of --rollouts
-    data_scarce | --seeds 1 --maze-size 5 --sft-steps 20 --prompts 2 --training-mazes 4 --epochs 2
+    data_scarce | --seeds 1 --maze-size 7 --sft-steps 20 --prompts 2 --training-mazes 4 --epochs 2
       --evaluations 1 --eval-mazes 4 --eval-samples 16 --methods maxrl | --epochs 0 | a multiple of
-    distillation | --seeds 1 --maze-size 5 --sft-steps 20 --teacher-steps 1 --prompts 2 --tokens 100
+    distillation | --seeds 1 --maze-size 7 --sft-steps 20 --teacher-steps 1 --prompts 2 --tokens 100
       --evaluations 1 --eval-mazes 4 --coefficients 0.5 | --teacher-steps 0 | must be at least 1
-    gradient_norms | --seeds 1 --maze-size 5 --sft-steps 40 --mazes 4 --rollouts 8 --methods rloo
+    gradient_norms | --seeds 1 --maze-size 7 --sft-steps 40 --mazes 4 --rollouts 8 --methods rloo
       maxrl | --mazes 0 | at least 1
     guessing | --objectives maxpo-k4 --seeds 1 --sft-steps 60 --tokens 500 --rollouts 8
       --evaluations 1 --eval-samples 16 | --objectives best | objective must be one that
     language_objectives | --problems problems --objectives grpo --seeds 1 --tokens 20 --prompts 2
       --rollouts 2 --eval-samples 2 --training-problems 8 | --training-problems 9 | at most 8
-    maze_scaling | --maze-size 5 --sft-steps 20 --steps 2 --prompts 2 --rollouts 4 --seeds 1
+    maze_scaling | --maze-size 7 --sft-steps 20 --steps 2 --prompts 2 --rollouts 4 --seeds 1
       --objectives maxpo --eval-mazes 4 --eval-samples 4 | --rollouts 2 | must be at least 4 each
     maze_table | --recipe {recipe} --objectives maxrl --steps 2 | --steps 0 | must be at least 1
-    moment_variance | --seeds 1 --maze-size 5 --sft-steps 20 --prompts 2 --steps 10
+    moment_variance | --seeds 1 --maze-size 7 --sft-steps 20 --prompts 2 --steps 10
       --methods pkpo | --steps 9 | of 10
-    pacs_ablations | --seeds 1 --maze-size 5 --sft-steps 20 --prompts 4 --steps 6 --eval-mazes 4
+    pacs_ablations | --seeds 1 --maze-size 7 --sft-steps 20 --prompts 4 --steps 6 --eval-mazes 4
       --eval-samples 4 --methods pacs beta-10 | --steps 2 | must be a multiple of 6
     pacs_bandit | --seeds 1 --actions 3 --rollouts 2 | --actions 2 | must be above 2
-    stopping | --seeds 1 --maze-size 5 --sft-steps 20 --tokens 300 --prompts 2 --evaluations 1
+    stopping | --seeds 1 --maze-size 7 --sft-steps 20 --tokens 300 --prompts 2 --evaluations 1
       --eval-mazes 4 --eval-samples 4 --training-mazes 8 --methods maxrl-stop | --methods best | of
-    objectives_league | --maze-size 5 --sft-steps 40 --prompts 4 --tokens 300 --variance-steps 2
+    objectives_league | --maze-size 7 --sft-steps 40 --prompts 4 --tokens 300 --variance-steps 2
       --eval-mazes 4 --eval-samples 16 --seeds 1 --objectives pacs | --objectives gdpo | got gdpo
 """
 SLOW = (

@@ -128,7 +128,7 @@ def test_a_teacher_of_episodes(reads_more, budget):
 @pytest.mark.parametrize("is_self", [False, True])
 def test_each_step_asks_its_teacher_about_its_own_responses(monkeypatch, is_self):
     """Without a reference it is the policy as the step finds it, which reads the answer."""
-    flags = "--task maze --maze-size 5 --prompts 2 --rollouts 2 --hidden-size 32 --layers 1"
+    flags = "--task maze --maze-size 7 --prompts 2 --rollouts 2 --hidden-size 32 --layers 1"
     flags += " --objective maxrl --kl-coef 1 --kl k2 --lr 0.01 --threads 1 --steps 3 --sft-steps 0"
     flags += " --device cpu --dtype float32" + " --teacher-prompt answer" * is_self
     config = parse(flags.split())

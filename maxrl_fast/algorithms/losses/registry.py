@@ -126,7 +126,10 @@ def _learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float],
             values = checked(loss, function(tokens), tokens)
         except ValueError:
             raise
-        except Exception as error:  # whatever a user's function raises becomes one sentence
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # whatever a user's function raises becomes one sentence
             raise ValueError(
                 f"loss {loss.name} fails on seven tokens: {describe_error(error)}"
             ) from error

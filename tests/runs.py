@@ -40,7 +40,8 @@ JOB = [
 ]
 # The run "maze" solves some of its mazes, and not all.
 MAZE = [*JOB, *"--objective maxpo --k 2 --seed 4 --sft-steps 150 --sft-batch 16 --lr 8e-4".split()]
-MAZE += "--max-new-tokens 18 --sft-lr 1e-2 --warmup-steps 0 --eval-prompts 12 --diagnose-every 2".split()
+MAZE += "--max-new-tokens 17 --sft-lr 1e-2 --warmup-steps 0".split()
+MAZE += "--eval-prompts 12 --diagnose-every 2".split()
 MAZE += ["--log-to", "tensorboard"]
 ADAPTERS = "--lora-rank 2 --lora-alpha 6 --lora-targets q_proj,down_proj".split()
 LORA = "--task maze --maze-size 7 --prompts 4 --rollouts 4 --k 2 --steps 4 --sft-steps 20".split()

@@ -28,7 +28,7 @@ def test_a_run_writes_its_files(maze_run):
     config = json.loads((maze_run / "config.json").read_text())
     weight = json.loads((maze_run / "weight.json").read_text())
     assert weight["values"] == pytest.approx([1 - p for p in PASS_RATES])  # of maxpo with k = 2
-    known = {"objective": "maxpo", "k": 2, "seed": 4, "max_new_tokens": 9}
+    known = {"objective": "maxpo", "k": 2, "seed": 4, "max_new_tokens": 17}
     assert known.items() <= config.items()
     assert config["versions"]["torch"] == torch.__version__
     assert None not in config.values()
@@ -166,6 +166,6 @@ def test_a_response_limit_beyond_the_positions_is_refused_on_resuming(maze_run, 
 def test_a_dry_run_prints_its_options_and_writes_nothing(tmp_path, capsys):
     assert run(tmp_path / "run", "--dry-run") == 0
     text = capsys.readouterr().out
-    asked = "objective = maxpo|k = 2|max_new_tokens = 8|Adam moments|key/value cache|GFLOP"
+    asked = "objective = maxpo|k = 2|max_new_tokens = 18|Adam moments|key/value cache|GFLOP"
     assert all(words in text for words in asked.split("|"))
     assert not (tmp_path / "run").exists()

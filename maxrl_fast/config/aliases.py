@@ -108,6 +108,13 @@ OTHER_NAMES = {
     for option, names in [line.split(": ")]
     for name in names.split()
 }
+_EPOCHS = "--steps sets the length: an epoch of n prompts has n / --prompts steps"
+SENTENCES = {
+    **dict.fromkeys(("epochs", "num_epochs", "total_epochs", "num_train_epochs"), _EPOCHS),
+    "push_to_hub": "`hf upload ORG/NAME RUN/latest` uploads a checkpoint",
+    "callbacks": "maxrl_fast.Session is for a loop of your own",
+    "wandb_project": "--log-to wandb logs to the project in the environment's WANDB_PROJECT",
+}
 # the number of processes, which is torchrun's
 PROCESSES = re.compile(
     r"\w*gpus(_per_node)?|\w*nodes|nproc_per_node|num_processes|world_size|devices"

@@ -143,9 +143,7 @@ def check(config: Config) -> None:
     tracker = options["log_to"]
     # a folder of this name, such as one that wandb leaves, has no origin
     if tracker and not getattr(importlib.util.find_spec(tracker), "origin", None):
-        raise InputError(
-            f"--log-to {tracker} is not installed: pip install 'maxrl_fast[{tracker}]'", "log_to"
-        )
+        raise InputError(f"--log-to {tracker} is not installed: pip install {tracker}", "log_to")
     name, objective = config.objective.objective, objective_of(config)
     given = objective.loss if config.loss.loss is None else config.loss.loss
     loss = loss_of(given)

@@ -97,7 +97,14 @@ WITH_ANSWERS = When(
 READS_TEXT = When(_not_by_task, _reads_text)
 
 TASK_IS_NO_REWARD = When(_not_by_task, lambda c: not is_reward(c["task"]))
-WITH_REWARDS = When("needs --reward", lambda c: c["reward"])
+WITH_REWARDS = When(
+    lambda c: (
+        f"needs --reward: write --task dataset --reward {c['task']} and others"
+        if is_reward(c["task"])
+        else "needs --reward"
+    ),
+    lambda c: c["reward"],
+)
 NOT_0_OR_1 = When(
     "needs --reward with task {task}", lambda c: c["task"] not in ("maze", "guess") or c["reward"]
 )

@@ -7,7 +7,15 @@ OF_ONE_START = ("resume", "out", "allow_changes", "config", "dry_run")
 # of the task: where prompts come from
 OF_TASK = (
     *("task", "maze_size", "chain_length", "gym_config", "task_args", "data", "hub", "test_data"),
-    *("test_hub", "where", "prompt_key", "answer_key", "prompt_suffix", "system_prompt"),
+    *(
+        "test_hub",
+        "allow_overlap",
+        "where",
+        "prompt_key",
+        "answer_key",
+        "prompt_suffix",
+        "system_prompt",
+    ),
     *("plain_prompts", "max_prompt_tokens", "allow_special_tokens", "chat_template"),
     *("chat_template_kwargs", "template_date", "stop", "environment", "max_turns"),
 )

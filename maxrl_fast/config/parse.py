@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from maxrl_fast.algorithms.options import Option, nearest
-from maxrl_fast.config.aliases import IN_EVALUATION, OTHER_NAMES, PROCESSES
+from maxrl_fast.config.aliases import IN_EVALUATION, OTHER_NAMES, PROCESSES, SENTENCES
 from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.config.help_page import show_help, split_help
 from maxrl_fast.config.metadata import (
@@ -138,7 +138,8 @@ def read_toml(path: Path) -> dict[str, RawOption]:
         options = tomllib.loads(text)
     # of TOML, of UTF-8, of a number of too many digits
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"--config must be a readable TOML file, got {path}: {error}") from error
+        why = f"{error}; write lines KEY = VALUE" if path.suffix != ".toml" else error
+        raise InputError(f"--config must be a readable TOML file, got {path}: {why}") from error
     given, known = {}, options_of(Config)
     for key, value in options.items():
         place, option = partial(_place, path, text, key), known.get(key)
@@ -184,7 +185,9 @@ def read_run(out: Path, overriding: Mapping[str, RawOption]) -> dict[str, RawOpt
         raise InputError(f"--resume must be the folder of a run, got {out}, which {why}")
     options, saved = read_json(file), out / "progress.json"
     if saved.exists():  # then config.json is the policy's
-        options = read_json(saved)["options"]
+        options = read_json(saved).get("options")
+    if not isinstance(options, dict):
+        raise InputError(f"{saved} must hold the options of a run, got {options!r:.80}; restore it")
     left_out = {"versions", "command", *names_with(Config, Resume.NOT_COMPARED)}
     given = {
         key: RawOption(value, key, partial("{}: ".format, file))
@@ -219,6 +222,8 @@ def hint(name: str, known: Mapping[str, Option], is_flag: bool = True) -> str:
     parts = name.lower().replace("-", "_").split(".")
     if "sharding" in known and PROCESSES.fullmatch(parts[-1]):  # not in an evaluation
         return "; torchrun --nproc-per-node N starts a process for each of N GPUs"
+    if (said := SENTENCES.get(parts[-1])) and "objective" in known:
+        return f"; {said}"
     words = ("_".join(parts), "_".join(parts[-2:]), parts[-1], parts[-1].removeprefix("no_"))
     names = [word if word in known else OTHER_NAMES.get(word, word) for word in words]
     names = [option for x in names for option in (x, IN_EVALUATION.get(x, ""))]

@@ -135,7 +135,7 @@ def _import() -> None:
         import huggingface_hub  # noqa: F401
     except ImportError as error:
         raise InputError(
-            f"a model of the hub needs huggingface_hub: pip install 'maxrl_fast[hf]' ({error})"
+            f"a model of the hub needs huggingface_hub: pip install huggingface_hub ({error})"
         ) from error
 
 

@@ -96,7 +96,7 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
     except ImportError as error:
         raise InputError(
             f"{path}: model_type {model_type!r:.80} needs transformers: pip install "
-            f"'maxrl_fast[hf]' ({error})"
+            f"transformers ({error})"
         ) from error
     if int(transformers.__version__.split(".")[0]) < 5:
         raise InputError(

@@ -42,7 +42,7 @@ def backend_of(directory: Path, wanted: str = "auto") -> str:
         read_config(directory / "config.json")
     except UnsupportedModelError as error:
         if importlib.util.find_spec("transformers") is None:
-            raise InputError(f"{error}; for other models: pip install 'maxrl_fast[hf]'") from error
+            raise InputError(f"{error}; for other models: pip install transformers") from error
         read_huggingface(directory)
         return "transformers"
     return "native"

@@ -30,7 +30,7 @@ def load_tokenizer(directory: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise InputError(
-            f"a checkpoint's tokenizer needs transformers: pip install 'maxrl_fast[hf]' ({error})"
+            f"a checkpoint's tokenizer needs transformers: pip install transformers ({error})"
         ) from error
     # transformers would make an empty tokenizer
     if not any(any(directory.glob(name)) for name in VOCABULARIES):

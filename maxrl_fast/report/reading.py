@@ -82,8 +82,11 @@ def read_folder(path: Path, name: str) -> Folder:
             raise InputError(f"{wanted} evaluation, got {printable(path)}, which has neither")
         _read_samples(path, folder)
         return folder
-    except OSError as error:
-        raise InputError(f"cannot read {printable(path)}: {error}") from error
+    except InputError:
+        raise
+    except (OSError, *_DAMAGE) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise InputError(f"cannot read {printable(path)}: {why:.200}") from error
 
 
 def _read_run(path: Path, folder: Folder) -> None:
@@ -185,7 +188,7 @@ def _columns(
 ) -> tuple[list[int], dict[str, list[Number]], list[dict[str, Any]]]:
     """Return the steps, the numbers of each key by step, and each step's record. Of two lines of
     the same step, the later one counts."""
-    by_step = dict(_lines(path, folder, lambda record: (record["step"], record)))
+    by_step = dict(_lines(path, folder, _at_step))
     steps = sorted(by_step)
     ordered = [by_step[step] for step in steps]
     names = dict.fromkeys(
@@ -193,6 +196,15 @@ def _columns(
     )
     names.pop("step", None)
     return steps, {key: [finite(record.get(key)) for record in ordered] for key in names}, ordered
+
+
+def _at_step(record: Any) -> tuple[int, dict[str, Any]]:
+    for key, value in record.items():
+        if key.endswith((PASS, MAX)):
+            coverage_rows(value)
+    if type(record["step"]) is not int or type(record.get("num_prompts", 0)) is not int:
+        raise TypeError
+    return record["step"], record
 
 
 def _is_number(value: Any) -> bool:
@@ -212,7 +224,7 @@ def coverage_rows(passes: Any) -> list[list[Number]]:
 def _read_warnings(path: Path, folder: Folder) -> None:
     def read(record: Any) -> dict[str, Any]:
         message = text_of(record["message"])[0]
-        return {"step": record["step"], "kind": record["kind"], "message": message}
+        return {"step": _at_step(record)[0], "kind": record["kind"], "message": message}
 
     folder.warnings = [*_lines(path / "warnings.jsonl", folder, read)]
 
@@ -220,7 +232,9 @@ def _read_warnings(path: Path, folder: Folder) -> None:
 def _read_points(path: Path, folder: Folder) -> None:
     def read(record: Any) -> list[tuple[Any, ...]]:
         rates, norms = map(finite, record["pass_rate"]), map(finite, record["grad_norm"])
-        points = zip(itertools.repeat(record["step"]), record["ids"], rates, norms, strict=False)
+        points = zip(
+            itertools.repeat(_at_step(record)[0]), record["ids"], rates, norms, strict=False
+        )
         return [point for point in points if None not in point[2:]]
 
     thinned = Thinned(MOST_POINTS)
@@ -255,7 +269,11 @@ def _read_pass_rates(path: Path, folder: Folder) -> None:
         for step, counts, total in _lines(
             path / "pass_rates.jsonl",
             folder,
-            lambda record: (record["step"], _counts(record, record["ids"]), record["num_prompts"]),
+            lambda record: (
+                _at_step(record)[0],
+                _counts(record, record["ids"]),
+                record["num_prompts"],
+            ),
             EVALUATION_BYTES,
         )
     }

@@ -134,6 +134,11 @@ def mismatch(signature: Signature, row: Mapping[str, Any]) -> str:
     given = [*(batch_arguments([row], signature) if signature["style"] == BATCH else row)]
     extra = [name for name in given if name not in signature["names"]]
     for name in signature["required"]:
+        if name not in given and {"solution_str", "ground_truth"} <= {*signature["names"]}:
+            return (
+                "your function has verl's arguments: take `response` for solution_str, and columns "
+                f"of the data by their names ({', '.join(given)}), or none, for the others"
+            )
         if name not in given:
             return f"your function asks for `{name}`: {_fix(name, given, extra)}"
     if extra and not signature["takes_any"]:

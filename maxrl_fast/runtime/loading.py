@@ -182,6 +182,8 @@ def describe_error(error: BaseException, file: str | None = "") -> str:
     """Add the last line of its traceback in `file`; "": in a file of the user's; None: no line."""
     try:
         text = str(error)[:MESSAGE_LENGTH]
+        if isinstance(error, SystemExit) and not isinstance(error.code, str):  # but a tensor
+            text = SHORT_REPR.repr(error.code)
     except BaseException:
         text = "(its message cannot be printed)"
     return f"{type(error).__name__}: {text}" + ("" if file is None else place_of(error, file))

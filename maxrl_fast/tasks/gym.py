@@ -53,7 +53,7 @@ class GymTask(TextTask):
             importlib.import_module("reasoning_gym")
         except ImportError as error:
             raise InputError(
-                f"--task gym:{name} needs reasoning-gym: pip install 'maxrl_fast[gym]' ({error})"
+                f"--task gym:{name} needs reasoning-gym: pip install reasoning-gym ({error})"
             ) from error
         hashed = [
             part

@@ -39,6 +39,11 @@ def read_demonstrations(path: Path, prompt_key: str) -> list[Demonstration]:
 
 
 def _read_objects(path: Path, option: str) -> list[tuple[str, Any]]:
+    if path.suffix in (".csv", ".tsv", ".yaml", ".yml"):
+        raise InputError(
+            f"{option} must be JSON Lines or Parquet, got {printable(path)}; "
+            "pandas.read_csv(FILE).to_parquet(NEW) converts a CSV file"
+        )
     try:
         check_regular(path)
         lines = [*(_read_parquet if path.suffix == ".parquet" else _read_json_lines)(path)]
@@ -64,7 +69,7 @@ def read_hub(
         offline = why_unreachable()
     except ImportError as error:
         raise InputError(
-            f"loading {name} needs datasets (pip install 'maxrl_fast[data]') or a local copy with "
+            f"loading {name} needs datasets (pip install datasets) or a local copy with "
             f"--data FILE: {error}"
         ) from error
     repository, _, config = name.partition(":")
@@ -103,6 +108,11 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             location = f"{printable(path)}, line {i}"
             if not line.strip():
                 continue
+            if line.lstrip()[:1] == b"[":
+                raise InputError(
+                    f"{location}: it must be a JSON object, got an array; `jq -c '.[]' FILE` "
+                    "writes the objects of an array on a line each"
+                )
             try:
                 yield location, json.loads(line, object_pairs_hook=_without_duplicates)
             # invalid JSON, invalid UTF-8, an integer of too many digits, or too deep
@@ -118,7 +128,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise InputError(
-            f"reading {printable(path)} needs pyarrow: pip install 'maxrl_fast[data]' ({error})"
+            f"reading {printable(path)} needs pyarrow: pip install pyarrow ({error})"
         ) from error
     try:
         with ParquetFile(path) as file:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 
@@ -186,6 +187,12 @@ def test_a_value_of_a_file_that_is_refused_has_its_line_unless_a_flag_gives_it(
     --learning-rate 1e-4 | unknown option --learning-rate; did you mean --lr?
     --maze-sise 9 | unknown option --maze-sise; did you mean --maze-size?
     --beta 0.04 | --beta is not used by objective maxpo; did you mean --kl-coef?
+    --push-to-hub | unknown option --push-to-hub; `hf upload ORG/NAME RUN/latest` uploads
+    --trainer.total_epochs 3 | total_epochs; --steps sets the length: an epoch of n prompts has n /
+    --wandb-project x | --wandb-project; --log-to wandb logs to the project in the environment's
+    --callbacks x | unknown option --callbacks; maxrl_fast.Session is for a loop of your own
+    --task r.py:f --data d --model m --reward-weights 2 | --reward-weights needs --reward: write
+        --task dataset --reward r.py:f and others
     --seed 3 actor_rollout_ref.rollout.n=5 | options begin with two dashes; did you mean
         --rollouts?
     """),
@@ -193,6 +200,38 @@ def test_a_value_of_a_file_that_is_refused_has_its_line_unless_a_flag_gives_it(
 def test_names_of_other_libraries_and_misspelled_ones_get_a_hint(words, message):
     with refused(re.escape(message)):
         parse(words.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    table("""
+    --threads 1000000 | threads must be at most 1024, got 1000000
+    --maze-size 5 | maze_size must be an odd number from 7 to 31 (there are four 5x5 mazes, three to
+        train on and one held out), got 5
+    --objective builtins:exit | fails on a small example: SystemExit
+    --objective grpo --loss builtins:exit | loss Quitter fails on seven tokens: SystemExit
+    --resume LONG | a name of a file must have at most 255 bytes, got xxx
+    --model LONG --task gsm8k | a name of a file must have at most 255 bytes, got xxx
+    --config many.toml | many.toml, line 1: unknown option k0
+    --config long.toml | steps must be below 2^31, got 99
+    --config some.yaml | some.yaml: Expected '=' after a key
+    --resume half --out half | half/progress.json must hold the options of a run, got None
+    """),
+)
+def test_hostile_options_are_refused_at_once(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "many.toml").write_text("".join(f"k{i} = 1\n" for i in range(20_000)))
+    (tmp_path / "long.toml").write_text(f"steps = {'9' * 4300}\n")
+    (tmp_path / "some.yaml").write_text("lr: 1\n")
+    (tmp_path / "half").mkdir()
+    for name in ("config", "progress"):
+        (tmp_path / "half" / f"{name}.json").write_text("{}")
+    start = time.monotonic()
+    assert train.main([*flags.replace("LONG", "x" * 300).split(), "--dry-run"]) == 2
+    assert time.monotonic() - start < 10
+    error = capsys.readouterr().err
+    assert " ".join(message.split()) in " ".join(error.split())
+    assert len(error) < 300, error
 
 
 def test_a_run_with_unknown_options_is_refused(tmp_path):

@@ -202,7 +202,8 @@ def test_a_value_that_is_not_a_finite_number_is_a_gap(tmp_path, report):
         '{"step": 1, "reward_mean": 0.1, "loss": -Infinity, "kl": 1e999, "text": "x"}\n'
         f'{{"step": 3, "loss": 1{"0" * 400}, "kl": 2}}\n'
         'nonsense\n[1]\n{"reward_mean": 1}\n{"step": 4, "loss": ' + "[" * 100_000 + "\n"
-        '{"step": 5}\n{"step": 5, "kl": 7}\n'
+        '{"step": 5}\n{"step": 5, "kl": 7}\n{"step": "6"}\n{"step": [6]}\n{"step": null}\n'
+        '{"step": true}\n{"step": 6.5}\n{"step": 6, "pass_at_k": {"x": 1}}\n'
     )
     (out / "metrics.jsonl").write_text(text)
     (run,) = report(out).data["runs"]
@@ -213,7 +214,9 @@ def test_a_value_that_is_not_a_finite_number_is_a_gap(tmp_path, report):
         "kl": [None, None, 2, 7],
         "new": [None, 5, None, None],
     }
-    assert run["notes"] == ["4 lines, the first 4, of metrics.jsonl cannot be read and are skipped"]
+    assert run["notes"] == [
+        "10 lines, the first 4, of metrics.jsonl cannot be read and are skipped"
+    ]
 
 
 def test_an_evaluation_is_shown_beside_a_run(tmp_path, report):

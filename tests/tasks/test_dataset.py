@@ -270,6 +270,24 @@ def test_options_that_do_not_fit_the_task_are_refused(tmp_path, policy):
             task_of(written(tmp_path / "data.jsonl", asked), policy)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    table("""
+    x.csv | --data must be JSON Lines or Parquet, got x.csv; pandas.read_csv
+    x.yaml | --data must be JSON Lines or Parquet, got x.yaml
+    x.json | x.json, line 1: it must be a JSON object, got an array; `jq -c '.[]' FILE`
+    x.jsonl=10000000000 | x.jsonl=INT must have at most 9 digits, got 11
+    x.jsonl=1000000 | x.jsonl=INT must give at most 10,000,000 lines in an epoch, got 1,000,000 x
+    """),
+)
+def test_other_kinds_of_files_and_huge_numbers_are_refused(tmp_path, policy, name, message):
+    rows = [{"prompt": f"{i}?"} for i in range(60)]
+    (tmp_path / "x.json").write_text(json.dumps(rows, indent=1))
+    written(tmp_path / "x.jsonl", rows)
+    with refused(re.escape(message).replace("got\\ x", "got .*x")):
+        task_of(tmp_path / name, policy)
+
+
 OBJECTIVE = "def advantage(rewards):\n    return rewards - rewards.mean(1, keepdim=True)\n"
 
 

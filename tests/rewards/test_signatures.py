@@ -143,6 +143,7 @@ def of(parameters):
         *table("""
         prompt, completion, **c | asks for `completion`: rename it to `response`
         question, response | asks for `question`: rename it to `prompt`
+        data_source, solution_str, ground_truth, extra_info=None | has verl's arguments
         response, answers, **c | `answers`: rename it to `answer`, or ask for `completions` and
         response, anwser, **c | did you mean `answer`? the arguments are prompt, response, answer
         prompt, response | does not take `answer`: add **columns to its parameters

@@ -134,7 +134,7 @@ class TaskOptions:
         Limit(
             "an odd number from 7 to 31 (there are four 5x5 mazes, three to train on and one held "
             "out)",
-            lambda x: 7 <= x <= 31 and x % 2,
+            lambda x: 7 <= x <= 31 and x % 2 == 1,
         ),
     ] = 9
     """Cells along one side of a maze, odd, 7 to 31. There are 192 mazes of 7x7, of which 38 are

@@ -6,68 +6,130 @@ import re
 import subprocess
 import sys
 import tempfile
-from decimal import Decimal, InvalidOperation
+from collections.abc import Iterator
+from decimal import Decimal
+from textwrap import dedent
 from typing import Any
 
 from maxrl_fast.errors import InputError
 
-BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
-OUTPUT_BYTES = 1 << 24  # of a program that are read
-# the whole program, or its function with arguments from standard input
+# a line with a fence: what stands before it, the fence, and the language
+FENCE = re.compile(r"(.*?)(?<![`~])(`{3,}|~{3,})[ \t]*([\w{][^`~]*)?")
+OPTIONS = ["-I", "-X", "utf8", "-X", "int_max_str_digits=0"]
+# The whole program, or its function with arguments from standard input, after the names that
+# LiveCodeBench gives.
 RUN = """
 import json, sys
-program, name = sys.argv[1:]
-scope = {"__name__": "program" if name else "__main__"}
+from types import ModuleType
+name, program = sys.argv.pop(), sys.argv.pop()
 if name:
-    exec("from collections import *; from typing import *; import heapq, math", scope)
-    output, sys.stdout = sys.stdout, sys.stderr
+    given, output, sys.stdout = json.load(sys.stdin), sys.stdout, sys.stderr
+main = ModuleType("program" if name else "__main__")
+scope = vars(main)
+for x in "import {}", "from {} import *", "import {}":
+    for y in ("string re datetime collections heapq bisect copy math random statistics itertools "
+              "functools operator io sys json builtins typing").split():
+        exec(x.format(y), scope)
+scope.pop(name, None)
+sys.setrecursionlimit(50_000)
+sys.modules[main.__name__] = main
 exec(compile(program, "program.py", "exec"), scope)
 if name:
     owner = scope["Solution"]() if "Solution" in scope else None
-    json.dump((getattr(owner, name, None) or scope[name])(*json.load(sys.stdin)), output)
+    json.dump((getattr(owner, name, None) or scope[name])(*given), output, default=float)
 """
 
 
-def program_of(response: str) -> str:
-    """Return the last block of code, "" if there is none."""
-    return (BLOCK.findall(response) or [""])[-1].strip()
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language and code of each closed block, also of one in a list, a quote or a block."""
+    # a fence at the end of a line of code, but not of a string, is moved to a line of its own
+    lines = re.sub(r"(?m)(?<=[^\s\"'`~>])(`{3,})[ \t]*$", r"\n\1", text).split("\n")
+    opened = list[tuple[str, str, str, int]]()
+    for number, line in enumerate(lines):
+        if not (found := FENCE.fullmatch(line.rstrip())):
+            continue
+        before, fence, language = found.groups("")
+        # within a line, or deeper, it belongs to the code
+        if opened and (before.strip("> \t-*+.)0123456789") or len(before) > len(opened[-1][0]) + 3):
+            continue
+        ends = [i for i, x in enumerate(opened) if not language and fence.startswith(x[1])]
+        if ends:
+            before, _, language, start = opened[ends[-1]]
+            del opened[ends[-1] :]
+            quote = rf"(?m)^([ \t]*> ?){{0,{before.count('>')}}}"
+            yield language, dedent(re.sub(quote, "", "\n".join(lines[start:number])))
+        else:
+            opened = [*opened[-7:], (before, fence, language, number + 1)]
+
+
+def program_of(response: str, name: str = "") -> str:
+    """Return the last block that defines the function, or without a name reads standard input; else
+    the last of Python, or the last; "" if there is none."""
+    own = rf"\b(def|class)\s+({re.escape(name)}|Solution)\b" if name else r"\binput\(|stdin|open\(0"
+    blocks = [((bool(re.search(own, x)), "py" in y.lower()), x) for y, x in _blocks(response)]
+    return max(blocks[::-1], key=lambda x: x[0], default=((), ""))[1].strip()
 
 
 def run_tests(prompt: Any, response: str, answer: str, **line: Any) -> float:
     """Return 1 if the program passes all tests of `tests_of`, else 0."""
-    (name, tests), program = json.loads(answer), program_of(response)
+    sys.set_int_max_str_digits(0)  # of this process, a reward worker
+    name, tests = json.loads(answer)
+    program = program_of(response, name)
     return float(bool(program) and all(_passes(program, name, *test) for test in tests))
 
 
 def _passes(program: str, name: str, given: Any, accepted: list[Any]) -> bool:
-    command, null = [sys.executable, "-I", "-c", RUN, program, name], subprocess.DEVNULL
+    command, null = [sys.executable, *OPTIONS, "-c", RUN, program, name], subprocess.DEVNULL
     with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as output:
         file.write((json.dumps(given) if name else given).encode())
         file.seek(0)
         try:
+            if len(program.encode()) >> 17:  # an argument of a process has at most 128 KB
+                return False
             ended = subprocess.run(command, stdin=file, stdout=output, stderr=null, cwd="/")
+            if output.seek(0, 2) > 50 * len(json.dumps(accepted)) + 10_000:
+                return False
             output.seek(0)
-            text = output.read(OUTPUT_BYTES).decode()
-            passes = json.loads(text) in accepted if name else _is_equal(text, accepted[0])
-        except (ValueError, RecursionError):  # a null byte in the program; no UTF-8; no JSON
+            text = output.read().decode()
+            passes = any(_is_equal_text(text, x, name) for x in accepted)
+        # no UTF-8, no JSON, a null byte in the program, a number that is infinite or too large
+        except (ValueError, ArithmeticError, RecursionError, MemoryError):
             return False
     return passes and ended.returncode == 0
 
 
-def _is_equal(given: str, wanted: str) -> bool:
-    """Return whether all lines have the same words, or equal numbers, as in LiveCodeBench."""
-    lines = [[x.split() for x in text.strip().splitlines()] for text in (given, wanted)]
-    return len(lines[0]) == len(lines[1]) and all(
-        x == y or (_numbers(x) is not None and _numbers(x) == _numbers(y))
-        for x, y in zip(*lines, strict=True)
-    )
+def _is_equal_text(text: str, wanted: Any, name: str) -> bool:
+    values = []
+    for x in text, json.dumps(wanted) if name else wanted:
+        if name:
+            kinds = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), Decimal)
+            values.append(json.loads(x, **kinds))
+        else:
+            values.append([[*map(_number, line.split())] for line in x.strip().splitlines()])
+    return _is_equal(*values)
 
 
-def _numbers(words: list[str]) -> list[Decimal] | None:
+def _number(word: str) -> Decimal | str:
     try:
-        return [*map(Decimal, words)]
-    except InvalidOperation:
-        return None
+        return Decimal(re.sub("[_nN]", "-", word))  # 1_0, inf and sNaN are words
+    except ArithmeticError:
+        return word
+
+
+def _is_equal(given: Any, wanted: Any) -> bool:
+    """Return whether values differ by rounding alone: by 1e-9 of a number, by 1e-12, or in the last
+    of at least six decimals; integers are equal or not."""
+    if isinstance(given, list) and isinstance(wanted, list):
+        return len(given) == len(wanted) and all(map(_is_equal, given, wanted))
+    if given == wanted or not (isinstance(given, Decimal) and isinstance(wanted, Decimal)):
+        return bool(given == wanted)
+    unit = max(int(x.as_tuple().exponent) for x in (given, wanted))
+    allowed = max(abs(wanted) / 10**9, Decimal("1e-12"))
+    if unit == 0:  # one is an integer
+        allowed = min(allowed, Decimal("1e-6"))
+    elif unit < -5:
+        allowed = max(allowed, min(Decimal(10) ** unit, abs(wanted) / 10**5))
+    return abs(given - wanted) < allowed
 
 
 def tests_of(value: Any, metadata: Any) -> str:
@@ -77,13 +139,14 @@ def tests_of(value: Any, metadata: Any) -> str:
         value: TACO's {"inputs", "outputs", "fn_name"}, or LiveCodeBench's [{"input", "output",
             "testtype"}] with the name in `metadata`; also as JSON text.
     """
+    sys.set_int_max_str_digits(0)  # TACO has integers of any length
     try:
         value, metadata = (json.loads(x) if isinstance(x, str) else x for x in (value, metadata))
         if isinstance(value, dict):
             name = value.get("fn_name") or ""
             pairs = [*zip(value["inputs"], value["outputs"], strict=True)]
-            # an output of a call may be in a list
-            tests = [[x, [y, *y[:1]] if isinstance(y, list) else [y]] for x, y in pairs]
+            # an output of a call may be in a list of its own
+            tests = [[x, [y, *y * (len(y) == 1)] if isinstance(y, list) else [y]] for x, y in pairs]
         else:
             name = metadata["func_name"] if value[0]["testtype"] == "functional" else ""
             tests = [[x["input"], [x["output"]]] for x in value]

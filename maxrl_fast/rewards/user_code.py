@@ -76,7 +76,9 @@ class UserCode(RewardSource):
                 on_progress()
                 for number, results in self.results(PROGRESS_INTERVAL):
                     part = waiting.pop(number)
-                    if self.is_verifier and results[0].get("kind") == "timeout":
+                    # a program can kill the worker, too
+                    wrong = ("timeout", "crash")[: 1 + self.name.endswith(":code")]
+                    if self.is_verifier and results[0].get("kind") in wrong:
                         results = [{"reward": 0.0}]
                         scores.num_late += len(part)
                     scores.add(part, results)

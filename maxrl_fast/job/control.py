@@ -113,8 +113,12 @@ class StallWatchdog(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        while not self._stopped.wait(min(1.0, self._limit / 4)):
+        interval, active, before = min(1.0, self._limit / 4), 0.0, time.monotonic()
+        while not self._stopped.wait(interval):
+            passed, before = time.monotonic() - before, time.monotonic()
             stage, silence = self._clock.silence()
+            # without the time in which the process was stopped
+            silence = active = min(silence, active + min(passed, 2 * interval))
             if silence > self._limit:
                 limit = f"--stall-limit is {self._limit:g} s"
                 stuck = f"the run is stuck in {stage}: no progress for {silence:.0f} s"

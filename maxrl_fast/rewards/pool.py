@@ -23,6 +23,7 @@ from maxrl_fast.rewards import power_of_two
 from maxrl_fast.rewards.function import ROWS, STYLES, Result, late
 from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rewards.user_code import UserCode
+from maxrl_fast.rewards.worker import close_memory
 
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
 BOOTSTRAP = (
@@ -146,13 +147,15 @@ class Worker(threading.Thread):
             StartError: if the process has ended, and cannot be started again.
         """
         limit = self._settings["time_limit"]
-        for _ in range(2):
+        for attempt in range(2):
             try:
                 reply = self._exchange(f"[{number}, {arguments}]\n".encode(), limit + PATIENCE)
-                break
+                if attempt or not (self._was_stopped and reply.startswith(LATE)):
+                    break  # else it may have been stopped, too
             except ConnectionError:  # it had ended, and has not read the call
-                code = self._end()
-                self._begin()
+                pass
+            code = self._end()
+            self._begin()
         else:
             return [{"kind": "crash", "message": describe_end(b"", code)}]
         with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -174,13 +177,14 @@ class Worker(threading.Thread):
             ConnectionError: if the process has ended and has not read the data.
         """
         assert self._process is not None
-        end, received = time.monotonic() + seconds, b""
+        received, self._was_stopped = b"", False
         self._connection.settimeout(seconds)
         try:
             self._connection.sendall(data)
         except TimeoutError:  # it was stopped
             return LATE
         self._connection.settimeout(LOOK_INTERVAL)
+        before = time.monotonic()
         while received.startswith(LATE) or not received.endswith(b"\n"):
             # before the read, which gets its last words; its processes may keep the connection
             is_over, part = has_ended(self._process.pid), None
@@ -189,7 +193,10 @@ class Worker(threading.Thread):
             if part == b"" or (part is None and is_over):
                 break
             received += part or b""
-            if time.monotonic() > end:
+            passed, before = time.monotonic() - before, time.monotonic()
+            self._was_stopped |= passed > 2 * LOOK_INTERVAL
+            seconds -= min(passed, 2 * LOOK_INTERVAL)  # a whole reply may wait
+            if seconds < 0:
                 return LATE
         return received
 
@@ -323,6 +330,7 @@ class RewardPool(UserCode):
         """Start the workers; raise StartError if one cannot load the function."""
         self._calls, self._results = [Queue() for _ in range(self._num_queues)], Queue()
         output = self.output.fileno() if self.output else subprocess.DEVNULL
+        close_memory()
         try:
             for i in range(self._num_workers):
                 calls = self._calls[i % self._num_queues]

@@ -12,6 +12,7 @@ the process group: see `end_with_trainer`.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import io
 import os
@@ -131,8 +132,16 @@ def contain() -> None:
     with contextlib.suppress(OSError):
         # out of memory, the kernel kills a worker, not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
+    close_memory()  # after oom_score_adj, which only root may write from here on
     set_soft_limit(resource.RLIMIT_CORE, 0)
     set_soft_limit(resource.RLIMIT_FSIZE, FILE_LIMIT)
+
+
+def close_memory() -> None:
+    """Close memory, environment and descriptors of this process to other programs of its user, root
+    excepted."""
+    with contextlib.suppress(AttributeError):  # only Linux has it
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
 
 
 def set_soft_limit(which: int, value: int) -> None:

@@ -5,7 +5,6 @@ import faulthandler
 import os
 import sys
 import threading
-import time
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -14,7 +13,7 @@ SILENCE_LIMIT = 40.0  # seconds without a heartbeat after which a rank counts as
 START_LIMIT = 300.0  # the same, before a rank's first heartbeat
 # seconds before this rank repeats another's error; on the same machine torchrun ends it first
 PATIENCE = 3.0
-BEAT = 1.0  # seconds between heartbeats
+BEAT = 1.0  # seconds between heartbeats, the unit of the limits: a job may be stopped as a whole
 
 
 class RankMonitor(threading.Thread):
@@ -23,14 +22,14 @@ class RankMonitor(threading.Thread):
 
     Without it a rank would wait for a dead rank in the next collective until COLLECTIVE_LIMIT. The
     store that connects the ranks, in rank 0 or torchrun, may be frozen, and then this thread waits
-    for it: faulthandler's timer, which each heartbeat renews, ends the process with its stacks.
+    for it: faulthandler's timer, which each heartbeat sets, ends the process with its stacks.
     """
 
     def __init__(self, store: Store, rank: int, size: int):
         super().__init__(name="watch", daemon=True)
         self._store, self._rank = store, rank
         self._stopped = threading.Event()
-        self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
+        self._heard = {other: (b"", 0) for other in range(size) if other != rank}
 
     def run(self) -> None:
         beat = 0
@@ -39,7 +38,8 @@ class RankMonitor(threading.Thread):
             faulthandler.dump_traceback_later(SILENCE_LIMIT, file=sys.__stderr__ or 2, exit=True)
             try:
                 self._store.set(f"alive/{self._rank}", str(beat))
-                message = self._failure()
+                message = self._failure(beat)
+                faulthandler.cancel_dump_traceback_later()
             # the store runs in torchrun, or on the first machine
             except (RuntimeError, dist.DistError) as error:
                 message = f"the store that connects the ranks does not answer: {error}"
@@ -48,17 +48,16 @@ class RankMonitor(threading.Thread):
                 os._exit(1)  # the main thread may wait inside a collective
         faulthandler.cancel_dump_traceback_later()
 
-    def _failure(self) -> str | None:
+    def _failure(self, now: int) -> str | None:
         if self._store.check(["failed"]):
             return self._store.get("failed").decode()
-        now = time.monotonic()
         for rank, (last, since) in self._heard.items():
             key = f"alive/{rank}"
             beat = self._store.get(key) if self._store.check([key]) else b""
             if beat != last:
                 self._heard[rank] = (beat, now)
             elif now - since > (SILENCE_LIMIT if beat else START_LIMIT) and beat != b"done":
-                return f"rank {rank} has not been heard of for {now - since:.0f} s"
+                return f"rank {rank} has not been heard of for {now - since} s"
         return None
 
     def report_failure(self, message: str) -> str | None:

@@ -196,7 +196,8 @@ def count():
 
 def variable(name):
     """Return whether the function sees an environment variable, also as its process started."""
-    return name in os.environ or name.encode() in Path("/proc/self/environ").read_bytes()
+    path = Path("/proc/self/environ")  # only root can read it
+    return name in os.environ or (os.access(path, os.R_OK) and name.encode() in path.read_bytes())
 
 
 def folder(expected):
@@ -205,7 +206,9 @@ def folder(expected):
 
 def limits():
     core = resource.getrlimit(resource.RLIMIT_CORE)[0]
-    return core == 0 and os.environ["OMP_NUM_THREADS"] == "1" and os.getpgid(0) == os.getpid()
+    is_open = ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)  # PR_GET_DUMPABLE
+    is_alone = os.environ["OMP_NUM_THREADS"] == "1" and os.getpgid(0) == os.getpid()
+    return core == 0 and is_alone and not is_open
 
 
 def append_line(path):

@@ -2,6 +2,7 @@
 failures and their reasons.
 """
 
+import ctypes
 import os
 
 import pytest
@@ -19,6 +20,7 @@ def test_calls_run_in_parallel_in_separate_processes():
         assert three.score([]).rewards == []
     with pool("act", 1) as one:
         assert succeeds(one, "limits") == 1.0
+        assert ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0  # PR_GET_DUMPABLE, of this process
 
 
 def test_a_file_can_import_its_neighbours_without_hiding_modules(tmp_path):

@@ -216,6 +216,33 @@ def test_workers_end_with_the_trainer(tmp_path, end):
         assert eventually(lambda: not any(map(is_alive, workers)))
 
 
+STOPPED = """
+from maxrl_fast.rewards import pool as module
+module.PATIENCE, module.LOOK_INTERVAL = 0.5, 0.2
+pool = module.RewardPool(f"{sys.argv[1]}:lasting", workers=1, time_limit=2.0, memory_limit=1 << 30)
+print([worker._process.pid for worker in pool._workers], flush=True)
+scores = pool.score([{"seconds": 1.5}])
+print([scores.rewards, scores.failures], flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_all", [False, True])
+def test_a_trainer_that_is_stopped_gets_its_reward(is_all):
+    """For longer than a call may take, alone or with its worker."""
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys" + STOPPED, FUNCTIONS], cwd=ROOT, stdout=subprocess.PIPE
+    ) as trainer:
+        pids = [trainer.pid, *ast.literal_eval(trainer.stdout.readline().decode()) * is_all]
+        time.sleep(0.5)
+        for pid in pids:
+            stop(pid)
+        time.sleep(4)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert trainer.stdout.readline() == b"[[1.5], []]\n"
+
+
 @pytest.mark.slow
 def test_thousands_of_calls_leak_nothing():
     before = set(descendants(os.getpid()))

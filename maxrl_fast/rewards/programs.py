@@ -26,7 +26,7 @@ if name:
     given, output, sys.stdout = json.load(sys.stdin), sys.stdout, sys.stderr
 main = ModuleType("program" if name else "__main__")
 scope = vars(main)
-for x in "import {}", "from {} import *", "import {}":
+for x in "from {} import *", "import {}":
     for y in ("string re datetime collections heapq bisect copy math random statistics itertools "
               "functools operator io sys json builtins typing").split():
         exec(x.format(y), scope)
@@ -91,22 +91,18 @@ def _passes(program: str, name: str, given: Any, accepted: list[Any]) -> bool:
                 return False
             output.seek(0)
             text = output.read().decode()
-            passes = any(_is_equal_text(text, x, name) for x in accepted)
-        # no UTF-8, no JSON, a null byte in the program, a number that is infinite or too large
+            texts = map(json.dumps, accepted) if name else accepted
+            passes = any(_is_equal(_exact(text, name), _exact(x, name)) for x in texts)
+        # no UTF-8, no JSON, a null byte, a number that is infinite or beyond Decimal
         except (ValueError, ArithmeticError, RecursionError, MemoryError):
             return False
     return passes and ended.returncode == 0
 
 
-def _is_equal_text(text: str, wanted: Any, name: str) -> bool:
-    values = []
-    for x in text, json.dumps(wanted) if name else wanted:
-        if name:
-            kinds = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), Decimal)
-            values.append(json.loads(x, **kinds))
-        else:
-            values.append([[*map(_number, line.split())] for line in x.strip().splitlines()])
-    return _is_equal(*values)
+def _exact(text: str, name: str) -> Any:
+    if name:
+        return json.loads(text, parse_int=Decimal, parse_float=Decimal, parse_constant=Decimal)
+    return [[*map(_number, line.split())] for line in text.strip().splitlines()]
 
 
 def _number(word: str) -> Decimal | str:

@@ -5,6 +5,7 @@ import faulthandler
 import os
 import sys
 import threading
+import time
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -13,7 +14,7 @@ SILENCE_LIMIT = 40.0  # seconds without a heartbeat after which a rank counts as
 START_LIMIT = 300.0  # the same, before a rank's first heartbeat
 # seconds before this rank repeats another's error; on the same machine torchrun ends it first
 PATIENCE = 3.0
-BEAT = 1.0  # seconds between heartbeats, the unit of the limits: a job may be stopped as a whole
+BEAT = 1.0  # seconds between heartbeats
 
 
 class RankMonitor(threading.Thread):
@@ -29,16 +30,18 @@ class RankMonitor(threading.Thread):
         super().__init__(name="watch", daemon=True)
         self._store, self._rank = store, rank
         self._stopped = threading.Event()
-        self._heard = {other: (b"", 0) for other in range(size) if other != rank}
+        self._heard = {other: (b"", 0.0) for other in range(size) if other != rank}
 
     def run(self) -> None:
-        beat = 0
+        beat, now, before = 0, 0.0, time.monotonic()
         while beat == 0 or not self._stopped.wait(BEAT):
+            passed, before = time.monotonic() - before, time.monotonic()
+            now += min(passed, 2 * BEAT)  # without the time in which the job was stopped
             beat += 1
             faulthandler.dump_traceback_later(SILENCE_LIMIT, file=sys.__stderr__ or 2, exit=True)
             try:
                 self._store.set(f"alive/{self._rank}", str(beat))
-                message = self._failure(beat)
+                message = self._failure(now)
                 faulthandler.cancel_dump_traceback_later()
             # the store runs in torchrun, or on the first machine
             except (RuntimeError, dist.DistError) as error:
@@ -48,7 +51,7 @@ class RankMonitor(threading.Thread):
                 os._exit(1)  # the main thread may wait inside a collective
         faulthandler.cancel_dump_traceback_later()
 
-    def _failure(self, now: int) -> str | None:
+    def _failure(self, now: float) -> str | None:
         if self._store.check(["failed"]):
             return self._store.get("failed").decode()
         for rank, (last, since) in self._heard.items():
@@ -57,7 +60,7 @@ class RankMonitor(threading.Thread):
             if beat != last:
                 self._heard[rank] = (beat, now)
             elif now - since > (SILENCE_LIMIT if beat else START_LIMIT) and beat != b"done":
-                return f"rank {rank} has not been heard of for {now - since} s"
+                return f"rank {rank} has not been heard of for {now - since:.0f} s"
         return None
 
     def report_failure(self, message: str) -> str | None:

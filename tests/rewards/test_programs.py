@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from maxrl_fast.rewards import programs
 from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
@@ -50,6 +51,54 @@ def test_programs_end_at_their_limits():
     late = "while True: pass", "import subprocess; subprocess.run(['sleep', '60'])"
     assert scored(STDIN, *late, seconds=1.0) == ([0, 0], 2)
     assert scored(STDIN, "b = bytes(1 << 31)", "print('3' * (1 << 25))", ADD) == ([0, 0, 1], 0)
+    kill = "import os; os.kill(os.getppid(), 9)"
+    assert scored(STDIN, kill, "print('sNaN')", ADD) == ([0, 0, 1], 1)
+
+
+PROGRAM = 'x = int(input())\nif x:\n    print("```", x)'
+BLOCK = f"```python\n{PROGRAM}\n```"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        BLOCK.replace("\n", "\n   ").replace("```python", "1. ```python"),
+        BLOCK.replace("```python", "~~~").replace("\n```", "\n~~~"),
+        "> " + BLOCK.replace("\n", "\n> "),
+        f"````\n{BLOCK}\n````",
+        f"```python\n1 +\n{BLOCK}",
+        f"{BLOCK}\n```\n7\n```\n```sh\npython x.py\n```",
+        BLOCK[:-4] + "```",
+    ],
+)
+def test_the_program_is_found(response):
+    assert programs.program_of(response) == PROGRAM
+
+
+USUAL = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int'\n"
+VALUES = [  # of a function, expected, the reward
+    (0.3, "sum([0.1] * 3)", 1),
+    (0.333333, "1 / 3", 1),
+    (0.0, "1e-9", 0),
+    (10**12, "1e12 + 1", 0),
+    (float("inf"), "5.0", 0),
+    ([1, 2], "1", 0),
+    (7, "Fraction(7)", 0),
+    (7, "reduce(gcd, [14, 21])", 1),
+    ("7" * 5000, "7 * (10**5000 // 9)", 1),
+    (1, "{1}", 0),
+    (1, "'\\ud800'", 0),
+]
+
+
+@pytest.mark.parametrize(("value", "code", "reward"), VALUES)
+def test_values_are_equal_but_for_rounding(value, code, reward):
+    tests = json.dumps({"fn_name": "f", "inputs": [[]], "outputs": [value]})
+    tests = programs.tests_of(
+        tests.replace(f'"{value}"', str(value)), None
+    )  # a number of any length
+    response = f"```\n{USUAL}def f():\n    return {code}\n```"
+    assert programs.run_tests("", response, tests) == reward
 
 
 def test_a_problem_has_its_starter_code_and_its_tests(tmp_path):

@@ -23,26 +23,23 @@ class RankMonitor(threading.Thread):
 
     Without it a rank would wait for a dead rank in the next collective until COLLECTIVE_LIMIT. The
     store that connects the ranks, in rank 0 or torchrun, may be frozen, and then this thread waits
-    for it: faulthandler's timer, which each heartbeat sets, ends the process with its stacks.
+    for it: faulthandler's timer, which each heartbeat renews, ends the process with its stacks.
     """
 
     def __init__(self, store: Store, rank: int, size: int):
         super().__init__(name="watch", daemon=True)
         self._store, self._rank = store, rank
         self._stopped = threading.Event()
-        self._heard = {other: (b"", 0.0) for other in range(size) if other != rank}
+        self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}
 
     def run(self) -> None:
-        beat, now, before = 0, 0.0, time.monotonic()
+        beat = 0
         while beat == 0 or not self._stopped.wait(BEAT):
-            passed, before = time.monotonic() - before, time.monotonic()
-            now += min(passed, 2 * BEAT)  # without the time in which the job was stopped
             beat += 1
             faulthandler.dump_traceback_later(SILENCE_LIMIT, file=sys.__stderr__ or 2, exit=True)
             try:
                 self._store.set(f"alive/{self._rank}", str(beat))
-                message = self._failure(now)
-                faulthandler.cancel_dump_traceback_later()
+                message = self._failure()
             # the store runs in torchrun, or on the first machine
             except (RuntimeError, dist.DistError) as error:
                 message = f"the store that connects the ranks does not answer: {error}"
@@ -51,9 +48,10 @@ class RankMonitor(threading.Thread):
                 os._exit(1)  # the main thread may wait inside a collective
         faulthandler.cancel_dump_traceback_later()
 
-    def _failure(self, now: float) -> str | None:
+    def _failure(self) -> str | None:
         if self._store.check(["failed"]):
             return self._store.get("failed").decode()
+        now = time.monotonic()
         for rank, (last, since) in self._heard.items():
             key = f"alive/{rank}"
             beat = self._store.get(key) if self._store.check([key]) else b""

@@ -30,7 +30,7 @@ def main() -> None:
     # second.
     print(
         "max@3 of continuous rewards:",
-        ops.maxpo_advantage(torch.tensor([0.1, 0.7, 0.2, 0.9]), k=3).tolist(),
+        *ops.maxpo_advantage(torch.tensor([[0.1, 0.7, 0.2, 0.9]]), k=3).tolist(),
     )
 
 

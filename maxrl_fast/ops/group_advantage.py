@@ -11,6 +11,7 @@ from maxrl_fast.algorithms.arguments import check_finite, check_tensor, is_host_
 from maxrl_fast.algorithms.estimator import INPUTS, OBJECTS
 from maxrl_fast.algorithms.estimators import Estimator, Group, find_estimator
 from maxrl_fast.algorithms.options import check_options
+from maxrl_fast.errors import InputError
 from maxrl_fast.ops.dispatch import has_kernels
 from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
 from maxrl_fast.ops.groups import PaddedGroups, check_numbers
@@ -48,8 +49,8 @@ def group_advantage(
     """Return the advantages of rollouts within their groups (formulas: `ESTIMATORS`).
 
     Args:
-        rewards: [..., N], each row a group, or flat [S] with offsets or group_ids; any real dtype;
-            or lists of numbers.
+        rewards: [G, N] or [..., N], each row a group; or flat [S] with offsets or group_ids. Any
+            real dtype, or lists of numbers.
         estimator: a name in `ESTIMATORS`, or an `Estimator`.
         k: size of the max@k objective, for estimators that have it.
         order: truncation of MaxRL, 1 <= order <= N-1. Default: N-1, the full order of each group.
@@ -81,6 +82,11 @@ def group_advantage(
     if not shape or (is_flat and len(shape) != 1):
         wanted = "flat [S] with offsets or group_ids" if is_flat else "[..., N]"
         raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
+    if len(shape) == 1 and not is_flat:
+        raise InputError(
+            "rewards must be [G, N], or flat with group_ids or offsets, got the shape "
+            f"{tuple(shape)} without either; one group is rewards[None]"
+        )
     row = find_estimator(estimator)
     is_alone = not is_flat and shape[-1] == 1 and row.centred  # its advantage is 0, for any size
     size = row.resolve_size(None if is_flat or is_alone else shape[-1], k, order)

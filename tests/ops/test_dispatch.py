@@ -33,7 +33,7 @@ def results_for(size: int) -> list[torch.Tensor]:
     ]
     torch.stack(losses).sum().backward()
     return [
-        ops.maxpo_advantage(uneven[:n], 1 + size % 2),
+        ops.maxpo_advantage(uneven[None, :n], 1 + size % 2),
         ops.maxrl_advantage(
             uneven, offsets=torch.tensor([0, size % 5 + 1, size % 5 + 1, n + 6 + size])
         ),

@@ -72,6 +72,7 @@ def groups_of(shape, offsets, group_ids, valid):
         ids = whole(group_ids)
         rows = [[i for i, x in enumerate(ids) if x == group] for group in sorted(set(ids))]
     else:
+        assert len(shape) > 1
         rows = [range(g * shape[-1], (g + 1) * shape[-1]) for g in range(math.prod(shape[:-1]))]
     keep = [True] * math.prod(shape) if valid is None else valid.flatten().tolist()
     return [[i for i in row if keep[i]] for row in rows]
@@ -136,7 +137,7 @@ def layouts(draw, smallest):
     """
     if draw(st.booleans()):
         n = draw(st.integers(smallest, smallest + 2))
-        shape = draw(st.sampled_from([(n,), (2, n), (3, n), (2, 2, n), (0, n)]))
+        shape = draw(st.sampled_from([(1, n), (2, n), (3, n), (2, 2, n), (0, n)]))
         return {}, shape, [n] * math.prod(shape[:-1])
     sizes = draw(st.lists(st.integers(0, 5), max_size=4))
     sizes.insert(draw(st.integers(0, len(sizes))), smallest)

@@ -64,16 +64,16 @@ def test_every_size_equals_the_definition(name):
     only_binary = row.binary or name == "noisy_verifier_forward"
     for rewards in BINARY_GROUPS if only_binary else [*GROUPS, *BINARY_GROUPS]:
         n, exact = len(rewards), [Fraction(r) for r in rewards]
-        inputs = inputs_of(name, (n,))
-        lists = {key: value.tolist() for key, value in inputs.items()}
+        inputs = inputs_of(name, (1, n))
+        lists = {key: value.squeeze(-2).tolist() for key, value in inputs.items()}
         for k in range(row.size.smallest, n - row.size.below_n + 1) if row.size else [0]:
             size = {row.size.name: k} if row.size else {}
             expected = DEFINITIONS[name](exact, k, **OPTIONS.get(name, {}), **lists)
             for estimator in (name, row):
                 actual = ops.group_advantage(
-                    tensor(rewards), estimator, **size, **OPTIONS.get(name, {}), **inputs
+                    tensor(rewards)[None], estimator, **size, **OPTIONS.get(name, {}), **inputs
                 )
-                assert_matches(actual, expected, 1e-11 if name == "passk_training" else 1e-12)
+                assert_matches(actual[0], expected, 1e-11 if name == "passk_training" else 1e-12)
             some_are_not_zero |= bool(actual.abs().max() > 0.1)
     assert some_are_not_zero
 
@@ -83,7 +83,7 @@ def test_every_estimator_has_a_definition():
 
 
 def test_quantiles_at_steps_of_the_empirical_distribution():
-    rewards = torch.arange(30, dtype=torch.float64)
+    rewards = torch.arange(30, dtype=torch.float64)[None]
     # in floating point, .1 * 30 > 3
     for quantile, baseline in ((0.1, 2), (0.4, 11), (1.0, 29), (0.01, 0), (0.101, 3)):
         actual = ops.group_advantage(rewards, "qae", quantile=quantile, eps=0.0)
@@ -141,9 +141,9 @@ def test_estimators_over_the_batch_equal_the_definition(name, seed):
 def test_large_groups_in_closed_form(n, k, correct):
     wrong = n - correct
     expected = float(Fraction(comb(wrong, k), comb(n - 1, k)))  # 0 where fewer than k are wrong
-    rewards = torch.tensor([1.0] * correct + [0.0] * wrong, dtype=torch.float64)
+    rewards = torch.tensor([[1.0] * correct + [0.0] * wrong], dtype=torch.float64)
     close = {"rel": 1e-10, "abs": 1e-300}
-    first, *_, last = ops.maxpo_advantage(rewards, k).tolist()
+    ((first, *_, last),) = ops.maxpo_advantage(rewards, k).tolist()
     assert first == pytest.approx(expected, **close)
     assert last == pytest.approx(-expected * correct / wrong, **close)
     assert (first == 0) == (wrong < k)
@@ -153,7 +153,7 @@ def test_large_groups_in_closed_form(n, k, correct):
     rewards = torch.randn(n, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     (best, second), (at, _) = rewards.topk(2)
     expected = torch.full_like(rewards, (second - best) / (n - 1)).index_fill(0, at, best - second)
-    actual = ops.maxpo_advantage(rewards, n - 1)
+    actual = ops.maxpo_advantage(rewards[None], n - 1)[0]
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
 
 
@@ -166,7 +166,7 @@ def test_equal_rewards_get_exactly_zero():
     for name in names.split():
         for dtype, n in itertools.product((torch.float32, torch.float64), (7, 61)):
             value = 1.0 if ops.ESTIMATORS[name].binary else 0.1
-            assert (call(name, torch.full((n,), value, dtype=dtype)) == 0).all(), name
+            assert (call(name, torch.full((1, n), value, dtype=dtype)) == 0).all(), name
 
 
 def test_groups_of_one_and_groups_too_small_for_k():
@@ -182,19 +182,19 @@ def test_groups_of_one_and_groups_too_small_for_k():
         together = call(name, torch.arange(8.0), 4, offsets=torch.tensor([0, 3, 8]))
         assert together[:3].tolist() == [0, 0, 0]
         alone = {key: value[3:] for key, value in inputs_of(name, (8,)).items()}
+        alone["offsets"] = torch.tensor([0, 5])
         assert torch.equal(together[3:], call(name, torch.arange(3.0, 8), 4, **alone))
 
 
 def test_a_large_offset_keeps_full_precision():
-    rewards = torch.tensor([1e4, 1e4, 1e4 + 1, 1e4])
-    expected = torch.tensor([-0.25, -0.25, 0.75, -0.25])
+    rewards = torch.tensor([[1e4, 1e4, 1e4 + 1, 1e4]])
+    expected = torch.tensor([[-0.25, -0.25, 0.75, -0.25]])
     assert torch.equal(ops.group_advantage(rewards, "reinforce"), expected)
     torch.testing.assert_close(ops.grpo_advantage(rewards, eps=0.0), expected / 0.5)
-    huge = 2.0**40 + torch.tensor([0, 2.0**17, 0], dtype=torch.float64)
-    for name, given in (("reinforce", {}), ("opo", {"lengths": torch.ones(3, dtype=torch.int64)})):
-        assert_matches(
-            ops.group_advantage(huge, name, **given), [-(2**17) / 3, 2**18 / 3, -(2**17) / 3], 1e-15
-        )
+    huge = 2.0**40 + torch.tensor([[0, 2.0**17, 0]], dtype=torch.float64)
+    for name, given in (("reinforce", {}), ("opo", {"lengths": torch.ones(1, 3).long()})):
+        (actual,) = ops.group_advantage(huge, name, **given)
+        assert_matches(actual, [-(2**17) / 3, 2**18 / 3, -(2**17) / 3], 1e-15)
     integers = torch.tensor([[2**24, 2**24 + 1]], dtype=torch.uint32)  # float32 has no 2^24 + 1
     assert ops.rloo_advantage(integers).tolist() == [[-1.0, 1.0]]
 
@@ -224,16 +224,16 @@ def test_where_a_check_would_wait_bad_numbers_become_nan():
     for name in ("qae", "maxrl"):
         actual = compiled(rewards, name)
         assert actual[:3].isnan().all()
-        torch.testing.assert_close(actual[3:6], ops.group_advantage(rewards[3:6], name))
+        torch.testing.assert_close(actual[3:6], ops.group_advantage(rewards[None, 3:6], name)[0])
         assert actual[6:].isfinite().all()
     assert compiled(rewards.nan_to_num(), "reinforce_pp").isfinite().all()
     assert compiled(rewards, "reinforce_pp").isnan().all()  # it scales by the whole batch
 
 
 def test_ranks_are_not_rounded_to_the_dtype_of_the_logprobs():
-    logprobs = torch.tensor([-0.5, -0.5, -0.5, -0.5, -1.0])
+    logprobs = torch.tensor([[-0.5, -0.5, -0.5, -0.5, -1.0]])
     for dtype, other in ((torch.float32, torch.bfloat16), (torch.float64, torch.float32)):
-        rewards = torch.tensor([0, 0, 0, 1, 1]).to(dtype)
+        rewards = torch.tensor([[0, 0, 0, 1, 1]]).to(dtype)
         given = [{"logprobs": logprobs.to(x)} for x in (dtype, other)]
         assert torch.equal(*(ops.group_advantage(rewards, "unlikeliness", **x) for x in given))
 

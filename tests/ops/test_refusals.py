@@ -124,7 +124,8 @@ def test_log_ratio_reward():
 
 # --- group advantages: the arguments are of group_advantage, and rewards are R by default
 
-R, RR = torch.tensor([0.0, 1, 0, 1]), torch.tensor([[0.0, 1, 0, 1], [0, 1, 0, 1]])
+R = torch.tensor([[0.0, 1, 0, 1]])
+RR = torch.stack([R, R])
 N = torch.tensor([0, 0, torch.nan, 0])
 PAIRS, ALL = torch.tensor([0, 2, 4]), torch.tensor([0, 4])
 
@@ -142,13 +143,15 @@ PAIRS, ALL = torch.tensor([0, 2, 4]), torch.tensor([0, 4])
     noisy_verifier_backward | false_positive_rate=0.5, false_negative_rate=0.5 | add up to less
       than 1
     opo |  | opo needs lengths
-    opo | lengths=tensor([1, 2, -4, 3]) | lengths must be at least 0, got -4
+    opo | lengths=tensor([[1, 2, -4, 3]]) | lengths must be at least 0, got -4
     best |  | estimator must be one of maxpo, .*, got 'best'
     rloo | rewards=tensor(1.0) | rewards must be \[..., N\], got the shape \(\)
-    rloo | offsets=tensor([0, 3]) | must rise from 0 to 4, got from 0 to 3
-    qae | offsets=tensor([0, 3, 2, 4]) | got 3 followed by 2 at group 1
-    rloo | group_ids=zeros(3).long() | group_ids must have the shape of rewards
-    rloo | group_ids=R.long(), offsets=ALL | give offsets or group_ids, not both
+    rloo | rewards=R[0] | flat with group_ids or offsets, got the shape \(4,\) without
+    rloo | rewards=[], valid=R[0] > 0 | flat with group_ids or offsets, got the shape \(0,\)
+    rloo | rewards=R[0], offsets=tensor([0, 3]) | must rise from 0 to 4, got from 0 to 3
+    qae | rewards=R[0], offsets=tensor([0, 3, 2, 4]) | got 3 followed by 2 at group 1
+    rloo | rewards=R[0], group_ids=zeros(3).long() | group_ids must have the shape of rewards
+    rloo | rewards=R[0], group_ids=R[0].long(), offsets=ALL | give offsets or group_ids, not both
     passk_training | k=2, rewards=R / 2 | must be 0 or 1 .*, got 0.5 in group 0
     gdpo | reward_parts=RR, reward_weights=[1, NAN] | must be a finite number
     hero | reward_parts=RR[:1] | takes a verifier of weight 1 and one or more scores

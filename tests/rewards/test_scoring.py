@@ -112,9 +112,9 @@ def test_failed_rewards_are_left_out_of_their_groups(rewards, tmp_path, monkeypa
     for g in range(4):
         own = slice(4 * g, 4 * g + 4)
         if (kept := ~failed[own]).any():
-            lengths = rollouts.lengths[own][kept]
-            expected = ops.group_advantage(outcome[own][kept], "opo", lengths=lengths)
-            torch.testing.assert_close(advantages[own][kept], expected)
+            lengths = rollouts.lengths[own][None, kept]
+            expected = ops.group_advantage(outcome[own][None, kept], "opo", lengths=lengths)
+            torch.testing.assert_close(advantages[own][None, kept], expected)
     record, count = read(out / "metrics.jsonl")[0], int(failed.sum())
     assert (record["reward_exception"], record["reward_timeout"]) == (count, 0)
     assert record["num_sequences_trained"] == 16 - count

@@ -77,7 +77,7 @@ def test_rollouts_without_a_reward_are_left_out():
     assert ratios.abs().max() > 0.05
     for g, own in enumerate(valid):
         # the full order of the rollouts that there are
-        expected = ops.group_advantage(REWARDS[g][own], name, log_ratios=ratios[g][own])
-        torch.testing.assert_close(advantages[g][own], expected, rtol=1e-4, atol=1e-5)
+        expected = ops.group_advantage(REWARDS[g][None, own], name, log_ratios=ratios[g][None, own])
+        torch.testing.assert_close(advantages[g][None, own], expected, rtol=1e-4, atol=1e-5)
         assert (advantages[g][~own] == 0).all()
     assert advantages.abs().max() > 0.1

@@ -1,11 +1,13 @@
 """The console script `maxrl-fast`, or `python -m maxrl_fast`: one entry for all commands."""
 
 import difflib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from maxrl_fast.runtime.output import command
+from maxrl_fast.runtime.output import command, write_directly
 
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is called
     "train": ("maxrl_fast.train", "train a policy"),
@@ -30,7 +32,7 @@ USAGE = "\n".join(
 @command
 def main(arguments: Sequence[str]) -> int:
     """Run the command that the first argument names, or print the commands. Return its exit code,
-    or 2 for an unknown command.
+    2 for an unknown command or a missing package, 130 on Ctrl-C.
     """
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
@@ -44,8 +46,34 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    code: int = import_module(COMMANDS[name][0]).main(arguments[1:])
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # not ignored, as in a background job of a shell
+        signal.signal(signal.SIGINT, _stop)
+    try:
+        run = import_module(COMMANDS[name][0]).main
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("maxrl_fast"):
+            raise
+        print(
+            f"error: {sys.executable} has no package {error.name}: activate the environment of "
+            "`make setup` (source .venv/bin/activate), or run `make setup` first",
+            file=sys.stderr,
+        )
+        return 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        code: int = run(arguments[1:])
+    except KeyboardInterrupt:
+        print("error: stopped by Ctrl-C", file=sys.stderr)
+        return 130
     return code
+
+
+def _stop(number: int, frame: object) -> None:
+    """End at once: an exception could be swallowed by an import that it interrupts."""
+    write_directly("error: stopped by Ctrl-C before the command started\n")
+    os._exit(130)
 
 
 if __name__ == "__main__":

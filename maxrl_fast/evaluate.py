@@ -2,6 +2,13 @@
 finished evaluations.
 """
 
+if __name__ == "__main__":
+    import sys
+
+    from maxrl_fast.__main__ import main
+
+    sys.exit(main(["evaluate", *sys.argv[1:]]))
+
 import sys
 from collections.abc import Sequence
 
@@ -43,7 +50,3 @@ def main(arguments: Sequence[str]) -> int:
     except InputError as error:
         screen.error(str(error))
         return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,6 +2,13 @@
 requirements and source, every token loss, and every correction for a rollout engine that is not
 the policy."""
 
+if __name__ == "__main__":
+    import sys
+
+    from maxrl_fast.__main__ import main
+
+    sys.exit(main(["objectives", *sys.argv[1:]]))
+
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
@@ -156,7 +163,3 @@ def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:
         return effective_weight(estimator, n, pass_rates, **sizes)
     except ValueError as error:
         raise InputError(str(error)) from error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,6 +2,13 @@
 one report on them.
 """
 
+if __name__ == "__main__":
+    import sys
+
+    from maxrl_fast.__main__ import main
+
+    sys.exit(main(["sweep", *sys.argv[1:]]))
+
 import itertools
 import math
 import os
@@ -293,7 +300,3 @@ def _states_in(file: Path) -> dict[str, Any]:
                 "another --out"
             )
     return dict(runs)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

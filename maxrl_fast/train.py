@@ -2,6 +2,13 @@
 training/trainer.py.
 """
 
+if __name__ == "__main__":  # its imports may fail or be interrupted
+    import sys
+
+    from maxrl_fast.__main__ import main
+
+    sys.exit(main(["train", *sys.argv[1:]]))
+
 import signal
 import sys
 import time
@@ -41,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
         code = ending.code
     except KeyboardInterrupt as error:
         code = 128 + getattr(error, "signal", signal.SIGINT)
+        if type(error) is KeyboardInterrupt:  # otherwise the loop has said it
+            screen.error("stopped by Ctrl-C")
     except (StorageError, EngineError, UserCodeError) as error:
         Screen().error(str(error))
         code = getattr(error, "code", 1)
@@ -99,7 +108,3 @@ def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:
         resolved = resolved.replace(sharding="full" if is_full else "none")
         teacher = build_reference(resolved, task, is_empty=True)
         return estimate(resolved, task, model, machine, teacher)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

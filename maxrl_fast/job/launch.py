@@ -227,7 +227,7 @@ def supervise(loop: RunLoop, is_alone: bool) -> ExitStatus:
         if not loop.progress.step and isinstance(error, UserCodeError | InputError):
             raise
         kept = "no checkpoint was written"
-        if checkpoints.newest:
+        if checkpoints.newest and checkpoints.newest.exists():
             kept = f"the last good checkpoint is {checkpoints.newest}"
         if isinstance(error, FAILURES):
             failed: RuntimeError = type(error)(f"{error}; {kept}. {error.advice}")

@@ -25,6 +25,7 @@ from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import (
     atomic_file,
     check_entry,
+    check_in_place,
     open_regular,
     storing,
     write_error,
@@ -84,6 +85,7 @@ class LogFile:
     def mark(self) -> tuple[int, str]:
         """Wait until everything is on the disk; return the size in bytes and the SHA-256."""
         if self._file:
+            check_in_place(self._path, os.fstat(self._file.fileno()))
             os.fsync(self._file.fileno())
         return self._size, self._sha256.hexdigest()  # not tell(), which is wrong after truncate()
 
@@ -137,6 +139,8 @@ class RunFiles:
             for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):
                 is_folder = partial.is_dir() and not partial.is_symlink()
                 shutil.rmtree(partial) if is_folder else partial.unlink()
+            # `locked` keeps both open, so that no other file gets their numbers
+            self._opened = [(path, path.stat()) for path in (out, out / "lock") if path.exists()]
             marks = {log: saved.logs.get(log) if saved else (0, None) for log in LOGS}
             self._logs = {log: LogFile(out / f"{log}.jsonl", marks[log]) for log in LOGS}
             self.missing = [out / f"{log}.jsonl" for log in LOGS if self._logs[log].is_lost]
@@ -199,7 +203,11 @@ class RunFiles:
                 self._tracker.log_samples(records, step)
 
     def log_marks(self) -> dict[str, tuple[int, str]]:
-        """Flush everything to the disk; return each log's size in bytes and SHA-256."""
+        """Flush everything to the disk; return each log's size in bytes and SHA-256. RemovedError
+        where a file that the run has open, or its folder, is no longer in its place."""
+        for path, opened in self._opened:
+            if path == self.out or path.exists():  # a lock that is only removed harms nothing
+                check_in_place(path, opened)
         if self._tracker is not None:
             self._tracker.flush()
         return {log: file.mark() for log, file in self._logs.items()}
@@ -223,6 +231,8 @@ class RunFiles:
                 last.callback(file.close)
             if self._tracker is not None:
                 last.callback(self._tracker.close, is_done)
+            if is_done:  # otherwise the run says what ended it
+                self.log_marks()
             write_json(self.out / "timings.json", seconds)
             with atomic_file(self.out / "curves.png") as path:
                 draw_curves(self.history["metrics"], self.history["eval"], path)

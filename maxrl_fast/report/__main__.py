@@ -1,5 +1,5 @@
 import sys
 
-from maxrl_fast.report.command import main
+from maxrl_fast.__main__ import main
 
-sys.exit(main())
+sys.exit(main(["report", *sys.argv[1:]]))

@@ -21,7 +21,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.errors import InputError, RemovedError, StorageError
 
 CHECKSUMS = "checksums.json"
 WRITTEN = ("checkpoints", "tensorboard", "wandb")  # folders in that of a run
@@ -146,7 +146,11 @@ def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], ob
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            owner = ""
+            with contextlib.suppress(OSError, InputError):  # somebody removed it, or made a link
+                named = open_regular(folder / "lock", os.O_RDONLY)
+                owner = os.read(named, 200).decode(errors="replace").strip()
+                os.close(named)
             used = f"{folder} is in use by {owner or 'another process'}"
             if time.monotonic() >= end:
                 raise InputError(f"{used}: wait for it to end, or stop it") from None
@@ -154,6 +158,10 @@ def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], ob
                 tell(f"{used}: waiting up to {limit:.0f} s for it to end")
             is_told = True
             time.sleep(0.2)
+        except OSError as error:
+            raise InputError(
+                f"the file system of {folder} does not support locks ({error}); use another --out"
+            ) from error
 
 
 def write_error(folder: Path, error: OSError) -> InputError | StorageError:
@@ -170,14 +178,24 @@ def storing(what: str) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    if not (folder / "lock").exists():
-        return False
-    with open(open_regular(folder / "lock", os.O_RDWR), "rb+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    with contextlib.ExitStack() as held:
+        for path in filter(os.path.lexists, (folder, folder / "lock")):
+            is_file = path != folder
+            descriptor = open_regular(path, os.O_RDWR) if is_file else os.open(path, os.O_RDONLY)
+            held.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
     return False
+
+
+def check_in_place(path: Path, opened: os.stat_result) -> None:
+    """RemovedError where `path` no longer leads to what was opened there."""
+    if not (path.exists() and os.path.samestat(path.stat(), opened)):
+        raise RemovedError(
+            f"{path} was removed or replaced during the run, and what the run wrote there is lost"
+        )
 
 
 @contextlib.contextmanager
@@ -188,8 +206,10 @@ def locked(
     tell: Callable[[str], object] = lambda message: None,
 ) -> Iterator[None]:
     """Hold an exclusive lock on a folder, which is created if needed; do nothing unless `is_owner`.
-    The kernel releases the lock when its owner dies; the file `lock` names the owner. Another owner
-    may be exiting, so this waits up to `limit` seconds, after a message to `tell`."""
+    The folder itself is locked, because anybody may remove a file from it, and the file `lock`,
+    because network disks lock only files between machines. `lock` names the owner, and the kernel
+    releases both when it dies. Another owner may be exiting, so this waits up to `limit` seconds,
+    after a message to `tell`."""
     if not is_owner:
         yield
         return
@@ -197,25 +217,22 @@ def locked(
         folder.mkdir(parents=True, exist_ok=True)
         for name in WRITTEN:  # what a link leads to belongs to somebody else
             check_entry(folder / name, stat.S_IFDIR)
-        descriptor = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
+        of_folder = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise write_error(folder, error) from error
-    try:
+    with contextlib.ExitStack() as held:
+        held.callback(os.close, of_folder)
         try:
+            _flock(of_folder, folder, limit, tell)
+            descriptor = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
+            held.callback(os.close, descriptor)
             _flock(descriptor, folder, limit, tell)
-        except OSError as error:
-            raise InputError(
-                f"the file system of {folder} does not support locks ({error}); use another --out"
-            ) from error
-        try:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
             _try_writing(folder)
         except OSError as error:
             raise write_error(folder, error) from error
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _try_writing(folder: Path) -> None:

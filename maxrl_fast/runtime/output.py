@@ -98,8 +98,10 @@ def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
 
 
 def version_text() -> str:
-    import torch  # imported here: not all commands need torch
-
+    try:
+        import torch  # imported here: not all commands need torch
+    except ModuleNotFoundError:
+        return f"maxrl_fast {maxrl_fast.__version__} (without PyTorch)"
     try:
         from maxrl_fast import _C
     except ImportError as error:

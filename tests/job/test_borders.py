@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from maxrl_fast.job.run_files import LogFile
 from maxrl_fast.model.policy_model import find_nonfinite
 from maxrl_fast.runtime import files
 from maxrl_fast.runtime.files import locked, open_regular
+from maxrl_fast.training.learner import Learner
 from tests.runs import SMALL, base, copied, read
 from tests.tables import refused
 
@@ -97,6 +99,30 @@ def test_a_folder_that_belongs_to_another_run_is_never_written(name, maze_run, t
     assert train.main(["--resume", str(out), *flags.split()]) == 2
     assert f"{out / name} must be a folder, got a symbolic link" in capsys.readouterr().err
     assert sorted(other.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["", "metrics.jsonl", "lock"])
+@pytest.mark.parametrize("save_every", [2, 0])
+def test_a_run_notices_that_its_files_are_gone(name, save_every, tmp_path, monkeypatch, capsys):
+    out, update = tmp_path / "run", Learner.update
+
+    def removing(self, *arguments, **options):
+        if options["when"] == "step 2":
+            while not (out / "best").exists():
+                time.sleep(0.01)
+            shutil.rmtree(out) if not name else (out / name).unlink()
+            if name == "metrics.jsonl":
+                (out / name).write_bytes(b"")
+            elif name:  # a second run may not start
+                with refused(f"{out} is in use by another process"), locked(out):
+                    raise AssertionError
+        return update(self, *arguments, **options)
+
+    monkeypatch.setattr(Learner, "update", removing)
+    job = [*SMALL, *f"--sft-steps 0 --steps 3 --save-every {save_every} --out".split(), str(out)]
+    assert train.main(job) == (name != "lock")
+    gone = f"error: {(out / name)} was removed or replaced during the run"
+    assert (gone in capsys.readouterr().err) == (name != "lock")
 
 
 def test_a_pipe_in_the_folder_is_refused_at_once(maze_run, tmp_path, capsys):

@@ -1,10 +1,14 @@
 """Warnings about training that goes wrong although all numbers are finite."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import Any
+
+from maxrl_fast.evaluation.scores import PASS, label_of, score_of
 
 STEPS = 10  # a condition must hold over this many steps
+MOST_CLIPPED = 20  # times --clip-grad
 FIRST_STEPS = 3  # after which a reward that never differs is reported
 EQUAL = (
     f"in each group of the first {FIRST_STEPS} steps all rewards were equal, so nothing is learned "
@@ -29,6 +33,7 @@ class Health:
 
     # whether rollouts with equal rewards are learned from, as from a teacher
     needs_no_rewards: bool = False
+    clip_grad: float = float("inf")
     _first: list[Record] = field(default_factory=list)
     _recent: list[Record] = field(default_factory=list)
     # steps since the rule's condition last held
@@ -43,7 +48,7 @@ class Health:
             return [HealthWarning("equal_rewards", record["reward_mean"], EQUAL)]
         if len(self._recent) < STEPS:
             return []
-        present = broken_rules(self._first, self._recent)
+        present = broken_rules(self._first, self._recent, self.clip_grad)
         if self.needs_no_rewards:
             present = {kind: x for kind, x in present.items() if kind not in OF_REWARDS}
         begun = [kind for kind in present if self._absent.get(kind, STEPS) >= STEPS]
@@ -91,7 +96,9 @@ def _has_equal_rewards(records: list[Record]) -> bool:
     return all(record["frac_groups_zero_variance"] >= 1 for record in records)
 
 
-def broken_rules(first: list[Record], recent: list[Record]) -> dict[str, tuple[float, str]]:
+def broken_rules(
+    first: list[Record], recent: list[Record], clip_grad: float = float("inf")
+) -> dict[str, tuple[float, str]]:
     last = recent[-STEPS:]
 
     def mean(name: str, records: list[Record] = last) -> float:
@@ -148,4 +155,31 @@ def broken_rules(first: list[Record], recent: list[Record]) -> dict[str, tuple[f
             f"{len(before)} steps before; it is clipped, but if this happens often, lower --lr"
         )
         found["grad_norm"] = norm, message
+    least = min(record["grad_norm"] for record in last) / clip_grad
+    if least > MOST_CLIPPED:
+        message = (
+            f"in each of the last {STEPS} steps the gradient norm was at least {least:.0f} times "
+            f"--clip-grad {clip_grad:g}, so its size no longer counts: lower --lr, or raise "
+            "--clip-grad"
+        )
+        found["grad_clipped"] = least, message
     return found
+
+
+def verdict(evaluations: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return what to do where the score of one sample fell from the first evaluation to the last,
+    by more than two standard errors of a rate on so many prompts, a mean reward by a tenth; "" if
+    it did not."""
+    score = score_of(evaluations.values())
+    rates = {step: record.get(score, record[PASS])["1"] for step, record in evaluations.items()}
+    steps = sorted(rates)
+    fall = rates[steps[0]] - rates[steps[-1]]
+    noise = (
+        (0.25 / evaluations[steps[0]]["num_prompts"]) ** 0.5
+        if score == PASS
+        else 0.05 * abs(rates[steps[0]])
+    )
+    if fall <= 2 * noise:
+        return ""
+    best = max(steps, key=lambda step: rates[step])
+    return f"{label_of(score, 1)} fell by {fall:.3f}: the best step is {best}; lower --lr"

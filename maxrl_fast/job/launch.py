@@ -35,6 +35,7 @@ from maxrl_fast.job.build_task import closing_task
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
 from maxrl_fast.job.fingerprints import differences, fingerprints
+from maxrl_fast.job.health import verdict
 from maxrl_fast.job.loop import RunLoop
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved, check_same, find_saved
@@ -266,11 +267,14 @@ def close(loop: RunLoop, ending: ExitStatus) -> ExitStatus:
             screen.error(f"{error}. {error.advice}")
         else:
             ending = ExitStatus(1, StorageError(f"{error}. {error.advice}"))
-    evaluations = list(loop.progress.evaluations.values())
-    num_prompts = max((evaluation["num_prompts"] for evaluation in evaluations), default=0)
-    whole = [x for x in evaluations if x["num_prompts"] == num_prompts]
+    evaluations = loop.progress.evaluations
+    num_prompts = max((x["num_prompts"] for x in evaluations.values()), default=0)
+    whole = {n: x for n, x in sorted(evaluations.items()) if x["num_prompts"] == num_prompts}
     if len(whole) > 1:
-        screen.console.print(evaluation_table(whole[0], whole[-1]))
+        first, *_, last = whole.values()
+        screen.console.print(evaluation_table(first, last))
+        if said := verdict(whole):
+            screen.warning(said)
     screen.console.print(stage_table(seconds))
     if trained := loop.clock.total(*STEP):
         speed = loop.progress.tokens["rollout"] / trained

@@ -45,7 +45,8 @@ class RunLoop:
         self.options = self.context.config.evaluation
         self.schedule = evaluation_schedule(self.context.config, self.context.task)
         self.evaluators, flat = build_evaluators(self.context), self.context.config.flat()
-        self.health = Health(needs_no_rewards=bool(flat["kl_coef"]) and has_teacher(flat))
+        needs_no_rewards = bool(flat["kl_coef"]) and has_teacher(flat)
+        self.health = Health(needs_no_rewards, flat["clip_grad"])
         self.expects_binary = self.context.objective.needs.expects_binary
 
     @property

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxrl_fast.job.health import STEPS, Health, broken_rules
+from maxrl_fast.job.health import STEPS, Health, broken_rules, verdict
 
 HEALTHY = {"reward_mean": 0.3, "pass_at_1": 0.3, "frac_groups_zero_variance": 0.4}
 HEALTHY |= {"truncated": 0.1, "entropy": 1.0, "logprob_diff": 1e-3, "grad_norm": 0.5}
@@ -28,6 +28,28 @@ UNHEALTHY = {  # metrics, the value of the warning, and its words
 
 def observed(health, records):
     return [(i, warning) for i, record in enumerate(records) for warning in health.observe(record)]
+
+
+def test_gradients_far_above_their_clip_are_reported():
+    records = [HEALTHY | {"grad_norm": 7.8 + i % 3} for i in range(STEPS)]
+    [(step, warning)] = observed(Health(clip_grad=0.1), records)
+    assert (step, warning.kind, warning.value) == (9, "grad_clipped", pytest.approx(78))
+    assert "at least 78 times --clip-grad 0.1" in warning.message
+    assert observed(Health(clip_grad=0.5), records) == []
+
+
+@pytest.mark.parametrize(
+    ("rates", "words"),
+    [
+        ((0.400, 0.3, 0.175), "pass@1 fell by 0.225: the best step is 0; lower --lr"),
+        ((0.400, 0.7, 0.175), "pass@1 fell by 0.225: the best step is 1; lower --lr"),
+        ((0.400, 0.7, 0.350), ""),  # noise
+        ((0.175, 0.7, 0.400), ""),
+    ],
+)
+def test_a_run_that_ends_below_its_start_gets_a_verdict(rates, words):
+    records = [{"pass_at_k": {"1": x, "4": 0.9}, "num_prompts": 256} for x in rates]
+    assert verdict(dict(enumerate(records))) == words
 
 
 def test_rewards_that_are_equal_from_the_start_warn_after_three_steps():

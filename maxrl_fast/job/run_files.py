@@ -235,7 +235,9 @@ class RunFiles:
                 self.log_marks()
             write_json(self.out / "timings.json", seconds)
             with atomic_file(self.out / "curves.png") as path:
-                draw_curves(self.history["metrics"], self.history["eval"], path)
+                objective, seed = self.options["objective"], self.options["seed"]
+                title = f"{self.out.name}: {objective}, seed {seed}"
+                draw_curves(self.history["metrics"], self.history["eval"], path, title)
 
 
 def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:

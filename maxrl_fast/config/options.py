@@ -474,7 +474,7 @@ class WarmStartOptions:
 class OptimizerOptions:
     """Reinforcement learning updates (AdamW, float32 weights and moments)."""
 
-    steps: CountOrZero = 90
+    steps: CountOrZero = 200
     """Number of reinforcement learning steps."""
     lr: Annotated[Positive, Default("3e-4; with --model 1e-6, with --lora-rank too 1e-5")] = DERIVED
     """Peak learning rate."""

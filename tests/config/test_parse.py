@@ -30,11 +30,11 @@ def resolved(*flags):
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        ("", (23, 48)),  # 3 x 48 x 16 of 90 x 512 samples
+        ("", (50, 106)),  # 3 x 106 x 16 of 200 x 512 samples
         ("--steps 59", (0, 0)),  # 31 prompts
         ("--steps 60", (15, 32)),
         ("--steps 4000", (1000, 256)),
-        ("--eval-prompts 40", (23, 40)),
+        ("--eval-prompts 40", (50, 40)),
         ("--eval-every 7", (7, 256)),
         ("--eval-every 0", (0, 256)),
     ],

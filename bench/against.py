@@ -6,7 +6,7 @@ a built one instead. Both sides answer in turn, in the order A B B A, after thei
 same weights, prompts and responses were compared. A ratio is the median over rounds of the commit's
 time to ours. Cases:
 
-    job         90 steps of the default job by the command line, `--objective maxpo --k 4`, in float32;
+    job         90 steps of the default job by the command line, `--objective maxpo --k 4`, float32;
                 --short: 20 and 10 steps of it
     update      an update of the default job, 9x9 mazes, 32 x 16, in which every rollout has a
                 gradient
@@ -63,7 +63,7 @@ UPDATES = {
 }
 ROLLOUTS = ("maze7", "default", "maze17")  # of bench.rollout
 JOB = ["--objective", "maxpo", "--k", "4", "--dtype", "float32", "--seed", "0", "--device", "cpu"]
-JOB += ["--steps", "90"]  # the same in commits with another default
+LONG = ["--steps", "90"]  # the same in commits with another default
 SHORT = ["--sft-steps", "20", "--steps", "10", "--eval-every", "0"]
 COMPARED = ["--sft-steps", "3", "--steps", "1", "--eval-every", "0"]  # before rounding has grown
 
@@ -395,7 +395,7 @@ def job(name: str, sides: Sides, options: argparse.Namespace) -> Any:
     stages: dict[str, dict[str, float]] = {}
 
     def seconds(side: Side) -> float:
-        seconds, _, stages[side.name] = side.run_job(SHORT if options.short else ())
+        seconds, _, stages[side.name] = side.run_job(SHORT if options.short else LONG)
         return seconds
 
     times = in_turn({side.name: partial(seconds, side) for side in sides}, min(options.rounds, 2))

@@ -4,6 +4,7 @@ sample --texts, log-probs--> your rewards --advantages--> forward_backward --> o
 """
 
 import atexit
+import math
 import os
 import shutil
 import string
@@ -11,6 +12,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.config.checks import check
 from maxrl_fast.config.conditions import loss_of
-from maxrl_fast.config.options import Config, LossOptions, ModelOptions, known_options
+from maxrl_fast.config.options import Config, LossOptions, ModelOptions, TaskOptions, known_options
 from maxrl_fast.config.parse import RawOption, parse_options, refuse_unknown
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build import build_context, build_learner, build_policies
 from maxrl_fast.job.build_policy import build_policy_files, build_sampling, find_policy
 from maxrl_fast.job.build_task import build_run_task, text_options
-from maxrl_fast.job.checkpoints import progress_record, write_checkpoint
+from maxrl_fast.job.checkpoints import check_weights, progress_record, write_checkpoint
 from maxrl_fast.job.learner_state import Snapshot, load_learner
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import find_saved
@@ -37,15 +41,15 @@ from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
 from maxrl_fast.rollout import RolloutRequest, check_finite
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.device import resolve_device
-from maxrl_fast.runtime.files import read_json
+from maxrl_fast.runtime.files import fsync, read_json, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.jsonl import read_prompt
+from maxrl_fast.tasks.jsonl import check_utf8, read_prompt
 from maxrl_fast.tasks.names import dataset_spec
 from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.tasks.words import word_tokenizer_files
-from maxrl_fast.training.learner import UpdateMetrics
+from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 
 _OPTIONS = {field.name for group in (ModelOptions, LossOptions) for field in fields(group)} | {
     *("lr", "beta2", "weight_decay", "clip_grad", "token_budget", "checkpoint_activations"),
@@ -67,6 +71,7 @@ class SessionSamples(Samples):
 
     task: Task
     temperature: float
+    is_given: bool = False  # no policy has sampled them, and `forward` has not read them
 
     def _by_prompt(self, values: Sequence[Any]) -> list[list[Any]]:
         n = self.num_rollouts
@@ -107,7 +112,8 @@ class Session:
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
         _refuse_others(options)
-        self._start(parse_options({"task": "dataset", "model": os.fspath(model), **options}))
+        model = os.path.expanduser(_path_text("model", model))
+        self._start(parse_options({"task": "dataset", "model": model, **options}))
 
     @classmethod
     def from_run(cls, folder: str | os.PathLike[str], **options: Any) -> "Session":
@@ -115,13 +121,26 @@ class Session:
         moments; options not given keep their values. `session.task` is the run's, or for text one
         without its data."""
         _refuse_others(options)
-        saved = find_saved(Path(folder), Ranks(), _warn)
+        path = Path(_path_text("folder", folder)).expanduser().absolute()
+        path = next(filter(os.path.lexists, _places(path)), path)  # where a kill left it
+        saved = None
+        if (path / "config.json").is_file() and (
+            checkpoints_of(path) or (path / "progress.json").is_file()
+        ):
+            saved = find_saved(path, Ranks(), _warn)
         if saved is None:
-            raise InputError(f"folder must have a checkpoint, got {folder}")
-        config = parse_options({"resume": os.fspath(folder), **options})
-        session = cls.__new__(cls)
+            raise InputError(f"folder must be of a run with a checkpoint, or of save, got {folder}")
+        config = parse_options({"resume": str(path), **options})
+        values = {name: x for group in vars(config).values() for name, x in vars(group).items()}
+        values = {name: values[name] for name in (*_OPTIONS, "prompts", "rollouts")}
+        # objective and rewards are the caller's; a session has no data of text
+        whole = Config(task=TaskOptions("dataset"))
+        if dataset_spec(config.task.task) is None:
+            names = "task", "warm_start", "evaluation"
+            whole = replace(whole, **{name: getattr(config, name) for name in names})
+        session, base = cls.__new__(cls), saved.options["model"]
         # a checkpoint is also the folder of a model
-        session._start(config.replace(resume=None, model=str(saved.directory), reward=()))
+        session._start(whole.replace(**values | {"model": str(saved.directory)}), base)
         load_learner(saved.directory / "state", session.learner, session._ranks)
         session._draws = saved.progress.step
         return session
@@ -143,20 +162,16 @@ class Session:
         files = word_tokenizer_files(words, len(words)) | new_files(policy.config, (2,))
         with tempfile.TemporaryDirectory() as folder:
             write_policy(Path(folder), "float32", policy.weights(), files)
-            return cls(folder, **{"lr": 3e-3, "clip_grad": 1.0, **options})
+            session = cls(folder, **{"lr": 3e-3, "clip_grad": 1.0, **options})
+        session._base = None
+        return session
 
-    def _start(self, config: Config) -> None:
+    def _start(self, config: Config, base: str | None = "") -> None:
         check(config)
         self._ranks, device = Ranks.of_environment(), resolve_device(config.run.device)
-        connection = self._ranks.connected(device)
-        connection.__enter__()
-
-        @atexit.register
-        def leave() -> None:
-            error = getattr(sys, "last_value", None)  # what ends the program; other ranks end too
-            connection.__exit__(type(error) if error else None, error, None)
-
+        _connect(device)
         config = find_policy(config, self._ranks, _warn)
+        self._base = base if base != "" else config.model.model  # what adapters are trained on
         folder = config.model.directory
         self.task: Any  # a Task
         if dataset_spec(config.task.task) is None or folder is None:
@@ -172,6 +187,7 @@ class Session:
         self.learner.copy_policy()
         self._files = build_policy_files(self.task, policy, self.config.model.directory)
         self._draws, self._is_new = 0, True  # whether the engine has other weights
+        self._ranks.wait_for_all()  # the folder of `tiny` is the first rank's
 
     def encode(self, prompts: Any, responses: Sequence[Sequence[str]] = ()) -> SessionSamples:
         """Return given texts as samples, with log-probs of 0.
@@ -183,24 +199,64 @@ class Session:
         """
         given = list[list[int]]()
         if not isinstance(prompts, Prompts):
-            task, read = self.task, list[Any]()
-            if not isinstance(task, TextTask):
-                raise InputError(f"prompts must be Prompts, as {task.name} returns them")
-            if isinstance(prompts, str) or not prompts:
-                raise InputError(f"prompts must be a list of at least one, got {prompts!r:.80}")
-            for i, x in enumerate(prompts):
-                x = read_prompt(x, f"prompts[{i}]")
-                read.append(task.prompt(x) if isinstance(x, str) else x)
-            if responses and (len(responses) != len(read) or len({*map(len, responses)}) > 1):
-                raise InputError(f"responses must be as many to each of {len(read)} prompts")
-            pairs = [(x, y) for x, own in zip(read, responses, strict=False) for y in own]
-            names = [f"responses, {i}" for i in range(len(pairs))]
-            given = [tokens for _, tokens in task.encode_demonstrations(pairs, names)]
-            ids = [task.encode_prompt(x, f"prompts[{i}]") for i, x in enumerate(read)]
-            prompts = prompts_of(ids, range(len(ids)), [{}] * len(ids))
+            prompts, given = self._read(prompts, responses)
+        elif responses:
+            raise InputError("responses must be of prompts that are text, got Prompts")
+        wrong = replace(prompts, columns=None).find_wrong(len(prompts), prompts.tokens.device)
+        if wrong or not len(prompts):
+            raise InputError(f"prompts must be at least one, of a task, got {wrong or 'none'}")
         device, rollouts = self.learner.model.lm_head.weight.device, Rollouts.given(given)
         temperature = self.config.rollout.temperature
-        return SessionSamples(prompts.to(device), rollouts.to(device), self.task, temperature)
+        made = prompts.to(device), rollouts.to(device), self.task, temperature
+        return self._checked(SessionSamples(*made, is_given=True))
+
+    def _read(self, prompts: Any, responses: Any) -> tuple[Prompts, list[list[int]]]:
+        task, read = self.task, list[Any]()
+        if not isinstance(task, TextTask):
+            raise InputError(f"prompts must be Prompts, as {task.name} returns them")
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
+            raise InputError(f"prompts must be a list of at least one, got {prompts!r:.80}")
+        for i, x in enumerate(prompts):
+            x = read_prompt(x, f"prompts[{i}]")
+            read.append(task.prompt(x) if isinstance(x, str) else x)
+        if responses != ():
+            rows = responses if isinstance(responses, (list, tuple)) else ()
+            sizes = {len(x) if isinstance(x, (list, tuple)) else 0 for x in rows}
+            is_right = len(rows) == len(read) and len(sizes) == 1 and sizes != {0}
+            if not is_right or not all(isinstance(y, str) for x in rows for y in x):
+                raise InputError(
+                    f"responses must be lists of texts, as many to each of {len(read)} prompts, got "
+                    f"{responses!r:.80}"
+                )
+        pairs = [(x, y) for x, own in zip(read, responses, strict=False) for y in own]
+        names = [f"responses, {i}" for i in range(len(pairs))]
+        for (_, text), name in zip(pairs, names, strict=True):
+            check_utf8(text, name)
+        given = [tokens for _, tokens in task.encode_demonstrations(pairs, names)]
+        places = [f"prompts[{i}]" for i in range(len(read))]
+        ids = [*map(task.encode_prompt, read, places)]
+        unknown = task.tokenizer.unk_token_id if task.tokenizer.unk_token == "<unk>" else None
+        for tokens, place in zip([*ids, *given], [*places, *names], strict=True):
+            if not tokens or unknown in tokens:
+                got = task.decode(tokens, with_special=True)
+                raise InputError(f"{place} must be text that the tokenizer knows, got {got!r:.80}")
+        return prompts_of(ids, range(len(ids)), [{}] * len(ids)), given
+
+    def _checked(self, samples: Any) -> SessionSamples:
+        if not isinstance(samples, SessionSamples):
+            raise InputError(f"samples must be of sample or encode, got {samples!r:.80}")
+        sizes, (own, rollouts) = self.learner.model.config, (samples.prompts, samples.rollouts)
+        tokens = torch.cat([own.tokens, rollouts.all_tokens])
+        lengths = own.lengths.repeat_interleave(max(samples.num_rollouts, 1))
+        if len(rollouts):
+            lengths = lengths + rollouts.lengths
+        positions, found = sizes.max_position_embeddings, int(lengths.max())
+        if found > positions or not 0 <= int(tokens.min()) <= int(tokens.max()) < sizes.vocab_size:
+            raise InputError(
+                f"prompts and responses must have at most {positions} tokens, the positions of the "
+                f"policy, below {sizes.vocab_size}, got {found} tokens, up to {int(tokens.max())}"
+            )
+        return samples
 
     def sample(
         self,
@@ -213,6 +269,11 @@ class Session:
         """Sample n responses to each prompt, as of `encode`, with the newest weights. None: the
         session's option, or as many tokens as the positions leave. Each call draws other random
         numbers."""
+        n = _number("n", n, Integral, 1)
+        if temperature is not None:
+            temperature = _number("temperature", temperature, Real)
+        if max_new_tokens is not None:
+            max_new_tokens = _number("max_new_tokens", max_new_tokens, Integral, 1)
         own, sampling = self.encode(prompts).prompts, build_sampling(self.config, self.task)
         room = self.learner.model.config.max_position_embeddings - int(own.lengths.max())
         sampling = replace(
@@ -235,9 +296,10 @@ class Session:
 
     def forward(self, samples: SessionSamples) -> SessionSamples:
         """Return the samples with their log-probs under the policy."""
-        model = self.learner.model
+        model, samples = self.learner.model, self._checked(samples)
         logprobs = self.learner.passes.logprobs(model, samples, samples.sequences)
-        return replace(samples, rollouts=replace(samples.rollouts, logprobs=logprobs))
+        rollouts = replace(samples.rollouts, logprobs=logprobs)
+        return replace(samples, rollouts=rollouts, is_given=False)
 
     def forward_backward(
         self,
@@ -251,11 +313,17 @@ class Session:
             advantages: [G, N], a list or a tensor.
             loss: as of `policy_gradient_loss`; None: the session's option.
         """
-        device, learner = samples.rollouts.tokens.device, self.learner
-        weights = torch.as_tensor(advantages, dtype=torch.float32, device=device)
+        samples, learner = self._checked(samples), self.learner
         wanted, settings = [len(samples.prompts), samples.num_rollouts], learner.settings
-        if [*weights.shape] != wanted or not weights.isfinite().all():
-            raise InputError(f"advantages must be finite, {wanted}, got {[*weights.shape]}")
+        try:
+            weights = torch.as_tensor(advantages, device=samples.rollouts.tokens.device).detach()
+            is_right = [*weights.shape] == wanted and not weights.is_complex()
+            weights = weights.float() if is_right else weights
+            is_right = is_right and bool(weights.isfinite().all())
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # of what is no tensor
+            is_right = False
+        if not is_right or not len(samples.rollouts):
+            raise InputError(f"advantages must be finite, {wanted}, got {advantages!r:.80}")
         if samples.temperature != settings.temperature:
             raise InputError(
                 f"samples must have the temperature of the session, {settings.temperature:g}, got "
@@ -263,19 +331,28 @@ class Session:
             )
         try:
             if loss is not None:
+                if not isinstance(loss, str) and not callable(loss):
+                    raise InputError(f"loss must be a name or a function, got {loss!r:.80}")
                 known = loss_of(loss) if isinstance(loss, str) else None
-                learner.settings = replace(
-                    settings,
-                    loss=known.function if known else loss,
-                    loss_options=None,
-                    aggregation=(known and known.aggregation) or settings.aggregation,
-                )
+                try:
+                    learner.settings = replace(
+                        settings,
+                        loss=known.function if known else loss,
+                        loss_options=None,
+                        aggregation=(known and known.aggregation) or settings.aggregation,
+                    )
+                except (TypeError, ValueError) as error:  # of a function with other parameters
+                    raise InputError(f"loss must be a function of Tokens: {error}") from error
             self.engine.sleep()
             self._is_new = True
+            if samples.is_given:  # a ratio is to the policy's own log-probs
+                samples = self.forward(samples)
             if not settings.divergence_coef:
                 samples = replace(samples, rollouts=learner.with_reference(samples))
             draw = self._draws, len(learner.accumulated)  # of losses that draw tokens
             learner.forward_backward(samples, weights.flatten(), samples.sequences, draw)
+        except InputError:  # of an argument: nothing has begun
+            raise
         except BaseException:
             learner.accumulated = []
             raise
@@ -283,40 +360,100 @@ class Session:
             learner.settings = settings
 
     def optim_step(self, lr: float | None = None) -> UpdateMetrics:
-        """Take an optimizer step on the summed gradient. lr: None: the session's option.
+        """Take an optimizer step on the summed gradient. lr: None: the session's option. From
+        `ratio` to `logprob_diff`, the metrics are means over the tokens trained on.
 
         Raises:
             NonFiniteError: if loss or gradient are not finite; the weights are unchanged.
         """
         if not self.learner.accumulated:
             raise InputError("optim_step needs a forward_backward since the last one, got none")
-        self._is_new, rate = True, self.config.optimizer.lr if lr is None else lr
-        return self.learner.optim_step(when=f"draw {self._draws}", lr=rate)
+        rate = self.config.optimizer.lr if lr is None else _number("lr", lr, Real)
+        self._is_new = True
+        found = self.learner.optim_step(when=f"draw {self._draws}", lr=rate)
+        means = {x: getattr(found, x) / max(found.num_targets, 1) for x in TOKEN_METRICS}
+        return replace(found, **means if found.num_targets else {"ratio": 1.0})
 
     def save(self, out: str | os.PathLike[str]) -> None:
         """Write a Hugging Face folder with the state that `from_run` continues from. It replaces
         one of an earlier `save`."""
-        path, ranks = Path(out).absolute(), self._ranks
-        new, old = (path.with_name(f".{path.name}.{x}") for x in ("new", "old"))
+        path, ranks = Path(_path_text("out", out)).expanduser().absolute(), self._ranks
+        check_weights(self.learner, f"draw {self._draws}", ranks)
+        (_, new, old), wrong = _places(path), ""
+        is_base = self.config.model.lora_rank and self._base == str(path)
+        if ranks.is_first:
+            left = next(filter(os.path.lexists, _places(path)), None)
+            if is_base or (left and not _is_own(left)):
+                wrong = f"out must be a new folder or one of save, got {left or path}"
+                wrong += ", the model of the adapters" if is_base else ""
+        if wrong := ranks.values(wrong)[0]:
+            raise InputError(wrong)
         saved = Snapshot.of(self.learner, ranks.is_first)
         if ranks.is_first:
-            record = path / "progress.json"
-            is_own = record.exists() and not (path.is_symlink() or read_json(record)["logs"])
-            if path.exists() and not is_own:
-                raise InputError(f"out must be a new folder or one of save, got {out}")
-            for left in (new, old):
-                shutil.rmtree(left, ignore_errors=True)
+            with storing(str(path)):
+                if left not in (None, path):  # a kill left it between the renames below
+                    left.rename(path)
+            shutil.rmtree(new, ignore_errors=True)
         if ranks.is_first or saved.is_sharded:
-            progress, options = Progress("training", self._draws), self.config.flat()
+            progress = Progress("training", self._draws)
+            options = self.config.flat() | {"model": self._base}
             sizes = self.learner.model.config
             content = progress_record(progress, sizes, {}, options, {}, ranks)
-            write_checkpoint(new, content, saved, *self._files, options["model"], ranks)
-        if ranks.is_first:  # a kill leaves the earlier folder, perhaps as `old`
-            if path.exists():
-                path.rename(old)
-            new.rename(path)
+            write_checkpoint(new, content, saved, *self._files, self._base, ranks)
+        if ranks.is_first:  # a kill leaves a whole folder, perhaps as `new` and `old`
+            with storing(str(path)):
+                if path.exists():
+                    shutil.rmtree(old, ignore_errors=True)
+                    path.rename(old)
+                new.rename(path)
+                fsync(path.parent)
             shutil.rmtree(old, ignore_errors=True)
         ranks.wait_for_all()
+
+
+@cache
+def _connect(device: torch.device) -> None:
+    """Connect the ranks, once in a program."""
+    if torch.distributed.is_initialized():
+        raise InputError(
+            f"sessions of a program must share a device, which starts it, got {device}"
+        )
+    connection = Ranks.of_environment().connected(device)
+    connection.__enter__()
+
+    @atexit.register
+    def leave() -> None:
+        error = getattr(sys, "last_value", None)  # what ends the program; other ranks end too
+        connection.__exit__(type(error) if error else None, error, None)
+
+
+def _number(name: str, value: Any, kind: type, least: int = 0) -> Any:
+    is_kind = isinstance(value, kind) and not isinstance(value, bool)
+    if not is_kind or not (least <= value < 2**31 if kind is Integral else 0 <= value < math.inf):
+        wanted = (
+            f"an integer of at least {least}" if kind is Integral else "finite and not negative"
+        )
+        raise InputError(f"{name} must be {wanted}, got {value!r:.80}")
+    return int(value) if kind is Integral else float(value)
+
+
+def _path_text(name: str, path: Any) -> str:
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InputError(f"{name} must be the path of a folder, got {path!r:.80}")
+    return text
+
+
+def _places(path: Path) -> list[Path]:
+    """Return where `save` has whole folders, the one that counts first."""
+    return [path, *(path.parent / f".{path.name}.{x}" for x in ("new", "old"))]
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether `save` wrote it."""
+    record = folder / "progress.json"
+    is_folder = record.is_file() and not folder.is_symlink()
+    return is_folder and not read_json(record).get("logs", True)
 
 
 def _refuse_others(options: Mapping[str, Any]) -> None:

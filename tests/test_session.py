@@ -1,5 +1,6 @@
 """maxrl_fast.Session: the verbs are the trainer's own steps."""
 
+import json
 import re
 import sys
 from itertools import chain
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from maxrl_fast import Session, group_advantage
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, NonFiniteError, StorageError
 from maxrl_fast.model.policy import load_policy
 from tests.runs import ROOT
 from tests.tasks.test_dataset import save_byte_level_policy
@@ -167,6 +168,12 @@ def tiny():
         (lambda s, x: s.sample(["a", 3]), r"prompts\[1\] must be text"),
         (lambda s, x: s.sample(["a"], max_new_tokens=600), "max_new_tokens 600"),
         (lambda s, x: s.encode(["a"], [["b"], ["c"]]), "as many to each of 1 prompts"),
+        (lambda s, x: s.encode(["a"], ["b c"]), "responses must be lists of texts"),
+        (lambda s, x: s.encode(["a"], [["b" * 512]]), "at most 512 tokens"),
+        (lambda s, x: s.encode(["a"], [["Ω"]]), "text that the tokenizer knows"),
+        (lambda s, x: s.sample(["hello World"]), "text that the tokenizer knows, got 'hello"),
+        (lambda s, x: s.sample([" "]), "text that the tokenizer knows"),
+        (lambda s, x: s.sample(["a"], max_new_tokens=0), "max_new_tokens must be an integer"),
         (lambda s, x: s.forward_backward(x, [1.0] * 8), r"advantages must be finite, \[4, 2\]"),
         (lambda s, x: s.forward_backward(x, [[1.0, np.nan]] * 4), "advantages must be finite"),
         (lambda s, x: s.forward_backward(x, [[1.0, 0]] * 4, loss="po"), "loss must be one of"),
@@ -177,12 +184,110 @@ def tiny():
         (lambda s, x: Session.tiny(steps=3), "unknown option steps"),
         (lambda s, x: Session.tiny(clip_hihg=3), "did you mean clip_high"),
         (lambda s, x: Session.from_run("nothing"), "nothing"),
+        (lambda s, x: Session.from_run("docs"), "folder must be of a run with a checkpoint"),
     ],
 )
 def test_a_wrong_argument_is_named(tiny, call, said):
     session, samples = tiny
     with pytest.raises(InputError, match=said):
         call(session, samples)
+
+
+WRONG = [None, 3, -1, 0, 1.5, float("nan"), float("inf"), True, 2j, "", "~", "\0", "\ud800", b"a"]
+WRONG += [[], {}, {1}, [[]], [["b"], 3], {"a": 1}, object(), np.zeros(2), torch.ones(4, 2) * 2j]
+WRONG += [torch.full((4, 2), torch.inf), torch.ones(4, 2, device="meta"), [[1j, 0]] * 4, len]
+CALLS = {
+    "prompts": lambda s, x, wrong: s.sample(wrong),
+    "prompts 2": lambda s, x, wrong: s.encode([wrong]),
+    "responses": lambda s, x, wrong: s.encode(["a"], wrong),
+    "responses 2": lambda s, x, wrong: s.encode(["a"], [wrong]),
+    "n": lambda s, x, wrong: s.sample(["a"], wrong),
+    "temperature": lambda s, x, wrong: s.sample(["a"], temperature=wrong),
+    "max_new_tokens": lambda s, x, wrong: s.sample(["a"], max_new_tokens=wrong),
+    "samples": lambda s, x, wrong: s.forward(wrong),
+    "samples 2": lambda s, x, wrong: s.forward_backward(wrong, [[1.0, 0]] * 4),
+    "advantages": lambda s, x, wrong: s.forward_backward(x, wrong),
+    "loss": lambda s, x, wrong: s.forward_backward(x, [[1.0, 0]] * 4, wrong),
+    "lr": lambda s, x, wrong: s.optim_step(wrong),
+    "out": lambda s, x, wrong: s.save(wrong),
+    "folder": lambda s, x, wrong: Session.from_run(wrong),
+    "model": lambda s, x, wrong: Session(wrong),
+    "option": lambda s, x, wrong: Session.tiny(lr=wrong),
+}
+# arguments that are right
+RIGHT = {"n": [3], "temperature": [None, 3, 0, 1.5], "max_new_tokens": [None, 3], "loss": [None]}
+RIGHT |= {"lr": [None, 3, 0, 1.5], "option": [None, 3, 1.5]}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_argument_of_any_type_changes_nothing(tiny, name, tmp_path, monkeypatch):
+    session, samples = tiny
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    session.forward_backward(samples, [[1.0, 0]] * 4)
+    before = session.learner.accumulated, session._draws, session.learner.settings
+    for wrong in WRONG:
+        if not any(type(wrong) is type(x) and wrong == x for x in RIGHT.get(name, [])):
+            with pytest.raises(InputError, match=name.split()[0] if name != "option" else "lr"):
+                CALLS[name](session, samples, wrong)
+            assert before == (session.learner.accumulated, session._draws, session.learner.settings)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_given_texts_have_the_ratio_1_and_metrics_are_means(tiny):
+    session, samples = tiny
+    session.forward_backward(session.encode(["a", "b"], [["c"], ["d"]]), [[1.0], [2.0]])
+    found = session.optim_step(lr=0)
+    assert (found.ratio, found.num_targets) == (pytest.approx(1), 4)
+    session.forward_backward(samples, [[0.0, 0]] * 4)
+    assert session.optim_step(lr=0).ratio == 1
+
+
+def test_a_step_that_fails_leaves_the_settings(tiny):
+    session, samples = tiny
+    settings = session.learner.settings
+    session.forward_backward(samples, [[3e38, -3e38]] * 4, "reinforce")
+    with pytest.raises(NonFiniteError):
+        session.optim_step()
+    assert session.learner.settings is settings
+
+
+def full_disk(*_, **__):
+    raise OSError("full")
+
+
+def test_a_save_keeps_the_last_good_folder(tmp_path):
+    session, out = Session.tiny(threads=1, lora_rank=2), tmp_path / "out"
+    session.save(out)
+    config = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] is None  # the policy of `tiny` is nowhere else
+    weight = session.learner.model.lm_head.weight
+    with torch.no_grad():
+        weight += 1
+    for left in (".out.new", ".out.old"):  # a kill between the renames
+        out.rename(tmp_path / left)
+        again = Session.from_run(out, threads=1)
+        assert torch.equal(again.learner.model.lm_head.weight + 1, weight)
+        with pytest.raises(StorageError), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("maxrl_fast.job.checkpoints.write_policy", full_disk)
+            session.save(out)
+        assert Session.from_run(out, threads=1)._draws == 0
+    with torch.no_grad():
+        weight += torch.nan
+    with pytest.raises(NonFiniteError):
+        session.save(out)
+    again.save(out)
+    assert [x.name for x in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("name", ["text", "lora"])
+def test_a_run_goes_on_as_a_session(shared_run, name):
+    run = shared_run(name)
+    session = Session.from_run(run, threads=1)
+    saved = dict(load_file(run / "latest" / "model.safetensors"))
+    assert all(torch.allclose(x, saved[y], atol=1e-6) for y, x in session.learner.model.weights())
+    assert session.config.rollout.rollouts == 4
+    assert session._base and "checkpoints" not in session._base
 
 
 @pytest.mark.slow

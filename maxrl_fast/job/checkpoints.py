@@ -108,6 +108,15 @@ def write_checkpoint(
             write_checksums(folder)
 
 
+def check_weights(learner: Learner, when: str, ranks: Ranks) -> None:
+    """Loss and gradients are checked before the optimizer's step, which may still overflow."""
+    own = learner_tensors(learner).items()
+    name = find_nonfinite({key: x for key, x in own if not key.startswith(OBJECTIVE)})
+    if ranks.any(name is not None, learner.model.lm_head.weight.device):
+        what = name or "a tensor of another process"
+        raise NonFiniteError(f"{when}: {what} is NaN or infinite")
+
+
 class Checkpoints:
     """Saves the state of a run between steps, and restores it. Every rank must call every method.
 
@@ -198,7 +207,7 @@ class Checkpoints:
         batches = [*self.waiting()]
         with self._clock("checkpoint"):
             self._background.wait()
-            self._check_finite(progress, learner)
+            check_weights(learner, f"after {progress}", self._ranks)
             self._begun = directory
             record = ""
             if self._ranks.is_first:
@@ -212,14 +221,6 @@ class Checkpoints:
                 self._background.submit(lambda: self._write(directory, record, snapshot, batches))
             else:
                 self.newest = directory
-
-    def _check_finite(self, progress: Progress, learner: Learner) -> None:
-        """Loss and gradients are checked before the optimizer's step, which may still overflow."""
-        own = learner_tensors(learner).items()
-        name = find_nonfinite({key: x for key, x in own if not key.startswith(OBJECTIVE)})
-        if self._ranks.any(name is not None, learner.model.lm_head.weight.device):
-            what = name or "a tensor of another process"
-            raise NonFiniteError(f"after {progress}: {what} is NaN or infinite")
 
     def _write(
         self, directory: Path, record: str, snapshot: Snapshot, batches: Sequence[RolloutBatch]

@@ -222,6 +222,8 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
                 optimizer.state[p] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
     own = learner_tensors(learner)
     of_objective = {name for name in own.keys() ^ names if name.startswith((OBJECTIVE, CRITIC))}
+    # a session has no reference policy of the run's objective
+    of_objective |= {name for name in names - own.keys() if name.startswith("reference.")}
     tensors = {name: tensor for name, tensor in own.items() if name not in of_objective}
     names -= of_objective
     if ranks.is_first and names != tensors.keys():

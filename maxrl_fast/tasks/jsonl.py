@@ -185,7 +185,7 @@ def _demonstration(fields: Any, place: str, prompt_key: str) -> Demonstration:
             f"{place}: a demonstration must have text at 'response', or messages of which the last "
             f"is the assistant's, got {said!r:.80}; {keys_of(fields)}"
         )
-    _check_utf8(said, f"{place}: response")
+    check_utf8(said, f"{place}: response")
     return place, prompt, response
 
 
@@ -204,7 +204,7 @@ def read_prompt(prompt: Any, what: str) -> Prompt:
     list of text parts is their text. Every prompt of a file or of a user's function comes here, by
     the name `what` in messages."""
     if isinstance(prompt, str) and prompt:
-        _check_utf8(prompt, what)
+        check_utf8(prompt, what)
         return prompt
     if not isinstance(prompt, (list, tuple)) or not prompt:
         raise InputError(
@@ -236,11 +236,11 @@ def _message(given: Any, what: str) -> Message:
                 f"{what} must have messages with a role and a content, of the assistant also with "
                 f"{REASONING[0]}, each as text, got {key!r} in {given!r:.200}"
             )
-        _check_utf8(value, what)
+        check_utf8(value, what)
     return {names[key]: value for key, value in message.items()}
 
 
-def _check_utf8(text: str, what: str) -> None:
+def check_utf8(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair

@@ -196,7 +196,11 @@ class Learner:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             found = (self._find_non_finite(x, when) for x in accumulated)
             none = "the gradient summed over the prompts is not finite, though each prompt's own is"
-            raise NonFiniteError(f"{when}: {next(filter(None, found), none)}")
+            settings = self.settings
+            try:
+                raise NonFiniteError(f"{when}: {next(filter(None, found), none)}")
+            finally:  # each call's own are tried
+                self.settings = settings
         if self.settings.siren:
             self.objective_state["siren_anchor"].fill_(own["siren_anchor"])
         self.optimizer.step()

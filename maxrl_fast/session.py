@@ -200,7 +200,7 @@ class Session:
         given = list[list[int]]()
         if not isinstance(prompts, Prompts):
             prompts, given = self._read(prompts, responses)
-        elif responses:
+        elif not isinstance(responses, tuple) or responses:
             raise InputError("responses must be of prompts that are text, got Prompts")
         wrong = replace(prompts, columns=None).find_wrong(len(prompts), prompts.tokens.device)
         if wrong or not len(prompts):
@@ -219,7 +219,7 @@ class Session:
         for i, x in enumerate(prompts):
             x = read_prompt(x, f"prompts[{i}]")
             read.append(task.prompt(x) if isinstance(x, str) else x)
-        if responses != ():
+        if not isinstance(responses, tuple) or responses:
             rows = responses if isinstance(responses, (list, tuple)) else ()
             sizes = {len(x) if isinstance(x, (list, tuple)) else 0 for x in rows}
             is_right = len(rows) == len(read) and len(sizes) == 1 and sizes != {0}
@@ -235,11 +235,14 @@ class Session:
         given = [tokens for _, tokens in task.encode_demonstrations(pairs, names)]
         places = [f"prompts[{i}]" for i in range(len(read))]
         ids = [*map(task.encode_prompt, read, places)]
-        unknown = task.tokenizer.unk_token_id if task.tokenizer.unk_token == "<unk>" else None
-        for tokens, place in zip([*ids, *given], [*places, *names], strict=True):
-            if not tokens or unknown in tokens:
-                got = task.decode(tokens, with_special=True)
-                raise InputError(f"{place} must be text that the tokenizer knows, got {got!r:.80}")
+        texts = [*read, *(y for _, y in pairs)]
+        # words of `tiny`, which ignores others
+        is_words = len(task.tokenizer.added_tokens_decoder) == len(task.tokenizer)
+        rows = zip(texts, [*ids, *given], [*places, *names], strict=True)
+        for text, tokens, place in rows:
+            is_lost = is_words and task.decode(tokens) != "".join(str(text).split())
+            if not tokens or (is_lost and isinstance(text, str)):
+                raise InputError(f"{place} must be text that the tokenizer knows, got {text!r:.80}")
         return prompts_of(ids, range(len(ids)), [{}] * len(ids)), given
 
     def _checked(self, samples: Any) -> SessionSamples:
@@ -438,10 +441,13 @@ def _number(name: str, value: Any, kind: type, least: int = 0) -> Any:
 
 
 def _path_text(name: str, path: Any) -> str:
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise InputError(f"{name} must be the path of a folder, got {path!r:.80}")
-    return text
+    try:
+        text = os.fspath(path)
+        if text and isinstance(text, str) and b"\0" not in os.fsencode(text):
+            return text
+    except (TypeError, ValueError):  # of what is no path, of half characters
+        pass
+    raise InputError(f"{name} must be the path of a folder, got {path!r:.80}")
 
 
 def _places(path: Path) -> list[Path]:

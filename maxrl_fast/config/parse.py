@@ -67,7 +67,7 @@ def convert(option: Option, given: RawOption) -> Any:
     if option.takes_several:
         one = replace(option, kind=get_args(option.kind)[0])
         return tuple(convert(one, replace(given, value=item)) for item in as_list(value))
-    if value == "None" and option.default is None:
+    if isinstance(value, str) and value == "None" and option.default is None:
         return None
     try:
         return _convert(option.kind, value)

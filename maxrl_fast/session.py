@@ -225,8 +225,8 @@ class Session:
             is_right = len(rows) == len(read) and len(sizes) == 1 and sizes != {0}
             if not is_right or not all(isinstance(y, str) for x in rows for y in x):
                 raise InputError(
-                    f"responses must be lists of texts, as many to each of {len(read)} prompts, got "
-                    f"{responses!r:.80}"
+                    f"responses must be lists of texts, as many to each of {len(read)} prompts, "
+                    f"got {responses!r:.80}"
                 )
         pairs = [(x, y) for x, own in zip(read, responses, strict=False) for y in own]
         names = [f"responses, {i}" for i in range(len(pairs))]

@@ -394,7 +394,7 @@ class Session:
         saved = Snapshot.of(self.learner, ranks.is_first)
         if ranks.is_first:
             with storing(str(path)):
-                if left not in (None, path):  # a kill left it between the renames below
+                if left and left != path:  # a kill left it between the renames below
                     left.rename(path)
             shutil.rmtree(new, ignore_errors=True)
         if ranks.is_first or saved.is_sharded:

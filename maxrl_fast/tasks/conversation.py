@@ -24,9 +24,11 @@ from maxrl_fast.tasks.tool_calls import ARGUMENTS, NAME, ToolCall, learn
 MARK = "\ufdd0"
 WORD = "qzxvq"  # stands for a text: one word, which no template trims, escapes or divides
 SECONDS = 60.0  # that a template may take
-OWN = {"chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
+OWN = {"messages", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
 _CLOCK = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 _ASKED = {"role": "user", "content": "Hi"}
+_TAGS = re.compile(r"\s*</think>|<think>")
+_BLOCK = re.compile(r"(<think>\s*(</think>)?)?\s*$")  # of thoughts, at the end of a prompt
 
 
 class Conversation:
@@ -66,6 +68,8 @@ class Conversation:
             raise InputError(
                 f"--chat-template-kwargs must not have {min(taken)}, which the run sets itself"
             )
+        if self._arguments:
+            self._check_arguments()
         own = None if self._template is None else self._turn_end({*listed_stops})
         self.stop_ids = tuple(sorted({*listed_stops} if own is None else {*listed_stops, own}))
         if not self.stop_ids:
@@ -81,7 +85,8 @@ class Conversation:
         # what the tokenizer puts before a text
         bare, whole = self.encode("a"), tokenizer("a")["input_ids"]
         starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-        self._begin: list[int] = whole[: next(starts, 0)]
+        self._lead: list[int] = whole[: next(starts, 0)]
+        self._has_space = self.text([*bare, *bare]) != "aa"
         if tools:
             self._learn_calls(tools)
 
@@ -107,9 +112,9 @@ class Conversation:
         if isinstance(prompt, str):
             ids = self.encode(prompt)
             # text in a chat's format may begin with the token already, or as a chat without it does
-            has_begun = ids[: len(self._begin)] == self._begin or ids[:1] == [self._chat_begin]
-            return ids if has_begun else [*self._begin, *ids]
-        text, asked = self._render(prompt, begins=True), prompt[-1]
+            has_begun = ids[: len(self._lead)] == self._lead or ids[:1] == [self._chat_begin]
+            return ids if has_begun else [*self._lead, *ids]
+        text, asked = "".join(self._begin(prompt)), prompt[-1]
         # jinja writes nothing for a misspelt name, and single braces as they stand
         if asked["role"] == "user" and asked["content"].strip() not in text:
             left_out = f"the last message, {asked['content']!r:.80}"
@@ -122,20 +127,59 @@ class Conversation:
         reasoning_content), up to the token that ends a turn."""
         answer = response if isinstance(response, dict) else _said(response)
         if isinstance(prompt, str):
-            own, learned, end = self.prompt(prompt), self.encode(_in_tags(answer)), self._text_end
+            before, rest, end = prompt, _in_tags(answer), self._text_end
         else:
-            before, end = self._render(prompt, begins=True), self.end
-            rest = self._rest(before, prompt, answer)
-            own, learned = self.encode(before), self.encode(before + rest)
-            is_joined = learned[: len(own)] == own
-            learned = learned[len(own) :] if is_joined else self.encode(rest)
+            begin, start = self._begin(prompt)
+            before, rest, end = begin + start, self._rest(begin, start, prompt, answer), self.end
+            self._check_thoughts(begin, start + rest, start + _in_tags(answer))
+        own, learned = self.encode(before), self.encode(before + rest)
+        is_joined = learned[: len(own)] == own
+        learned = learned[len(own) :] if is_joined else self.encode_within(rest)
         at = next((i for i, token in enumerate(learned) if token in self.stop_ids), None)
-        return own, [*learned, end] if at is None else learned[: at + 1]
+        return self.prompt(prompt), [*learned, end] if at is None else learned[: at + 1]
 
-    def _rest(self, before: str, prompt: Sequence[Message], answer: Message) -> str:
-        """Return what the template writes after the prompt `before` where the answer follows."""
-        chat, content, reasoning = [*prompt], answer["content"], answer.get(REASONING[0], "")
-        start = chat.pop()["content"] if chat[-1]["role"] == "assistant" else ""
+    def encode_within(self, text: str) -> list[int]:
+        """Return the token ids of text that continues another: SentencePiece would put a space
+        before it, but not after a line feed or a letter that no token joins with it."""
+        for lead in ("\n", "a", "0") if self._has_space else ():
+            own, both = self.encode(lead), self.encode(lead + text)
+            if both[: len(own)] == own:
+                return both[len(own) :]
+        return self.encode(text)
+
+    def _begin(self, prompt: Sequence[Message]) -> tuple[str, str]:
+        """Return the text of messages up to where the assistant's answer begins, and the content of
+        a last message of its own, which is continued as it is."""
+        *chat, last = prompt
+        if last["role"] != "assistant":
+            return self._render(prompt, begins=True), ""
+        begin, start = self._render(chat, begins=True), last["content"]
+        frame = self._render([*chat, _said(WORD)])
+        same = _common(begin, frame)
+        # thoughts, which the content may have or not
+        written = _TAGS.split(frame[same:].partition(WORD)[0])[0]
+        is_begun = _TAGS.sub("", begin[same:]).strip() == "" and start.startswith(written)
+        if REASONING[0] in last or (start and not is_begun):
+            raise self._error(
+                f"writes {begin[-30:] + written!r} before an answer; content of a last message of "
+                f"the assistant must continue {begin[-30:]!r}, got {last!r:.200}"
+            )
+        self._check_thoughts(begin, start, start)
+        return begin, start
+
+    def _check_thoughts(self, begin: str, written: str, given: str) -> None:
+        """Refuse thoughts beside those that the template opens or closes in the same turn."""
+        turn = _BLOCK.search(begin[-40:])[0] + written
+        if any(x in given and turn.count(x) > given.count(x) for x in THINKING):
+            raise self._error(
+                f"writes {turn!r:.100}, with other thoughts than those given: {given!r:.100}"
+            )
+
+    def _rest(self, begin: str, start: str, prompt: Sequence[Message], answer: Message) -> str:
+        """Return what the template writes after the prompt, `begin` and the content `start` of a
+        last message of the assistant, where the answer follows."""
+        before, content, reasoning = begin + start, answer["content"], answer.get(REASONING[0], "")
+        chat = [*prompt[:-1]] if prompt[-1]["role"] == "assistant" else [*prompt]
         whole = self._render([*chat, {**answer, "content": start + content}])
         if not _has(whole[_common(before, whole) :], reasoning):
             if THINKING[1] not in str(self._template):
@@ -143,15 +187,19 @@ class Conversation:
                     "does not write reasoning_content; give it in the content, as the policy "
                     "should write it"
                 )
-            return self._rest(before, prompt, _said(_in_tags(answer)))
+            return self._rest(begin, start, prompt, _said(_in_tags(answer)))
         if whole.startswith(before) and _has(whole, content):
             return whole[len(before) :]
         # The template drops what the prompt opens, as <think>, or reasoning: then the response is
         # put where a word would stand.
-        frame = self._render([*chat, _said(start + WORD)])
-        same = _common(before, frame)
-        opened, closing = before[same:].strip(), frame.rpartition(WORD)[2]
-        if frame[same:].startswith(WORD):
+        frame = self._render([*chat, _said(WORD)])
+        same = _common(begin, frame)
+        opened, closing = begin[same:].strip(), frame.rpartition(WORD)[2]
+        if start and not reasoning:
+            turn = _BLOCK.search(begin[-40:])[0] + start + content
+            if turn.count(THINKING[0]) <= turn.count(THINKING[1]):
+                return content + closing
+        elif frame[same:].startswith(WORD) and not reasoning:
             if content.startswith(opened):
                 return content.removeprefix(opened).lstrip("\n" * bool(opened)) + closing
             if opened == THINKING[0] and THINKING[1] in content:  # it closes what is open
@@ -217,6 +265,19 @@ class Conversation:
                 f"or rewrite {lost.replace(WORD, '...')[:30]!r}"
             )
 
+    def _check_arguments(self) -> None:
+        """Refuse arguments that the template does not read."""
+        from jinja2 import Environment, TemplateSyntaxError, meta  # of transformers
+
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
+        try:  # transformers has the statement `generation`
+            source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self._template or "")
+            read = meta.find_undeclared_variables(environment.parse(source))
+        except TemplateSyntaxError as error:
+            raise self._error(f"cannot be parsed: {error}") from error
+        if unread := self._arguments.keys() - read:
+            raise self._error(f"does not read {min(unread)!r:.80} of --chat-template-kwargs")
+
     def _turn_end(self, listed: set[int]) -> int | None:
         """Return the token that ends a turn: of the control tokens that the assistant's text is
         followed by, without anything between them, the first that is listed, or the first of all.
@@ -259,8 +320,7 @@ class Conversation:
         return source
 
     def _render(self, messages: Sequence[Message], *, begins: bool = False) -> str:
-        """Return the text of messages; begins: up to where the assistant's answer begins, or goes
-        on in a last message of its own."""
+        """Return the text of messages; begins: up to where the assistant's answer begins."""
         if self._template is None:
             needs = "--environment needs one" if self._tools else "give prompts as text instead"
             who = self.tokenizer.name_or_path
@@ -271,13 +331,11 @@ class Conversation:
                 message["role"] = "system"
             if reasoning := message.get(REASONING[0]):
                 message |= dict.fromkeys(REASONING, reasoning)
-        is_continued = begins and chat[-1]["role"] == "assistant"
         options = {
             "chat_template": self._template,
             "tools": self._tools,
             "tokenize": False,
-            "add_generation_prompt": begins and not is_continued,
-            "continue_final_message": is_continued,
+            "add_generation_prompt": begins,
             **self._arguments,
         }
         try:

@@ -121,7 +121,7 @@ class TextCodec:
         for text, place in zip(texts, places, strict=True):
             with _at(place):
                 self._refuse(text, "a response")
-        return [*map(self.conversation.encode, texts)]
+        return [*map(self.conversation.encode_within, texts)]
 
     def _checked(self, prompt: Prompt) -> Prompt:
         if isinstance(prompt, str) and self._has_tools:

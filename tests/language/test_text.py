@@ -96,10 +96,13 @@ class Family:
         return self.tokenizer.apply_chat_template(messages, return_dict=False, **options)
 
     def prompt(self, messages, codec=None, **options):
-        is_begun = messages[-1]["role"] == "assistant"
-        begins = {"continue_final_message" if is_begun else "add_generation_prompt": True}
         (got,) = (codec or self.codec).encode([messages], ["line 1"])
-        assert (got or []) == self.tokens(messages, **begins, **options)
+        *chat, last = messages
+        if last["role"] == "assistant":
+            text = self.text(chat, add_generation_prompt=True, **options) + last["content"]
+            assert got == self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return
+        assert (got or []) == self.tokens(messages, add_generation_prompt=True, **options)
 
     def plain_text(self, _):
         for text in ("12 + 30 =", "  a b \n", *TEXTS.values()):

@@ -20,7 +20,7 @@ from maxrl_fast.errors import InputError, UnsupportedModelError
 from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling
 from maxrl_fast.model.huggingface import HuggingFaceSizes
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.runtime.files import printable, read_json
+from maxrl_fast.runtime.files import check_regular, printable, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -111,7 +111,7 @@ def kept_files(
     """Return config.json, generation_config.json and the processors of images and sound for
     checkpoints of a policy loaded from here. eos_token_id of generation_config.json becomes
     `stop_ids` if it names other tokens."""
-    config = read_json(directory / "config.json")
+    config = read_fields(directory / "config.json")
     for part in (config, config.get("text_config") or {}):
         part |= {key: dtype for key in ("dtype", "torch_dtype") if key in part}
     names = "bos_token_id", "pad_token_id"
@@ -159,7 +159,7 @@ class StoredTensor(NamedTuple):
 def carried_tensors(directory: Path, model: PolicyModel) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint that are not of its decoder of text, which the policy's
     own checkpoints keep: encoders of images or sound, heads that predict several tokens."""
-    stored, own = _find_tensors(directory), {name for name, _ in model.weights()}
+    stored, own = find_tensors(directory), {name for name, _ in model.weights()}
     if model.config.tie_word_embeddings:
         stored = {name: x for name, x in stored.items() if not name.endswith("lm_head.weight")}
     others = {name: x for name, x in stored.items() if name not in own}
@@ -176,7 +176,7 @@ def carried_tensors(directory: Path, model: PolicyModel) -> dict[str, StoredTens
 def load_checkpoint(directory: Path) -> Decoder:
     """Return the decoder of a directory, on the CPU in float32."""
     config = read_config(directory / "config.json")
-    stored = _find_tensors(directory)
+    stored = find_tensors(directory)
     if config.tie_word_embeddings:
         _join_tied(stored)
     _check_tensors(directory, config, stored)
@@ -227,6 +227,7 @@ def _check_tensors(directory: Path, config: DecoderConfig, stored: dict[str, Sto
 
 def _open(path: Path) -> dict[str, StoredTensor]:
     try:
+        check_regular(path)
         file = safe_open(path, framework="pt")
         return {name: StoredTensor(path, file, name) for name in file.keys()}  # noqa: SIM118
     except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: from PyTorch's mmap
@@ -235,25 +236,47 @@ def _open(path: Path) -> dict[str, StoredTensor]:
         ) from error
 
 
-def _find_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The index may lie: the headers of the files count."""
-    path, names = directory / INDEX, {WEIGHTS}
+def find_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The headers of the files count; an index that assigns a tensor to another file is refused."""
+    path, listed = directory / INDEX, {"": WEIGHTS}
     if path.exists():
         listed = read_json(path).get("weight_map")
-        names = set(listed.values()) if isinstance(listed, dict) else {".."}
-        if ".." in names or any(Path(name).name != name for name in names):
+        names = [*listed.values()] if isinstance(listed, dict) else [".."]
+        if any(type(x) is not str or x == ".." or Path(x).name != x for x in names):
             wanted = "weight_map must map tensors to files of the same directory"
             raise InputError(f"{path}: {wanted}, got {listed!r:.80}")
     stored: dict[str, StoredTensor] = {}
-    for name in sorted(names):
-        stored |= _open(directory / name)
+    for file in sorted({*listed.values()}):
+        for name, tensor in _open(directory / file).items():
+            if listed.get(name, file) != file or name in stored:
+                raise InputError(
+                    f"{tensor.path} has {printable(name)}, which {INDEX} must assign to it, got "
+                    f"{listed.get(name)!r:.80}"
+                )
+            stored[name] = tensor
     # Old checkpoints store inv_freq, a constant.
     return {name: x for name, x in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
 
 
+def read_fields(path: Path) -> dict[str, Any]:
+    """Return the object of config.json, after a check of what transformers does not check."""
+    fields = read_json(path)
+    kinds = {
+        "text_config": dict,
+        "rope_scaling": dict,
+        "rope_parameters": dict,
+        "layer_types": list,
+    }
+    for key, kind in kinds.items():
+        for part in (fields, fields.get("text_config") or {}):
+            if not isinstance(value := part.get(key) or kind(), kind):
+                raise InputError(f"{path}: {key} must be a JSON {kind.__name__}, got {value!r:.80}")
+    return fields
+
+
 def read_config(path: Path) -> DecoderConfig:
     """Raise UnsupportedModelError if the native decoder does not support the model."""
-    fields = read_json(path)
+    fields = read_fields(path)
     model_type = fields.get("model_type")
     if model_type not in [*FAMILIES]:
         raise UnsupportedModelError(
@@ -301,7 +324,7 @@ def read_config(path: Path) -> DecoderConfig:
         )
     except KeyError as error:
         raise InputError(f"{path} lacks the key {error}") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise InputError(f"{path}: {error}") from error
 
 

@@ -27,10 +27,15 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 FAMILIES = {"qwen2": (True, False), "qwen3": (False, True), "llama": (False, False)}
 
 
+# of a model that can be built, even without weights
+LIMITS = {"num_hidden_layers": 2**12, "max_position_embeddings": 2**63}
+
+
 def check_sizes(**sizes: object) -> None:
     for name, value in sizes.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r:.80}")
+        most = LIMITS.get(name, 2**20)
+        if type(value) is not int or not 1 <= value <= most:
+            raise ValueError(f"{name} must be an integer from 1 to {most}, got {value!r:.80}")
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,16 @@ from typing import Any
 import torch
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import stored_dtype, untied, without_code
+from maxrl_fast.model.checkpoint import (
+    find_tensors,
+    read_fields,
+    stored_dtype,
+    untied,
+    without_code,
+)
 from maxrl_fast.model.decoder import check_sizes
 from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
-from maxrl_fast.runtime.files import printable, read_json
+from maxrl_fast.runtime.files import printable
 
 # Kinds of layers (layer_types) that attend to some of the earlier tokens, chosen by themselves.
 _NOT_ATTENTION = ("sparse", "compressed", "indexed")
@@ -31,16 +37,17 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
     a model that reads images or sound too, its decoder of text. longest: tokens of the longest
     prompt with its response."""
     config, sizes = read_huggingface(directory)
-    check_supported(config, longest)
-    loader = model_class(config)
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     try:
         with Quiet():
+            check_supported(config, longest)
+            loader = model_class(config)
             if is_empty:
                 with torch.device("meta"):
                     empty = loader.from_config(config, **options)
                     keep_decoder(empty)
                     return HuggingFacePolicy(empty, sizes)
+            find_tensors(directory)
             loaded: Any = loader.from_pretrained(
                 directory,
                 config=config,
@@ -84,7 +91,7 @@ def policy_of(model: Any, sizes: HuggingFaceSizes) -> HuggingFacePolicy:
 
 def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
     path = directory / "config.json"
-    fields = without_code(read_json(path))
+    fields = without_code(read_fields(path))
     model_type = fields.get("model_type")
     try:
         import transformers
@@ -114,6 +121,10 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
     if fields.get("quantization_config") is not None:
         raise InputError(f"{path}: weights must not be quantized, got a quantization_config")
     try:
+        for part in (fields, fields.get("text_config") or {}):
+            check_sizes(
+                num_hidden_layers=part.get("num_hidden_layers") or 1
+            )  # lists of this length follow
         read = json.loads(json.dumps(fields), object_hook=_number)
         config = CONFIG_MAPPING[name].from_dict(read)
         sizes = sizes_of(config, fields)

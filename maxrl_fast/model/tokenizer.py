@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.runtime.files import check_regular
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
 FILES = (
@@ -37,6 +38,8 @@ def load_tokenizer(directory: Path) -> Any:
         raise InputError(
             f"{directory} has no tokenizer: it must have one of {', '.join(VOCABULARIES)}, got none"
         )
+    for path in (path for name in FILES for path in directory.glob(name)):
+        check_regular(path)
     try:
         return AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False

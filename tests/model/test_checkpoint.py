@@ -3,6 +3,9 @@ with a file.
 """
 
 import json
+import math
+import os
+import signal
 
 import pytest
 import torch
@@ -10,8 +13,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import SHARD_BYTES, kept_files, load_checkpoint
 from maxrl_fast.model.huggingface_checkpoint import load_huggingface
+from maxrl_fast.model.policy import load_policy
 from maxrl_fast.model.tokenizer import load_tokenizer, tokenizer_files
 from maxrl_fast.records import Rollouts
 from maxrl_fast.runtime.files import atomic_directory, temporary_path
@@ -260,6 +265,80 @@ def test_a_damaged_tensor_is_named(tmp_path, name, weight, message):
     tensors = {name: x for name, x in tensors.items() if x is not None}
     save_file(tensors, tmp_path / "model.safetensors")
     refused_after(tmp_path, message)
+
+
+KEYS = """text_config rope_scaling rope_parameters layer_types num_hidden_layers hidden_size
+    num_attention_heads num_key_value_heads head_dim vocab_size rope_theta rms_norm_eps dtype
+    tie_word_embeddings model_type max_position_embeddings intermediate_size hidden_act"""
+VALUES = [True, 0, -1, 7, 10**9, 10**400, 2.5, math.inf, "x", ["x"], [3], {}, {"a": 1}]
+VALUES += [{"num_hidden_layers": 10**9, "rope_type": "llama3", "factor": [], "rope_theta": "x"}]
+
+
+@pytest.mark.parametrize("key", KEYS.split())
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_a_key_of_any_type_loads_or_is_refused_by_a_sentence(tmp_path, key, backend):
+    save(tmp_path)
+    config, refusals = (tmp_path / "config.json").read_text(), list[str]()
+    sizes = {"task": "", "vocab_size": len(WORDS), "prompt_length": 1, "max_new_tokens": 1}
+    signal.alarm(60)  # which ends a test that waits
+    for value in VALUES:
+        (tmp_path / "config.json").write_text(config)
+        edit_config(tmp_path, **{key: value})
+        try:
+            kept_files(tmp_path, TASK.stop_ids)
+            load_policy(tmp_path, backend=backend, is_empty=True, **sizes)
+            load_policy(tmp_path, backend=backend, **sizes)
+        except InputError as error:
+            refusals.append(str(error))
+    signal.alarm(0)
+    assert not [x for x in refusals if "\n" in x]
+    assert refusals or key in ("text_config", "tie_word_embeddings")
+
+
+LISTED = [
+    3,
+    "x",
+    [],
+    ["model.safetensors"],
+    {"a": 3},
+    {"a": None},
+    {"a": ["b"]},
+    {"a": ".."},
+    {"": ""},
+]
+
+
+@pytest.mark.parametrize("listed", LISTED, ids=str)
+def test_an_index_of_any_type_is_refused_by_a_sentence(tmp_path, listed):
+    save(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    refused_after(
+        tmp_path, "weight_map must map tensors to files|lacks the tensor|regular file|cannot read"
+    )
+
+
+@pytest.mark.parametrize("load", [load_checkpoint, lambda x: load_huggingface(x, 8)])
+def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path, load):
+    save(tmp_path, 30_000)
+    weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    other = tmp_path / max({*weight_map.values()} - {weight_map["model.norm.weight"]})
+    save_file({**load_file(other), "model.norm.weight": torch.ones(32)}, other, {"format": "pt"})
+    with refused(f"{other.name} has model.norm.weight, which .* must assign to it, got 'model-0"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_pipe_is_refused(tmp_path, name):
+    save(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    for load in (
+        (load_tokenizer,)
+        if name == "tokenizer.json"
+        else (load_checkpoint, lambda x: load_huggingface(x, 8))
+    ):
+        with refused(f"{name} must be a regular file, got a pipe"):
+            load(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "elsewhere"])

@@ -28,7 +28,6 @@ OWN = {"messages", "chat_template", "tokenize", "add_generation_prompt", "contin
 _CLOCK = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 _ASKED = {"role": "user", "content": "Hi"}
 _TAGS = re.compile(r"\s*</think>|<think>")
-_BLOCK = re.compile(r"(<think>\s*(</think>)?)?\s*$")  # of thoughts, at the end of a prompt
 
 
 class Conversation:
@@ -169,7 +168,7 @@ class Conversation:
 
     def _check_thoughts(self, begin: str, written: str, given: str) -> None:
         """Refuse thoughts beside those that the template opens or closes in the same turn."""
-        turn = _BLOCK.search(begin[-40:])[0] + written
+        turn = _at_end(begin) + written
         if any(x in given and turn.count(x) > given.count(x) for x in THINKING):
             raise self._error(
                 f"writes {turn!r:.100}, with other thoughts than those given: {given!r:.100}"
@@ -196,7 +195,7 @@ class Conversation:
         same = _common(begin, frame)
         opened, closing = begin[same:].strip(), frame.rpartition(WORD)[2]
         if start and not reasoning:
-            turn = _BLOCK.search(begin[-40:])[0] + start + content
+            turn = _at_end(begin) + start + content
             if turn.count(THINKING[0]) <= turn.count(THINKING[1]):
                 return content + closing
         elif frame[same:].startswith(WORD) and not reasoning:
@@ -408,6 +407,12 @@ def _in_tags(message: Message) -> str:
 def _has(text: str, part: str) -> bool:
     """Return whether a text has a part, in any white space."""
     return "".join(part.split()) in "".join(text.split())
+
+
+def _at_end(prompt: str) -> str:
+    """Return the thoughts that are opened, and perhaps closed, at the end of a prompt."""
+    found = re.search(r"<think>\s*(</think>)?\s*$", prompt[-40:])
+    return found[0] if found else ""
 
 
 def _common(one: str, other: str) -> int:

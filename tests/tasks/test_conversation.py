@@ -1,5 +1,6 @@
 """Conversations by templates with the traits of families: turns, thoughts, clocks and calls."""
 
+import contextlib
 import datetime
 import decimal
 import json
@@ -8,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers import processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from maxrl_fast.model.tokenizer import saved_files
 from maxrl_fast.records import Rollouts
@@ -106,6 +108,86 @@ def test_prompts_have_one_beginning_and_a_last_answer_goes_on(tmp_path):
     prompt, learned = made.demonstration([*ASKED, said("It is ")], "4")
     assert (prompt, made.text(learned, raw=True)) == (begun, "4<|end|>")
     assert made.text(made.encode("[1 , 2] is n't .")) == "[1 , 2] is n't ."
+
+
+SWITCH = (
+    "{% if add_generation_prompt and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+)
+CLOSED = BEGIN + SWITCH
+LIST = TURN.replace("{{ m.content", LAST)
+# template, content of the last message, whether it is continued
+PREFILLS = [
+    *(
+        (TURN.replace("t }}", "t | trim }}") + BEGIN, x, True)
+        for x in ("", "It is ", "a:\n", "<think>\n")
+    ),
+    *((LIST + BEGIN, x, True) for x in ("", "It", "<think>\nadd", "<think>\n\n</think>\n\n4")),
+    *((LIST + CLOSED, x, x in ("", "It ")) for x in ("", "It ", "<think>\n", "a</think>")),
+    *((DROPS + OPEN, x, x != "<think>\n") for x in ("", "It ", "<think>\n", "add</think>")),
+    *(
+        (TURN.replace("{{ m.content", "=> {{ m.content") + BEGIN, x, x != "4")
+        for x in ("", "4", "=> 4")
+    ),
+]
+
+
+@pytest.mark.parametrize(("chat", "begun", "is_continued"), PREFILLS)
+def test_a_last_answer_is_continued_character_by_character(tmp_path, chat, begun, is_continued):
+    made = codec_of(
+        tmp_path, chat, arguments={"enable_thinking": False} if SWITCH in chat else None
+    )
+    made, options = made.conversation, {"tokenize": False, "enable_thinking": False}
+    start = made.tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, **options)
+    if not is_continued:
+        with refused("content of a last message of the assistant must|other thoughts than those"):
+            made.prompt([*ASKED, said(begun)])
+        return
+    assert made.text(made.prompt([*ASKED, said(begun)]), raw=True) == start + begun
+    answer = (
+        "x</think>4"
+        if (start + begun).count("<think>") > (start + begun).count("</think>")
+        else "4"
+    )
+    prompt, learned = made.demonstration([*ASKED, said(begun)], answer)
+    if not begun:
+        assert (prompt, learned) == made.demonstration(ASKED, answer)
+        return
+    assert made.text([*prompt, *learned], raw=True) == f"{start}{begun}{answer}<|end|>"
+
+
+@pytest.mark.parametrize("response", [THOUGHT, THOUGHT[8:], TEMPLATES["reasoning is a key"][1]])
+@pytest.mark.parametrize("turn", [LIST, TURN.replace("{{ m.content", REASONS + "{{ m.content")])
+def test_no_thoughts_are_learned_after_a_closed_block(tmp_path, turn, response):
+    made = codec_of(tmp_path, turn + CLOSED, arguments={"enable_thinking": False}).conversation
+    with refused("other thoughts than those given|a response must continue it"):
+        made.demonstration(ASKED, response)
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_a_response_continues_a_prompt_that_is_text(scheme):
+    names = ["<unk>", "</s>", *"\u2581abc=?. 012", "12", "ab"]
+    made = Tokenizer(
+        models.BPE({x: i for i, x in enumerate(names)}, [("1", "2"), ("a", "b")], unk_token="<unk>")
+    )
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
+    chat = conversation.Conversation(tokenizer, [1])
+    for prompt in ("a=", "a", "1", "c? ", "= "):
+        for response in ("12", "b", " a.", "2", "  a"):
+            before, learned = chat.demonstration(prompt, response)
+            assert chat.text([*before, *learned[:-1]]) == prompt + response
+
+
+UNREAD = ["", "{# short #}", "{{ 'short' }}", "{{ m.short }}", "{% set short = 1 %}{{ short }}"]
+
+
+@pytest.mark.parametrize("part", [*UNREAD, "{% if short is defined %}{% endif %}"])
+def test_arguments_that_a_template_does_not_read_are_refused(tmp_path, part):
+    chat = TURN.replace("{% endfor", "{% generation %}{% endgeneration %}" + part + "{% endfor")
+    reads = contextlib.nullcontext() if part not in UNREAD else refused("does not read 'short' of")
+    with reads:
+        codec_of(tmp_path, chat + BEGIN, arguments={"short": True})
 
 
 def test_arguments_a_file_and_a_day_are_the_templates(tmp_path):

@@ -27,11 +27,11 @@ def rollout_records(
         *(batch.task_rewards.flatten(), batch.has_reward.flatten(), advantages.detach()),
     )
     prompts = replace(prompts, tokens=tokens, cu_seqlens=prompt_cu, ids=ids)
-    per_prompt = min(count, num_rollouts)
-    groups = first_groups(prompts, -(-count // per_prompt))
-    sequences = (groups[:, None] * num_rollouts + torch.arange(per_prompt)).flatten()
+    groups = first_groups(prompts, len(prompts))
+    sequences = (groups[:, None] * num_rollouts + torch.arange(num_rollouts)).flatten()
     if batch.frac_drawn < 1:
         sequences = sequences[cu_seqlens.diff()[sequences] > 0]
+    sequences = sequences[:count]
     own = {s: parts for s in sequences.tolist() if (parts := batch.components[s])}
     components = {s: parts for of_rank in ranks.values([*own.items()]) for s, parts in of_rank}
     if not ranks.is_first:
@@ -43,7 +43,8 @@ def rollout_records(
     if rollouts.inserted is not None:
         chosen = rollouts.select(sequences.to(device)).to(CPU)
         responses = replace(responses, inserted=chosen.inserted)
-    samples = Samples(prompts.select(groups), responses)
+    # one prompt for each: groups may be uneven, or in part
+    samples = Samples(prompts.select(sequences // num_rollouts), responses)
     values = rewards.masked_fill(~has_reward, torch.nan)[sequences]
     parts = [components.get(s, {}) for s in sequences.tolist()]
     records = []
@@ -52,7 +53,7 @@ def rollout_records(
     ):
         advantage = None if record["reward"] is None else finite(x)
         records.append({"step": batch.step, **record, "advantage": advantage})
-    return records[:count]
+    return records
 
 
 def first_groups(prompts: Prompts, count: int) -> Tensor:

@@ -93,6 +93,7 @@ class RolloutBatch(Samples):
     texts: tuple[str, ...] = ()  # [S], where the objective needs them
     # [G, N] int64, rollouts of the prompt after the round of each; 0 if it was not drawn
     drawn_by: Annotated[Tensor | None, PROMPT] = None
+    sampled_after: int | None = None  # the step that made the weights which sampled it; 0: none
 
     @property
     def num_sampled(self) -> int:

@@ -45,12 +45,14 @@ def prompt_gradient_norms(
 def diagnostics_record(
     batch: RolloutBatch, objective: Objective, learner: Learner, beat: Callable[[], None]
 ) -> dict[str, Any]:
-    """Return a line of diagnostics.jsonl; the pass rate is the mean over known rewards, 0 if none
-    is known."""
+    """Return a line of diagnostics.jsonl. The pass rate is the mean over the known rewards of a
+    prompt's first round, 0 if none is known: whether there are more rounds depends on these."""
     step, sequences = objective.begin(batch, learner), batch.scored_indices
     advantages, draw = step.advantages(sequences), (batch.step, 0)
     norms = prompt_gradient_norms(learner, step.batch, advantages, sequences, beat, draw)
-    known = batch.has_reward.double()  # a sum of large rewards overflows float32
+    known, ends = batch.has_reward, batch.drawn_by
+    known = known if ends is None else known & (ends == ends[:, :1])
+    known = known.double()  # a sum of large rewards overflows float32
     rates = (batch.task_rewards * known).sum(1) / known.sum(1).clamp_min(1)  # [G]
     return {
         "step": batch.step,

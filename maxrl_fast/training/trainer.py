@@ -84,10 +84,10 @@ class Trainer:
             self.waiting.append(coming.result())
         return self.waiting
 
-    def _collect(self, n: int, first_prompt: int) -> RolloutBatch:
+    def _collect(self, n: int, first_prompt: int, weights: int) -> RolloutBatch:
         batch = self.collector.collect(n, first_prompt)
         self._sampled = time.perf_counter()
-        return batch
+        return replace(batch, sampled_after=weights)
 
     def load_engine(self) -> None:
         """Give the engine the newest weights, as for an evaluation."""
@@ -99,11 +99,11 @@ class Trainer:
         """Return the batch of step n, and begin that of step n + ahead."""
         waiting, last = self.settle(), self.learning_rate.steps
 
-        def following() -> tuple[int, int]:  # the next step to sample, and its first prompt
-            return n + len(waiting), first_prompt + sum(x.num_sampled for x in waiting)
+        def following() -> tuple[int, int, int]:  # of `_collect`, for the next step to sample
+            return n + len(waiting), first_prompt + sum(x.num_sampled for x in waiting), n - 1
 
         while not waiting or (len(waiting) < self.ahead and n + len(waiting) <= last):
-            waiting.append(self.collector.collect(*following()))
+            waiting.append(self._collect(*following()))
         if len(waiting) <= self.ahead and n + len(waiting) <= last:
             self.load_engine()
             self._coming = in_thread(partial(self._collect, *following()))
@@ -160,7 +160,8 @@ class Trainer:
         if not self.ahead:
             self.load_engine()
             return StepRecord(batch, advantages, updates, metrics | batch.metrics)
-        metrics["lag"] = min(self.ahead, n - 1)
+        if batch.sampled_after is not None:  # a checkpoint of an earlier version
+            metrics["lag"] = (n - 1 - batch.sampled_after) * self.updates_per_step
         metrics["wait_seconds"] = clock.total("wait for samples") - before
         metrics["sampler_wait_seconds"] = idle
         metrics["tokens_per_second"] = batch.num_tokens / (time.perf_counter() - start)

@@ -83,12 +83,17 @@ def test_steps_are_those_of_a_loop_with_old_weights(ahead, flags, tmp_path):
         inserted = record.batch.rollouts.inserted
         turns += 0 if inserted is None else len(inserted.tokens)
         versions.append(deepcopy(by_hand.learner.model))
-        assert record.metrics.get("lag", 0) == min(ahead, n - 1)
+        # updates between the weights that sampled it and the policy
+        assert record.metrics["lag"] == min(ahead, n - 1) * trainer.updates_per_step
         assert record.metrics["loss"] == expected.metrics["loss"]
         both = trainer.learner.model, versions[-1]
         for own, other in zip(*(model.parameters() for model in both), strict=True):
             assert torch.equal(own, other)
     assert trainer.settle() == []  # nothing is sampled for later steps
+    trainer.learning_rate = replace(trainer.learning_rate, steps=STEPS + 2)
+    trainer.load_engine()  # as an extended run, whose first batch is the policy's own
+    assert trainer.step(STEPS + 1, first).metrics["lag"] == 0
+    assert [x.sampled_after for x in trainer.settle()] == [STEPS]
     changed = versions[0].lm_head.weight != versions[-1].lm_head.weight
     assert changed.any()
     assert (turns > 0) == ("guess" in flags)
@@ -129,9 +134,9 @@ def test_a_waiting_batch_is_read_as_it_was_written(tmp_path):
     prompts = replace(batch.prompts, columns=columns)
     rollouts = replace(batch.rollouts, inserted=inserted)
     batch = replace(batch, prompts=prompts, rollouts=rollouts, raw_rollouts=batch.rollouts)
-    save_batches(tmp_path, [batch, replace(batch, step=4)])
+    save_batches(tmp_path, [batch, replace(batch, step=4, sampled_after=2)])
     found, second = load_batches(tmp_path, torch.device("cpu"))
-    assert (found.step, second.step) == (3, 4)
+    assert (found.step, second.step, second.sampled_after) == (3, 4, 2)
 
     def same(one, other):
         assert type(one) is type(other)

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from maxrl_fast.algorithms.stopping import stopped_maxrl
+from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, UP
 from maxrl_fast.tasks.scorer import Scorer
+from maxrl_fast.training import diagnostics
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.schedule import Stopping
@@ -113,9 +116,9 @@ class CoinTask(NumberedTask):
         return torch.tensor([self.table[i][n] for i, n in zip(owners, lengths, strict=True)])
 
 
-def test_rounds_are_drawn_until_enough_succeed():
+def test_rounds_are_drawn_until_enough_succeed(monkeypatch):
     task, engine = CoinTask(5), Coins()
-    task.table = [[0.0] * 12, [1.0, 1.0] + [0.0] * 10, [0.0, 1.0, 0.0, 1.0] + [0.0] * 8]
+    task.table = [[0.0] * 12, [1.0, 1.0] + [0.0] * 10, [0.0, 1.0, 1.0, 1.0] + [0.0] * 8]
     sampling = Sampling(1.0, 32, task.stop_ids)
     schedule = Stopping(3, block=2, most=12, stop_at=2)
     collector = RolloutCollector(
@@ -143,6 +146,15 @@ def test_rounds_are_drawn_until_enough_succeed():
     for own, count in zip(minibatches, drawn.tolist(), strict=True):
         assert torch.allclose(step.advantages(own), plain * count)
     assert torch.allclose(step.advantages(torch.cat(minibatches)), plain * 6)
+    for count in (5, 100):  # a line has its own prompt, reward and advantage
+        records = rollout_records(task, batch, torch.arange(36.0), count, Ranks())
+        own = {(x["id"], x["tokens"] - 1, x["reward"], x["advantage"]) for x in records}
+        assert len(own) == min(count, 18)
+        assert all(reward == task.table[i][n] and a == 12 * i + n for i, n, reward, a in own)
+    monkeypatch.setattr(diagnostics, "prompt_gradient_norms", lambda *given: [])
+    # the mean over all rollouts would be .75 for the last
+    record = diagnostics.diagnostics_record(batch, objective, None, lambda: None)
+    assert record["pass_rate"] == [0, 1, 0.5]
 
 
 @pytest.mark.parametrize("in_cpp", [True, False])

@@ -44,6 +44,7 @@ INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
     "texts": lambda number: [[f"Response {i}." for i in group] for group in number.tolist()],
     # every component that it looks for is there
     "components": lambda number: [[defaultdict(float) for _ in group] for group in number],
+    "truncated": lambda number: number % 3 == 0,
 }
 # as groups have them: a function may ask for them, and nothing checks them
 OBJECTS = ("prompts", "texts", "components")

@@ -28,6 +28,7 @@ reward_source vote: srt ttrl majority_vote self_reward
 reward_source rlpr: rlpr probability_reward
 overlong_buffer: overlong_buffer_len overlong_buffer_cfg soft_punish_cache
 overlong_penalty: overlong_penalty_factor
+truncated mask: mask_truncated_completions overlong_filtering
 rollout vllm: use_vllm vllm vllm_mode vllm_num_engines
 vllm_tensor_parallel: vllm_tensor_parallel_size tensor_model_parallel_size tensor_parallel_size
 vllm_url: vllm_server_base_url vllm_server_host

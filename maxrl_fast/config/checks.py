@@ -83,6 +83,17 @@ _REFUSALS = (
         "{objective} does not support --overlong-buffer, which changes its rewards",
         lambda c: c["needs"].answers or c["needs"].parts or c["needs"].binary,
     ),
+    _only(
+        "truncated",
+        "keep",
+        "truncated must be keep for {objective}, which trains on the reference answer",
+        lambda c: c["needs"].answers,
+    ),
+    Refusal(
+        "truncated cannot be zero with --reward-source {reward_source}: the reference answer, not "
+        "the end of a response, decides its reward; use keep or mask",
+        lambda c: c["truncated"] == "zero" and _is_likelihood(c),
+    ),
     Refusal(
         "{objective} needs each reward separately: --reward needs 2 or more, got {reward}",
         lambda c: c["needs"].parts and len(as_list(c["reward"])) < 2,

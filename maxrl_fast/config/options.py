@@ -300,6 +300,10 @@ class ShapingOptions:
     this many, the more the longer they are; 0: none."""
     overlong_penalty: Annotated[Positive, when.WITH_BUFFER] = 1.0
     """Reward that a response of --max-new-tokens tokens loses."""
+    truncated: Literal["keep", "zero", "mask"] = "keep"
+    """Responses that the length limit ended. keep: as all others; zero: their reward, with its
+    components, is 0; mask: their tokens are left out of the loss, their rewards count in their
+    groups."""
 
 
 @dataclass(frozen=True)

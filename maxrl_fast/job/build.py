@@ -203,6 +203,7 @@ def build_collector(context: RunContext, learner: Learner | None = None) -> Roll
         clock=clock,
         ranks=ranks,
         shares_engine=options.vllm_tensor_parallel > 1,
+        truncated=config.shaping.truncated,
     )
 
 

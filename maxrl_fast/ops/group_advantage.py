@@ -21,7 +21,7 @@ _LARGEST = 1e150
 # Kinds of the tensors with the rewards' shape; greedy_correct may also have one value per group.
 _KINDS = {
     **{"valid": "bool", "greedy_correct": "bool", "group_ids": "integers", "lengths": "integers"},
-    **{"logprobs": "floating", "log_ratios": "floating"},
+    **{"logprobs": "floating", "log_ratios": "floating", "truncated": "bool"},
 }
 
 
@@ -44,6 +44,7 @@ def group_advantage(
     log_ratios: Tensor | None = None,
     texts: Sequence[Any] | None = None,
     components: Sequence[Any] | None = None,
+    truncated: Tensor | None = None,
     **options: float,
 ) -> Tensor:
     """Return the advantages of rollouts within their groups (formulas: `ESTIMATORS`).
@@ -61,6 +62,7 @@ def group_advantage(
         greedy_correct, greedy_rewards: of the prompt's greedy response, [G] or like rewards.
         reward_parts: [R, *rewards.shape], whose weighted sum is `rewards`; NaN: does not apply.
         reward_weights: R weights of the parts, default 1.
+        truncated: bool, like rewards: responses that the length limit ended.
         prompts, texts, components: given to a custom function that asks for them as they are.
         log_ratios: like rewards: log pi(y_i) - log mu(y_i) of whole responses sampled by the policy
             mu, clamped to [-20, 20]; the gradient is that of pi.
@@ -92,7 +94,7 @@ def group_advantage(
     size = row.resolve_size(None if is_flat or is_alone else shape[-1], k, order)
     numbers = check_options(row.name, row.options, options)
     given = lengths, logprobs, greedy_correct, greedy_rewards, reward_parts, prompts, log_ratios
-    known = dict(zip(INPUTS, (*given, texts, components), strict=True))
+    known = dict(zip(INPUTS, (*given, texts, components, truncated), strict=True))
     inputs = _inputs(row, known, reward_weights)
     _check_tensors(rewards, inputs | {"offsets": offsets, "group_ids": group_ids, "valid": valid})
     if reward_parts is not None:

@@ -93,8 +93,8 @@ class RewardSource(Protocol):
         on_progress: Progress = no_progress,
         group: int = 1,
     ) -> Scores:
-        """Return the rewards of rows, each with "prompt", "response" and columns; `group` rows have
-        the same prompt.
+        """Return the rewards of rows, each with "prompt", "response", `function.CUT` and columns;
+        `group` rows have the same prompt.
 
         Args:
             max_failures: after more failures than this the remaining rows are left.

@@ -22,6 +22,7 @@ LARGEST_FLOAT32 = 3.4028234663852886e38
 Result = dict[str, Any]
 Signature = dict[str, Any]  # as JSON: "style", "names", "required" and "takes_any"
 RAW = "response_raw"
+CUT = "response truncated"  # of a row: whether the length limit ended the response
 ROW = "row"  # f(prompt, response, **columns) -> number
 ROWS = "rows"  # async def f(prompt, response, **columns) -> number: several run at a time
 # f(completions, prompts, **columns) -> list of numbers, for all responses to a prompt
@@ -88,8 +89,7 @@ def calls_for(
     those of an async function of single responses are a list.
     """
     style = signature["style"]
-    if not takes_raw(signature):
-        rows = [{key: x for key, x in row.items() if key != RAW} for row in rows]
+    rows = [given_of(signature, row) for row in rows]
     size = {ROW: 1, ROWS: concurrency, BATCH: group}[style]
     calls = []
     for start in range(0, len(rows), size):
@@ -99,6 +99,16 @@ def calls_for(
         )
         calls.append((range(start, start + len(part)), arguments))
     return calls
+
+
+def given_of(signature: Signature, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a function gets of a row: `truncated` if it has this parameter and the data no
+    such column."""
+    own = {key: x for key, x in row.items() if key not in (RAW, CUT)}
+    if RAW in row and takes_raw(signature):
+        own[RAW] = row[RAW]
+    asks = "truncated" in signature["names"] and CUT in row
+    return {"truncated": row[CUT], **own} if asks else own
 
 
 def takes_raw(signature: Signature) -> bool:

@@ -10,12 +10,14 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.rewards import PROGRESS_INTERVAL, Progress, RewardSource, Rows, Scores, no_progress
 from maxrl_fast.rewards.environment import EnvironmentHost
 from maxrl_fast.rewards.function import (
+    CUT,
     RAW,
     STYLES,
     Caller,
     Result,
     Signature,
     calls_for,
+    given_of,
     mismatch,
     takes_raw,
 )
@@ -96,8 +98,8 @@ class UserCode(RewardSource):
         return takes_raw(self.signature) and not self.is_verifier
 
     def check(self, row: dict[str, Any]) -> None:
-        own = {**row, RAW: ""} if self.wants_raw else row
-        if sentence := mismatch(self.signature, own):
+        own = {**row, CUT: False, **({RAW: ""} if self.wants_raw else {})}
+        if sentence := mismatch(self.signature, given_of(self.signature, own)):
             raise InputError(f"--reward {self.name}: {sentence}")
 
 

@@ -33,6 +33,7 @@ def sample_and_score(
     request: RolloutRequest,
     clock: Callable[[str], AbstractContextManager[object]] = nullcontext,
     shares_engine: bool = False,
+    zero_truncated: bool = False,
 ) -> ScoredSamples:
     """Sample the responses of a request, with the environments of an EpisodeTask, and score them.
 
@@ -41,6 +42,7 @@ def sample_and_score(
     Args:
         clock: measures the stages "rollout" and "reward".
         shares_engine: whether the engine samples for several ranks, which call it together.
+        zero_truncated: of `Scorer.score`.
     """
     prompts = request.prompts
     with contextlib.ExitStack() as not_finished:
@@ -58,6 +60,8 @@ def sample_and_score(
             rewards = torch.full((len(rollouts),), torch.nan, device=rollouts.tokens.device)
             return ScoredSamples(prompts, rollouts, rewards, ({},) * len(rollouts))
         with clock("reward"):
-            rewards = scorer.score(prompts, rollouts, request.environments, request.beat)
+            rewards = scorer.score(
+                prompts, rollouts, request.environments, request.beat, zero_truncated
+            )
         not_finished.pop_all()
     return ScoredSamples(prompts, rollouts, rewards, tuple(scorer.components))

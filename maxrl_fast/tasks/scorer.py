@@ -10,7 +10,7 @@ from torch import Tensor
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Prompts, Rollouts, unpack
 from maxrl_fast.rewards import Failure, Progress, RewardSource, Scores, no_progress
-from maxrl_fast.rewards.function import RAW
+from maxrl_fast.rewards.function import CUT, RAW
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.episode import Environments, EpisodeTask
@@ -107,11 +107,14 @@ class Scorer:
         rollouts: Rollouts,
         episodes: Environments | None = None,
         beat: Progress = no_progress,
+        zero_truncated: bool = False,
     ) -> Tensor:
         """Return rewards [S] float32 of N responses to each prompt; NaN where one failed.
 
         `episodes`, the environments of the responses, end. A source gives the rewards in their
         place, but not of an episode that failed. `beat` is called while responses are scored.
+        With `zero_truncated`, a truncated response has the reward 0, whatever it was given and
+        where it failed too, and so have its components.
         """
         self.components = [{} for _ in range(len(rollouts))]
         if episodes is None and self._source is None:
@@ -129,13 +132,20 @@ class Scorer:
             if self._source is not None:
                 rewards = torch.where(rewards.isnan(), rewards, 0.0)
                 self._ask(self._source, prompts, rollouts, rewards, beat)
+            if zero_truncated:
+                for s in rollouts.truncated.nonzero()[:, 0].tolist():
+                    self.components[s] = dict.fromkeys(self.components[s] or self.weights, 0.0)
             for s in (~rewards.isnan()).nonzero()[:, 0].tolist():
                 for name, value in self.components[s].items():
                     self._metrics.add(f"reward/{name}", value)
             rewards = rewards.to(rollouts.tokens.device)
-        if self._threshold is None:
+        if self._threshold is not None:
+            rewards = rewards.where(rewards.isnan(), (rewards > self._threshold).float())
+        if not zero_truncated:
             return rewards
-        return torch.where(rewards.isnan(), rewards, (rewards > self._threshold).float())
+        num_zeroed = (rollouts.truncated & (rewards != 0)).sum()
+        self._metrics.add("rewards_zeroed", float(num_zeroed), len(rewards))
+        return rewards.masked_fill(rollouts.truncated, 0.0)
 
     def _ask(
         self,
@@ -150,7 +160,10 @@ class Scorer:
         columns = self._columns(prompts)
         responses = response_texts(self._task, rollouts)
         indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]
-        rows = [{**columns[s // num_rollouts], "response": responses[s]} for s in indices]
+        cut = rollouts.truncated.tolist()
+        rows = [
+            {**columns[s // num_rollouts], "response": responses[s], CUT: cut[s]} for s in indices
+        ]
         if source.wants_raw:
             raw = response_texts(self._task, rollouts, with_special=True)
             rows = [{**row, RAW: raw[s]} for row, s in zip(rows, indices, strict=True)]

@@ -93,6 +93,7 @@ class RolloutBatch(Samples):
     texts: tuple[str, ...] = ()  # [S], where the objective needs them
     # [G, N] int64, rollouts of the prompt after the round of each; 0 if it was not drawn
     drawn_by: Annotated[Tensor | None, PROMPT] = None
+    masks_truncated: bool = False  # their tokens are not in the loss
     sampled_after: int | None = None  # the step that made the weights which sampled it; 0: none
 
     @property
@@ -135,6 +136,12 @@ class RolloutBatch(Samples):
             weights = weights * self.rollouts.importance_weights
         return replace(self, rollouts=replace(self.rollouts, importance_weights=weights))
 
+    def in_loss(self, sequences: Tensor) -> Tensor:
+        """Return those of the samples, int64 on the host, whose tokens are in the loss."""
+        if not self.masks_truncated:
+            return sequences
+        return sequences[~self.raw_rollouts.truncated.cpu()[sequences]]
+
     def minibatches(self, count: int) -> list[Tensor]:
         """Split the groups into `count` equal shares: the scored samples of each, on the host."""
         shares = self.sequences.chunk(count)
@@ -153,6 +160,7 @@ class RolloutCollector:
             greedy responses or parts.
         length_penalty: added to the rewards that the objective sees.
         shares_engine: whether the engine samples for several ranks, which call it together.
+        truncated: of --truncated: keep, zero or mask.
     """
 
     task: Task
@@ -170,6 +178,7 @@ class RolloutCollector:
     clock: Stopwatch = field(default_factory=Stopwatch)
     ranks: Ranks = field(default_factory=Ranks)
     shares_engine: bool = False
+    truncated: str = "keep"
 
     def collect(self, step: int, first_prompt: int) -> RolloutBatch:
         """Return G prompts from index `first_prompt` on, N rollouts of each, or as many as the
@@ -339,15 +348,15 @@ class RolloutCollector:
             warning=warning,
             components=tuple(parts),
             reward_terms=terms,
+            masks_truncated=self.truncated == "mask",
             term_weights=tuple(scorer.weights.values()),
             answer_lengths=answer_lengths,
         )
 
     def _sample_and_score(self, request: RolloutRequest) -> ScoredSamples:
         scorer = self.scorer if self.policy_reward is None else None
-        return sample_and_score(
-            self.engine, self.task, scorer, request, self.clock, self.shares_engine
-        )
+        how = self.clock, self.shares_engine, self.truncated == "zero"
+        return sample_and_score(self.engine, self.task, scorer, request, *how)
 
     def _each_reward(self, rewards: Tensor, components: Sequence[dict[str, float]]) -> Tensor:
         """Return the values [G, N, R] of each reward; NaN if it does not apply."""

@@ -49,7 +49,8 @@ def diagnostics_record(
     prompt's first round, 0 if none is known: whether there are more rounds depends on these."""
     step, sequences = objective.begin(batch, learner), batch.scored_indices
     advantages, draw = step.advantages(sequences), (batch.step, 0)
-    norms = prompt_gradient_norms(learner, step.batch, advantages, sequences, beat, draw)
+    given = step.batch, advantages, batch.in_loss(sequences)
+    norms = prompt_gradient_norms(learner, *given, beat, draw)
     known, ends = batch.has_reward, batch.drawn_by
     known = known if ends is None else known & (ends == ends[:, :1])
     known = known.double()  # a sum of large rewards overflows float32

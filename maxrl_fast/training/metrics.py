@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from maxrl_fast.runtime.device import host_numbers
@@ -39,6 +40,10 @@ def step_metrics(
         "response_length_mean": rollouts.lengths.float().mean(),
         "truncated": rollouts.truncated.float().mean(),
     }
+    if batch.masks_truncated:
+        lengths = rollouts.lengths
+        masked = torch.where(rollouts.truncated, lengths, 0).sum()
+        means["tokens_masked"] = masked / lengths.sum().clamp_min(1)
     numbers = host_numbers(means)
     if (drawn := batch.frac_drawn) < 1:
         numbers |= {name: numbers[name] / drawn for name in ("response_length_mean", "truncated")}

@@ -148,11 +148,8 @@ class Trainer:
             with clock("advantage"):
                 advantages = objective_step.advantages(sequences)  # [S]
             with clock("update"):
-                updates.append(
-                    learner.update(
-                        batch, advantages, sequences, when=f"step {n}", lr=lr, draw=(n, update)
-                    )
-                )
+                given = batch, advantages, batch.in_loss(sequences)
+                updates.append(learner.update(*given, when=f"step {n}", lr=lr, draw=(n, update)))
         with clock("update"):
             own_metrics = objective_step.finish()
         train_seconds += clock.total("advantage", "update")

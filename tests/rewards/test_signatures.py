@@ -7,7 +7,7 @@ import numpy
 import pytest
 import sympy
 
-from maxrl_fast.rewards.function import mismatch, result_of, signature_of
+from maxrl_fast.rewards.function import CUT, mismatch, result_of, signature_of
 from tests.rewards import pools
 from tests.tables import table
 
@@ -51,6 +51,13 @@ async def meeting(prompt, response, **columns):
 async def gathered(completions, **columns):
     return await asyncio.gather(*(asyncio.sleep(0, len(c)) for c in completions))
 
+def cut(completions, prompts, truncated):
+    return [float(x) for x in truncated]
+
+def uncut(prompt, response, truncated):
+    assert isinstance(truncated, (bool, int))
+    return 1.0 - truncated
+
 class Judge:
     async def __call__(self, prompt, response):
         return 1.0
@@ -88,6 +95,16 @@ def test_a_function_of_trl_gets_each_group_as_lists(file):
         assert one.score(asked, group=2).rewards == [1.0, 3.0]
     with pool(file, "gathered") as one:
         assert one.score(rows("a", "abc"), group=2).rewards == [1.0, 3.0]
+
+
+def test_functions_that_ask_for_it_learn_which_responses_were_truncated(file):
+    asked = [row | {CUT: i == 1} for i, row in enumerate(rows("a", "b", "c", "d"))]
+    for name, rewards in (("cut", [0, 1, 0, 0]), ("uncut", [1, 0, 1, 1]), ("client", [1] * 4)):
+        with pool(file, name) as one:
+            one.check(rows("")[0])
+            assert one.score(asked, group=2).rewards == rewards
+    with pool(file, "cut") as one:  # a column of the data has this name
+        assert one.score([row | {"truncated": 3} for row in asked]).rewards == [3.0] * 4
 
 
 def test_a_list_must_have_a_reward_for_each_response(file):

@@ -53,6 +53,18 @@ def test_a_step_of_episodes():
     assert task.events == ["finish"]
 
 
+def test_a_truncated_episode_has_the_reward_0_where_it_failed_too():
+    batch = collector_of(CountingTask({(1, 0), (2, 0)}), truncated="zero").collect(1, 0)
+    assert batch.raw_rollouts.truncated.nonzero()[:, 0].tolist() == [1, 4]
+    expected = torch.tensor(rewards_of(range(G))).flatten()
+    expected[[1, 2, 4]] = 0
+    torch.testing.assert_close(batch.rewards.flatten(), expected)
+    assert batch.has_reward.flatten().tolist() == [True, True, False, True, True, True]
+    assert batch.components[1] == {"turns": 0.0, "tool_errors": 0.0}
+    assert batch.metrics["reward/turns"] == (1 + 0 + 3 + 0 + 1) / 5
+    assert batch.metrics["rewards_zeroed"] == pytest.approx(2 / 6)
+
+
 class Lengths(RewardSource):
     """The reward is the number of words of the response."""
 

@@ -1,5 +1,7 @@
 """What a step collects: dynamic sampling, each of several rewards, and the overlong punishment."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -197,3 +199,37 @@ def test_only_the_rewards_of_the_objective_are_punished():
     assert batch.metrics["overlong_penalty"] == pytest.approx(-(0.5 + 1 + 0.75) / 4)
     assert torch.equal(batch.task_rewards, rewards)  # kept rollouts
     assert batch.all_rewards.nan_to_num().equal(rewards)  # metrics and dynamic sampling
+
+
+class CutEngine(NumberedEngine):
+    """The last sample of each prompt is truncated."""
+
+    def generate(self, request):
+        rollouts = super().generate(request)
+        is_cut = torch.arange(len(rollouts)) % request.num_samples == request.num_samples - 1
+        return dataclasses.replace(rollouts, truncated=is_cut)
+
+
+@pytest.mark.parametrize("truncated", ["keep", "zero", "mask"])
+def test_zero_replaces_the_reward_of_a_truncated_response_and_its_parts(truncated, monkeypatch):
+    monkeypatch.setitem(globals(), "NumberedEngine", CutEngine)
+    first, second = [0.0, 1.0, 1.0, 0.0, 0.0, 3.0], [4.0, 2.0, NAN, 8.0, 6.0, 2.0]
+    sources = [Source("a.py:first", first), Source("a.py:second", second)]
+    options = {"num_rollouts": 3, "needs": Needs(parts=True), "truncated": truncated}
+    penalty = LengthPenalty(2, 1, 0.5)  # of prompt 1, whose responses have two tokens
+    source = WeightedRewards(sources, [1.0, 0.5])
+    step = collected([], 1, source, length_penalty=penalty, **options)
+    is_zero = truncated == "zero"
+    own = torch.tensor([[2, 2, 0 if is_zero else 1], [4, 3, 0 if is_zero else 4.0]])
+    assert torch.equal(step.task_rewards, own)
+    assert torch.equal(step.all_rewards, own)  # metrics and the schedule
+    assert torch.equal(step.rewards, own - torch.tensor([[0.0], [0.5]]))
+    expected = torch.tensor([first, second]).T.clone()
+    expected[[2, 5]] = torch.tensor([[0, NAN], [0.0, 0]]) if is_zero else expected[[2, 5]]
+    assert torch.equal(step.reward_terms.view(6, 2).nan_to_num(9), expected.nan_to_num(9))
+    assert set(step.components[5].values()) == ({0.0} if is_zero else {3.0, 1.5, 2.0, 1.0})
+    mean = float(expected[:, 0].mean())
+    assert step.metrics["reward/first"] == pytest.approx(mean)
+    assert step.metrics.get("rewards_zeroed") == (pytest.approx(1 / 3) if is_zero else None)
+    kept = [0, 1, 3, 4] if truncated == "mask" else [*range(6)]
+    assert step.in_loss(step.scored_indices).tolist() == kept

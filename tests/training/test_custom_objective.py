@@ -24,12 +24,12 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_advantage.py"
 FUNCTIONS = """
 import torch
 
-def all_inputs(rewards, k, lengths, logprobs, valid, prompts, texts, components):
-    assert lengths.shape == logprobs.shape == valid.shape == rewards.shape
+def all_inputs(rewards, k, lengths, logprobs, valid, prompts, texts, components, truncated):
+    assert lengths.shape == logprobs.shape == valid.shape == truncated.shape == rewards.shape
     assert len(prompts) == len(rewards)
     values = [[parts.get("half", 0.0) for parts in row] for row in components]
     values = torch.tensor(values) + torch.tensor([[len(x) for x in group] for group in texts])
-    return rewards - rewards.mean(1, keepdim=True) + values
+    return rewards - rewards.mean(1, keepdim=True) + values + 9 * truncated
 
 def fails(rewards):
     raise KeyError("no idea")
@@ -48,7 +48,8 @@ def file(tmp_path):
 
 def test_samples_without_a_reward_have_no_advantage(file):
     rewards, valid = torch.ones(2, 3), torch.tensor([[True, True, False], [True, False, True]])
-    samples = Samples(make_prompts([[1], [2]]), Rollouts.given([[5, 6]] * 6))
+    rollouts = dataclasses.replace(Rollouts.given([[5, 6]] * 6), truncated=torch.arange(6) == 4)
+    samples = Samples(make_prompts([[1], [2]]), rollouts)
     samples = collected(samples, rewards * valid, valid)
     step = objective_of(parse(["--objective", f"{file}:raw"])).begin(samples, None)
     assert step.advantages(samples.scored_indices).tolist() == [1, 1, 0, 1, 0, 1]
@@ -58,7 +59,7 @@ def test_samples_without_a_reward_have_no_advantage(file):
     samples = dataclasses.replace(samples, texts=("", "b", "cc", "ddd", "", "f"), components=parts)
     objective = objective_of(parse(flags))
     assert objective.needs == Needs(texts=True, components=True)
-    values = torch.tensor([[0, 1.5, 3], [4.5, 2, 3.5]])
+    values = torch.tensor([[0, 1.5, 3], [4.5, 11, 3.5]])
     values += samples.rewards - samples.rewards.mean(1, keepdim=True)
     actual = objective.begin(samples, None).advantages(samples.sequences)
     torch.testing.assert_close(actual, (values * valid).flatten())

@@ -2,13 +2,16 @@
 options choose.
 """
 
+import pytest
 import torch
 
 from maxrl_fast import ops
 from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.training.objectives import ppo
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import Needs
 from tests.batches import collected, make_prompts
+from tests.training.test_ahead import build
 
 ROLLOUTS = Rollouts(
     tokens=torch.zeros(6, dtype=torch.int64),
@@ -42,3 +45,31 @@ def test_an_estimator_gets_its_inputs_from_the_rollouts():
     assert (values("self", solved) != 0).tolist() == [[False, False], [True, True]]
     assert GroupObjective("remax", {}).needs == Needs(greedy=True)
     assert values("remax", torch.tensor([0.25, 1.0])).tolist() == [[0.75, -0.25], [-1.0, 0.0]]
+
+
+@pytest.mark.parametrize("objective", ["rloo", "ppo"])
+def test_mask_leaves_out_tokens_of_truncated_responses_that_count_in_their_groups(
+    objective, monkeypatch
+):
+    learned = []
+    monkeypatch.setattr(
+        ppo, "update_critic", lambda *given, when: (learned.append(given[-1]), (0.0, 0.0))[1]
+    )
+    flags = "--loss reinforce --truncated mask --max-new-tokens 5 --rollouts 8 --objective"
+    trainer, _ = build(*flags.split(), objective)
+    record = trainer.step(1, 0)
+    rollouts, rewards = record.batch.raw_rollouts, record.batch.rewards
+    kept = (~rollouts.truncated).nonzero()[:, 0].tolist()
+    assert 4 < len(kept) < 28
+    if objective == "ppo":
+        assert [x.tolist() for x in learned] == [kept]
+        return
+    advantages = (rewards - rewards.mean(1, keepdim=True)).flatten() * 8 / 7
+    sums = [x.sum() for x in rollouts.logprobs.split(rollouts.lengths.tolist())]
+    num_tokens = int(rollouts.lengths[kept].sum())
+    expected = -sum(float(advantages[s] * sums[s]) for s in kept) / num_tokens
+    assert abs(expected) > 0.1
+    assert record.metrics["loss"] == pytest.approx(expected, rel=1e-3)
+    share = 1 - num_tokens / len(rollouts.tokens)
+    assert record.metrics["tokens_masked"] == pytest.approx(share)
+    assert record.metrics["truncated"] == 1 - len(kept) / 32

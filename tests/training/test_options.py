@@ -117,6 +117,9 @@ REFUSALS = """
         rewards of 0 or 1
     --objective rloo --reward-source logprob | reward_source cannot be logprob for task maze, whose
         responses are answers without
+    --task gsm8k --objective verifree --truncated mask | truncated must be keep for verifree
+    --task gsm8k --objective rloo --reward-source rlpr --truncated zero | truncated cannot be zero
+        with --reward-source rlpr
     --objective gdpo | gdpo needs each reward separately: --reward needs 2 or more
     --objective gdpo --reward a.py:f a.py:g --reward-threshold .5 | reward_threshold would change
         none of them

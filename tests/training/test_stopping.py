@@ -146,6 +146,13 @@ def test_rounds_are_drawn_until_enough_succeed(monkeypatch):
     for own, count in zip(minibatches, drawn.tolist(), strict=True):
         assert torch.allclose(step.advantages(own), plain * count)
     assert torch.allclose(step.advantages(torch.cat(minibatches)), plain * 6)
+    # with --truncated mask it stays one over prompts, of the responses that are left
+    is_cut = replace(batch.raw_rollouts, truncated=torch.arange(36) % 2 == 0)
+    masked = replace(batch, raw_rollouts=is_cut, masks_truncated=True)
+    whole, kept = torch.cat(minibatches), masked.in_loss(torch.cat(minibatches))
+    assert kept.tolist() == [s for s in whole.tolist() if s % 2]
+    step = objective.begin(masked, None)
+    assert torch.allclose(step.advantages(whole) / len(kept), plain / 3)
     for count in (5, 100):  # a line has its own prompt, reward and advantage
         records = rollout_records(task, batch, torch.arange(36.0), count, Ranks())
         own = {(x["id"], x["tokens"] - 1, x["reward"], x["advantage"]) for x in records}
@@ -155,6 +162,23 @@ def test_rounds_are_drawn_until_enough_succeed(monkeypatch):
     # the mean over all rollouts would be .75 for the last
     record = diagnostics.diagnostics_record(batch, objective, None, lambda: None)
     assert record["pass_rate"] == [0, 1, 0.5]
+
+
+@pytest.mark.parametrize(("truncated", "drawn"), [("keep", 2), ("mask", 2), ("zero", 8)])
+def test_a_truncated_success_is_none_with_zero(truncated, drawn):
+    task, engine = CoinTask(5), Coins()
+    task.table, generate = [[1.0] * 4 + [0.0] * 4 + [1.0] * 8], engine.generate
+
+    def cut(request):  # those of up to 4 tokens
+        rollouts = generate(request)
+        return replace(rollouts, truncated=rollouts.lengths <= 4)
+
+    engine.generate, sampling = cut, Sampling(1.0, 32, task.stop_ids)
+    options = {"schedule": Stopping(1, block=2, most=8, stop_at=1), "truncated": truncated}
+    collector = RolloutCollector(task, engine, Scorer(task, None), sampling, 1, 8, **options)
+    batch = collector.collect(1, 0)
+    assert batch.has_reward.sum() == drawn
+    assert batch.rewards.sum() == (0 if truncated == "zero" else 2)
 
 
 @pytest.mark.parametrize("in_cpp", [True, False])

@@ -83,6 +83,7 @@ class GroupObjective(Objective):
             "prompts": batch.prompts.ids.tolist,
             "texts": lambda: _grouped(batch.texts, batch.num_rollouts),
             "components": lambda: _grouped(batch.components, batch.num_rollouts),
+            "truncated": lambda: batch.raw_rollouts.truncated.view(rewards.shape),
         }
         inputs = {name: known[name]() for name in self.row.inputs}
         values = self.compute(batch, rewards, valid, **inputs)
@@ -136,7 +137,7 @@ class _OverPrompts(ObjectiveStep):
 
     def advantages(self, sequences: Tensor) -> Tensor:
         num_prompts = len((sequences // self.batch.num_rollouts).unique())
-        return self.values * (len(sequences) / max(num_prompts, 1))
+        return self.values * (len(self.batch.in_loss(sequences)) / max(num_prompts, 1))
 
 
 def _grouped(values: Sequence[Any], num_rollouts: int) -> list[Sequence[Any]]:

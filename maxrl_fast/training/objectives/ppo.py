@@ -107,7 +107,7 @@ class _Step(ObjectiveStep):
     minibatches: list[Tensor] = field(default_factory=list)  # the samples of each policy update
 
     def advantages(self, sequences: Tensor) -> Tensor:
-        self.minibatches.append(sequences.cpu())
+        self.minibatches.append(self.batch.in_loss(sequences.cpu()))
         return self.values
 
     def finish(self) -> dict[str, float]:

@@ -256,6 +256,8 @@ class Rollouts(Packed):
     truncated: Annotated[Tensor, SEQUENCE, torch.bool]
     # [T], a factor of each token's advantage
     importance_weights: Annotated[Tensor | None, TOKEN, torch.float32] = None
+    # [T], the part of these that corrects for the sampler, without an objective's own factors
+    sampler_weights: Annotated[Tensor | None, TOKEN, torch.float32] = None
     inserted: Annotated[Inserted | None, TOKEN] = None  # by environments; None: one turn
     # [T], of the reference policy, if there is one
     ref_logprobs: Annotated[Tensor | None, TOKEN, torch.float32] = None

@@ -30,6 +30,7 @@ class Tokens:
     mask: Tensor  # [T] bool
     # [S+1] int64: response s has the tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1
     cu_seqlens: Tensor
+    importance_weights: Tensor | float = 1.0  # [T], or 1 for all; the advantages have them already
     rows: Tensor | None = None  # [T, R], what the loss's `rows` function returns
     generator: torch.Generator | None = None  # on a CPU, for draws
     metrics: dict[str, Tensor] = field(default_factory=dict)

@@ -5,7 +5,9 @@ Shapes: P prompts, n samples each, c of them correct. Every estimate of a prompt
 size-k subsets of its samples, drawn without replacement, in float64.
 """
 
+import math
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from maxrl_fast.algorithms.estimators.tables import subset_ratios
 # subsets for maj@k: the standard error of a prompt's estimate is at most 0.5 / sqrt(500) = 0.022
 NUM_DRAWS = 500
 ROUNDING = 1e-12  # two estimates of the same number may differ by this much
+RARE = 10  # where fewer prompts than this differ from the others, a bootstrap misses the rest
 RESAMPLED = 1 << 24  # largest number of prompts that the bootstrap draws at once: 128 MB
 
 Interval = dict[str, float]  # "mean", "low" and "high", as in eval.json
@@ -115,8 +118,10 @@ def _check_k(num_samples: int, k: int) -> None:
 
 
 def bootstrap(values: Tensor, resamples: int, confidence: float, seed: int) -> list[Interval]:
-    """Return means over prompts, with percentile intervals from a bootstrap over prompts (Efron and
-    Tibshirani 1993, ch. 13).
+    """Return means over prompts, with intervals from a bootstrap over prompts: percentiles (Efron
+    and Tibshirani 1993, ch. 13), as far out as those of a t distribution with n/(n - 1) times the
+    variance (Hesterberg 2015). Where fewer than RARE prompts differ from the most common value,
+    they reach at least to Wilson's bounds.
 
     The interval covers the variation between prompts, which includes that of each prompt's samples.
     All columns use the same draws, so the interval of a difference is the interval of a column of
@@ -133,12 +138,47 @@ def bootstrap(values: Tensor, resamples: int, confidence: float, seed: int) -> l
         times = torch.zeros(count, num_prompts, dtype=torch.float64)
         times.scatter_add_(1, drawn, torch.ones(drawn.shape, dtype=torch.float64))
         means.append(times @ values / num_prompts)
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(torch.cat(means).numpy(), [tail, 1 - tail], axis=0)
+    z, free = NormalDist().inv_cdf((1 + confidence) / 2), max(num_prompts - 1, 1)
+    t = z + (z**3 + z) / (4 * free)
+    tail = NormalDist().cdf(-t * math.sqrt(num_prompts / free))
+    bounds = np.quantile(torch.cat(means).numpy(), [tail, 1 - tail], axis=0)
+    common = values.mode(0).values
+    is_rare = (values != common).sum(0) < RARE
+    low, high = torch.from_numpy(bounds)
+    least, most = _wilson_bounds(values, common, z)
+    low = torch.where(is_rare, torch.minimum(low, least), low)
+    high = torch.where(is_rare, torch.maximum(high, most), high)
     return [
         {"mean": float(m), "low": float(a), "high": float(b)}
         for m, a, b in zip(values.mean(0), low, high, strict=True)
     ]
+
+
+def _wilson_bounds(values: Tensor, common: Tensor, z: float) -> tuple[Tensor, Tensor]:
+    """Return Wilson's bounds [M] of the means of values [P, M]: of the shares that lie above and
+    below the most common value, as fractions of the farthest that a value can be. That is 0 and 1,
+    or -1 for differences, unless the values go further."""
+    least, most = float(values.min()), float(values.max())
+    room = max(most, 1.0) - common, common - (0.0 if least >= 0 else min(least, -1.0))
+    found = []
+    for side, far in zip((values - common, common - values), room, strict=True):
+        share = side.clamp_min(0).mean(0) / far.clamp_min(ROUNDING)
+        more = z * z / len(values)
+        root = (more * share * (1 - share).clamp_min(0) + more * more / 4).sqrt()
+        found += [far * (share + more / 2 + x * root) / (1 + more) for x in (-1, 1)]
+    above, most_above, below, most_below = found
+    return common + above - most_below, common + most_above - below
+
+
+def mean_over_sets(intervals: Sequence[Interval]) -> Interval:
+    """Return the mean of sets of prompts with equal weights. The distances from the means to the
+    bounds add as squares, because the sets are independent (Zou and Donner 2008)."""
+    mean = sum(x["mean"] for x in intervals) / len(intervals)
+    below, above = (
+        math.hypot(*(x["mean"] - x[bound] for x in intervals)) / len(intervals)
+        for bound in ("low", "high")
+    )
+    return {"mean": mean, "low": mean - below, "high": mean + above}
 
 
 def support_classes(num_correct: Tensor, num_correct_of_baseline: Tensor) -> dict[str, int]:

@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
-from maxrl_fast.evaluation.coverage import Interval, powers_of_two
+from maxrl_fast.evaluation.coverage import Interval, mean_over_sets, powers_of_two
 from maxrl_fast.evaluation.outcome import Outcome
 from maxrl_fast.evaluation.scores import MAX, PASS, label_of
 
@@ -51,6 +51,14 @@ def summary_tables(
     classes = {name.replace("_", " "): [count] for name, count in baseline["support"].items()}
     numbers = numbers_table(outcome_rows([own, other]), ["this", "baseline"])
     return [table, gains, numbers, numbers_table(classes, ["prompts"])]
+
+
+def sets_table(sets: Sequence[dict[int, Interval]], confidence: float) -> Table:
+    """Return the mean of pass@k over held-out sets, at the k that all have."""
+    table = new_table("k", f"mean pass@k of {len(sets)} sets ({confidence:.0%} interval)")
+    for k in [k for k in sets[0] if all(k in x for x in sets)]:
+        table.add_row(str(k), _shown(mean_over_sets([x[k] for x in sets])))
+    return table
 
 
 def numbers_table(rows: Mapping[str, Sequence[float | None]], columns: Sequence[str]) -> Table:

@@ -38,12 +38,14 @@ from maxrl_fast.evaluation.outcome import (
     shown_score,
     summary,
 )
+from maxrl_fast.evaluation.scores import PASS
 from maxrl_fast.evaluation.source import Source, find_source, free_folder
 from maxrl_fast.evaluation.tables import (
     comparison_table,
     draw_coverage,
     numbers_table,
     outcome_rows,
+    sets_table,
     summary_tables,
 )
 from maxrl_fast.job.build_policy import build_engine
@@ -90,11 +92,13 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     if config.measure.embeddings is not None:
         diversity = EmbeddingDiversity(config.measure.embeddings, torch.device(config.place.device))
     policy = _policy(max(configs, key=_batch), source, task, None)
-    baseline = _baseline(configs[0], policy)
+    baseline, estimates = _baseline(configs[0], policy), []
     with _scorer(config, task) as scorer:
         for i, own in enumerate(configs):
             baseline = _baseline(own, policy) if i else baseline
-            _evaluate_set(own, policy, baseline, diversity, scorer, screen)
+            estimates.append(_evaluate_set(own, policy, baseline, diversity, scorer, screen))
+    if len(configs) > 1:
+        screen.console.print(sets_table(estimates, config.measure.confidence))
     return 0
 
 
@@ -105,7 +109,8 @@ def _evaluate_set(
     diversity: Diversity,
     scorer: Scorer,
     screen: Screen,
-) -> None:
+) -> dict[int, Interval]:
+    """Return pass@k by k."""
     source, task = policy.source, policy.task
     measure, out, clock = config.measure, config.place.out, Stopwatch()
     settings, num_distinct = _settings(config, task)
@@ -156,6 +161,8 @@ def _evaluate_set(
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():
         screen.info(f"{name:<12}{out / file_name}")
+    passed: dict[int, Interval] = content[PASS]
+    return passed
 
 
 def _settings(config: EvaluationConfig, task: Task) -> tuple[dict[str, Any], int]:

@@ -42,6 +42,9 @@ def tokens_of(
         mask=mask,
         cu_seqlens=batch.cu_seqlens,
         rows=None if rows is None else rows.double(),
+        importance_weights=1.0
+        if batch.importance_weights is None
+        else kept(batch.importance_weights),
     )
 
 

@@ -32,6 +32,7 @@ class TokenBatch(NamedTuple):
     ref_logprobs: Tensor | None  # [T]
     sequence_log_ratio: Tensor | None  # [T], mean log-ratio of the token's response, for gspo
     cu_seqlens: Tensor  # [S+1] int64, for losses with a ratio of responses
+    importance_weights: Tensor | None = None  # [T], for losses with terms beside the advantages
 
     def loss_mask(self) -> Tensor:
         return self.weights != 0
@@ -117,11 +118,12 @@ def token_batch(
             check_values(name, values, "at least 0", values < 0, mask if is_per_token else None)
         return values if is_per_token else _by_token(values, cu_seqlens, num_tokens)
 
-    factors = by_token("advantages", advantages, advantages_per_token)
+    factors, importance = by_token("advantages", advantages, advantages_per_token), None
     if importance_weights is not None:
         check_tensor("importance_weights", importance_weights, device, "the logits are")
         given = importance_weights_per_token
-        factors = factors * by_token("importance_weights", importance_weights, given)
+        importance = by_token("importance_weights", importance_weights, given)
+        factors = factors * importance
     num_sequences = len(cu_seqlens) - 1
     divisor = loss_denominator(denominator, aggregation, num_tokens, num_sequences, mask, device)
     if isinstance(divisor, Tensor):
@@ -135,7 +137,7 @@ def token_batch(
         weights = weights.where(mask, 0.0)
     old, ref = (None if x is None else x.detach().double().contiguous() for x in logprobs.values())
     factors, weights = factors.contiguous(), weights.contiguous()
-    return TokenBatch(targets, tau, factors, weights, old, ref, None, cu_seqlens)
+    return TokenBatch(targets, tau, factors, weights, old, ref, None, cu_seqlens, importance)
 
 
 def check_tokens(

@@ -48,7 +48,7 @@ def find_wrong(rollouts: Rollouts, request: RolloutRequest, vocab_size: int) -> 
         return f"{type(rollouts).__name__}, wanted Rollouts"
     if fault := rollouts.find_wrong(num_sequences, device):
         return fault
-    for name in ("importance_weights", "ref_logprobs"):
+    for name in ("importance_weights", "sampler_weights", "ref_logprobs"):
         if getattr(rollouts, name) is not None:
             return f"{name}, wanted None: the trainer computes them"
     if not num_sequences:

@@ -70,7 +70,8 @@ class ImportanceWeights:
                 "importance_sample_size": sample_size,
             }
         )
-        weighted = dataclasses.replace(rollouts, logprobs=logprobs, importance_weights=weights)
+        own = {"importance_weights": weights, "sampler_weights": weights}
+        weighted = dataclasses.replace(rollouts, logprobs=logprobs, **own)
         return dataclasses.replace(batch, rollouts=weighted, metrics=batch.metrics | metrics)
 
     def _ratios(self, log_ratios: Tensor, lengths: Tensor) -> Tensor:

@@ -293,6 +293,8 @@ class Learner:
             ref_logprobs=None if reference is None else reference[index],
             denominator=denominator,
         )
+        if (own := rollouts.sampler_weights) is not None:
+            batch = batch._replace(importance_weights=own[index])
         num_own = values.shape[1] - 2 - (settings.siren != 0)
         tokens = tokens_of(
             batch, values[:, 0], values[:, 1], values[:, 2 : 2 + num_own] if num_own else None
@@ -317,8 +319,9 @@ class Learner:
         (is_not_zero,) = to_host((of_values != 0).any(1).cumsum(0))
         # [S'+1] tokens with a gradient before each
         before = torch.nn.functional.pad(is_not_zero, (1, 0))[cu_seqlens.cpu()]
+        sums = torch.cat([total[None], sums[1:]]).detach()
         return UpdatePlan(
-            sequences[before.diff() > 0], denominator, gradients, sums.detach(), tokens.metrics
+            sequences[before.diff() > 0], denominator, gradients, sums, tokens.metrics
         )
 
     def _token_values(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -370,6 +373,7 @@ class Learner:
             temperature=scaling["temperature"],
             denominator=denominator,
         )
+        tokens = tokens._replace(importance_weights=batch.sampler_weights)
         loss, metrics = loss_of_hidden(hidden, weight, tokens, settings, scaling["softcap"])
         if teacher_hidden is not None:
             divergence, mean = self._divergence(batch, hidden, teacher_hidden, denominator)

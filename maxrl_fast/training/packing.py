@@ -41,6 +41,7 @@ class MicroBatch:
     old_logprobs: Tensor  # [T] float32
     ref_logprobs: Tensor | None  # [T] float32
     importance_weights: Tensor | None  # [T] float32, a factor of each token's advantage
+    sampler_weights: Tensor | None  # [T] float32, the part of these that is --correction's
     target_index: Tensor  # [T] int64, index of each target among the rollouts' tokens
     teacher: "MicroBatch | None" = None  # the same targets after the teacher's prompts
 
@@ -166,6 +167,7 @@ class Packer:
         )
         rollouts = self.rollouts
         importance, reference = rollouts.importance_weights, rollouts.ref_logprobs
+        own = rollouts.sampler_weights
         return MicroBatch(
             tokens=self._tokens[index],
             positions=positions,
@@ -179,6 +181,7 @@ class Packer:
             old_logprobs=self.rollouts.logprobs[target_index],
             ref_logprobs=None if reference is None else reference[target_index],
             importance_weights=None if importance is None else importance[target_index],
+            sampler_weights=None if own is None else own[target_index],
             target_index=target_index,
             teacher=None if self.teacher is None else self.teacher.pack(of_host),
         )

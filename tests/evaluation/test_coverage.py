@@ -4,6 +4,7 @@ from fractions import Fraction
 from itertools import combinations, product
 from math import comb
 
+import numpy
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from maxrl_fast.evaluation.coverage import (
     majority_at_k,
     max_at_k,
     max_curve,
+    mean_over_sets,
     outcomes,
     pass_at_k,
     samples_to_match,
@@ -123,6 +125,37 @@ def test_the_interval_of_a_fraction_is_binomial():
         for name, tail in (("low", (1 - confidence) / 2), ("high", (1 + confidence) / 2)):
             expected = next(i for i, b in enumerate(below) if b >= tail) / num
             assert interval[name] == pytest.approx(expected, abs=1.01 / num)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta", "num_samples"),
+    [(0.01, 0.99, 1), (0.05, 0.95, 1), (0.3, 0.7, 1), (0.05, 4.95, 16), (0.5, 1.5, 16), (2, 2, 16)],
+)
+@pytest.mark.parametrize("is_failure", [False, True])
+def test_intervals_of_30_prompts_cover_the_mean(alpha, beta, num_samples, is_failure):
+    """Each column is an evaluation: pass rates of a beta distribution, with as many samples."""
+    draw = numpy.random.default_rng(0)
+    rates = draw.binomial(num_samples, draw.beta(alpha, beta, (2, 30, 400))) / num_samples
+    mean = alpha / (alpha + beta)
+    if is_failure:
+        rates, mean = 1 - rates, 1 - mean
+    sets = [bootstrap(torch.tensor(x), 1000, 0.95, seed=0) for x in rates]
+    both = [mean_over_sets(pair) for pair in zip(*sets, strict=True)]
+    for intervals in (*sets, both):
+        covered = sum(x["low"] <= mean <= x["high"] for x in intervals) / 400
+        assert covered > 0.92  # two standard errors below .94
+
+
+def test_no_success_is_not_certainty():
+    values = torch.tensor([[0, 1.0, 0.5]]).expand(30, 3)
+    none, all_right, half = bootstrap(values, 100, 0.95, seed=0)
+    wilson = 1.96**2 / (30 + 1.96**2)
+    assert (none["low"], none["high"]) == (0, pytest.approx(wilson, rel=1e-4))
+    assert (all_right["low"], all_right["high"]) == (pytest.approx(1 - wilson, rel=1e-4), 1)
+    assert half["high"] - 0.5 == pytest.approx(wilson / 2, rel=1e-4)
+    (gain,) = bootstrap(torch.tensor([-1.0, *[0] * 29])[:, None], 100, 0.95, seed=0)
+    assert gain["low"] < -0.15  # one is lost, and more may be
+    assert gain["high"] > 0.08
 
 
 def test_the_bootstrap_is_seeded_and_draws_the_same_prompts_for_all_columns(monkeypatch):

@@ -92,7 +92,7 @@ def dispo(a, x, logp, o, _):
 
 def entropy_adv(a, x, logp, o, t):
     entropy = -float((t.log_p.detach().exp() * t.log_p.detach()).sum())
-    return clipped(a + min(o["alpha"] * entropy, abs(a) / o["kappa"]), x.exp(), *o["clips"])
+    return clipped(a + min(o["alpha"] * t.w * entropy, abs(a) / o["kappa"]), x.exp(), *o["clips"])
 
 
 def kl_cov(a, x, logp, o, t):
@@ -251,6 +251,7 @@ def definition(logits, e, loss, *, clip_low, clip_high, dual_clip, kl, kl_coef, 
             for i, t in enumerate(own):
                 token = SimpleNamespace(chosen=t in chosen, is_high=numbers[t] > threshold)
                 token.log_p, token.target = log_p[t], int(e["targets"][t])
+                token.w = weights[t].item()
                 results.append(BY_TOKEN[loss](a[t], r.x[i], logp[t], o, token))
         for t, (value, low, high), ratio, x in zip(own, results, measured, difference, strict=True):
             d = logp[t] - e["ref_logprobs"][t]

@@ -74,7 +74,8 @@ def test_weights_follow_their_definitions(name):
     weighted = made(name, given).apply(batch, learner(model))
     metrics = weighted.metrics
     expected = by_definition(name, off, rollouts.lengths, *given.values())
-    weights = weighted.rollouts.importance_weights
+    weights = weighted.weighted(weighted.rollouts.logprobs).rollouts.sampler_weights
+    assert torch.equal(weights, weighted.rollouts.importance_weights)
     torch.testing.assert_close(weights.double(), expected, rtol=2e-4, atol=1e-6)
     bounded = expected == (0.0 if "low" in given else 1.7)
     assert 0.05 < bounded.double().mean() < 0.95  # both kinds are there

@@ -50,6 +50,8 @@ CASES = {  # and the number of responses computed; None: the direct computation 
     "gspo": (settings_of("gspo", "seq_mean_token_mean"), 8),
     "dppo": (settings_of("dppo", kl=0.1), 12),
     "own": (settings_of(own_loss, power=1.5), 12),
+    "entropy_adv": (settings_of("entropy_adv", kappa=0.5), 8),
+    "entropy_adv, high entropies": (settings_of("entropy_adv", more={"top_entropy": 0.9}), 8),
 }
 
 
@@ -59,6 +61,7 @@ def off_policy(model):
     noise = 0.3 * torch.randn(len(rollouts.tokens), generator=generator)
     weights = 0.5 + torch.rand(len(rollouts.tokens), generator=generator)
     given = {"logprobs": rollouts.logprobs + noise, "importance_weights": weights}
+    given["sampler_weights"] = weights.square()  # the rest would be of an objective
     return Samples(PROMPTS, dataclasses.replace(rollouts, **given))
 
 
@@ -103,6 +106,7 @@ def direct(model, samples, settings):
         logprobs, entropy, old, old, a, mask, rollouts.cu_seqlens,
         rows=None if row.rows is None else row.rows(log_p, rollouts.tokens, **of_rows),
         generator=torch.Generator().manual_seed(_seed(4, 3, 1)),
+        importance_weights=rollouts.sampler_weights.double(),
     )  # fmt: skip
     tokens.metrics |= {"entropy_threshold": threshold} if settings.top_entropy < 1 else {}
     values = row.bind(options, clip_low=0.1, clip_high=0.3)(tokens)
@@ -122,7 +126,7 @@ def direct(model, samples, settings):
     (of_rows,) = torch.autograd.grad(total, log_p, retain_graph=True)
     count = sum(bool(x.any()) for x in of_rows.split(rollouts.lengths.tolist()))
     gradients = torch.autograd.grad(total, [*model.parameters()])
-    return loss.item(), gradients, tokens, count
+    return total.item(), gradients, tokens, count
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -99,6 +99,8 @@ def entropy_adv(
     clip_high: NotNegative = 0.2,
     dual_clip: NotNegative = math.inf,
 ) -> Tensor:
-    """ppo with A + sg(min(alpha H, |A| / kappa)) in place of A, H being the token's entropy."""
-    bonus = torch.minimum(alpha * t.entropy.detach(), t.advantages.abs() / kappa)
+    """ppo with w (A + sg(min(alpha H, |A| / kappa))) in place of w A, H the token's entropy, w its
+    importance weight."""
+    entropy = t.importance_weights * t.entropy.detach()
+    bonus = torch.minimum(alpha * entropy, t.advantages.abs() / kappa)
     return clipped(t, t.ratio, t.advantages + bonus, clip_low, clip_high, dual_clip)

@@ -29,7 +29,7 @@ OTHER_LIBRARIES = """## Names in other libraries
 What TRL, the Trainer of transformers, verl, OpenRLHF, slime and prime-rl call these options,
 without their prefixes (verl's `actor_rollout_ref.rollout.n` is `n`). None is accepted; each is
 answered with the name here. An option may count differently: `per_device_train_batch_size` counts
-responses, `--prompts` prompts. In parentheses: the value here that the name stands for.
+responses, `--prompts` prompts. `use_vllm` (`vllm`) means: write `--rollout vllm`.
 
 | here | elsewhere |
 |---|---|"""

@@ -153,11 +153,11 @@ class TaskOptions:
     of the reward function.
     """
     hub: Annotated[tuple[str, ...], Default("the task's", HUB_SETS), when.DATASET] = ()
-    """Data sets of the hub, by their split train. =INT, also of a file: an epoch has each line so
-    often."""
+    """Data sets of the hub, by their split train. NAME=3 repeats every line three times per epoch;
+    works after a file too."""
     test_data: Annotated[tuple[Path, ...], Default("none", "FILE ..."), when.DATASET] = ()
-    """Files of held-out prompts, a set each. Without them and --test-hub: the test splits of --hub,
-    or else a tenth of the training prompts."""
+    """Held-out prompts; each file is a separate set. Without them and --test-hub: the
+    test splits of --hub, or else a tenth of the training prompts."""
     test_hub: Annotated[tuple[str, ...], Default("the task's", HUB_SETS), when.DATASET] = ()
     """Held-out sets of the hub, by their split test, or by a name: aime24, aime25, beyond_aime,
     amc23, minerva, olympiad, math500, gsm8k, gsm8k_platinum, gpqa_diamond. =INT, also of a
@@ -383,8 +383,8 @@ class RolloutOptions:
             lambda c: c["ahead"] and c["reward_source"] not in ("given", "vote"),
         ),
     ] = 0
-    """Sample this many steps ahead, while the policy trains: each step learns from samples of the
-    weights so many updates ago. It saves time where sampling waits; 0: none."""
+    """Sample this many steps ahead, while the policy trains: each step trains on responses from
+    weights that many updates old. It saves time where sampling waits; 0: none."""
     max_new_tokens: Annotated[Count, Default("the task's; 32 for 9x9 mazes")] = DERIVED
     """Response limit, in tokens."""
     temperature: Positive = 1.0
@@ -417,8 +417,8 @@ class RolloutOptions:
         when.TAKES_CAP,
         Note.FOLLOWS_OBJECTIVE,
     ] = None
-    """Largest importance weight, of a token for tis and of a response for tis_sequence; without
-    --correction it implies tis, and 0 none."""
+    """Largest importance weight, of a token for tis and of a response for tis_sequence. Given
+    alone it switches on --correction tis; 0 switches correction off."""
     correction_options: Annotated[
         tuple[str, ...],
         Default("the correction's own", "NAME=VALUE ...", when.numbers_of_correction),
@@ -545,9 +545,8 @@ class LossOptions:
     entropy_coef: NotNegative = 0.0
     """Coefficient of the entropy bonus, per nat."""
     siren: Annotated[NotNegative, Note.ADVANCED] = 0.0
-    """Coefficient of SIREN's term, per nat squared: the squared distance of the entropy from its
-    value at the start, over the tokens with high entropy and their likely continuations alone
-    (0.005 in the paper); 0: none."""
+    """Penalty on entropy drift: keeps the entropy of uncertain tokens near its starting value.
+    0: off; paper 0.005."""
     kl_coef: NotNegative = 0.0
     """Coefficient of the divergence from the reference policy, per nat."""
     kl: Annotated[Literal["k1", "k2", "k3", "k3+", "full"], when.WITH_KL] = "k3"

@@ -349,10 +349,9 @@ class RewardPool(UserCode):
 
     def lines(self) -> list[str]:
         how = STYLES[self.signature["style"]].format(concurrency=self.concurrency)
-        contained = "this contains mistakes; run untrusted or model-written code in a container"
         return [
             f"reward workers: {self._num_workers}, a fresh process after each call that crashes or "
-            f"exceeds a limit; {contained}",
+            "exceeds a limit, which limits accidents but is not a sandbox",
             f"reward {self.name}: {how}",
         ]
 

@@ -27,8 +27,8 @@ from maxrl_fast.training.objectives.registry import OBJECTIVES
 
 ROOT = Path(__file__).parent.parent
 OTHER_PAGES = "README.md CONTRIBUTING.md CHANGELOG.md bench/README.md bench/history.md "
-OTHER_PAGES = (OTHER_PAGES + "examples/papers/README.md tests/RELIABILITY.md").split()
-PAGES = [*(ROOT / name for name in OTHER_PAGES), *sorted((ROOT / "docs").rglob("*.md"))]
+OTHER_PAGES += "examples/README.md examples/papers/README.md tests/RELIABILITY.md"
+PAGES = [*(ROOT / name for name in OTHER_PAGES.split()), *sorted((ROOT / "docs").rglob("*.md"))]
 OBJECTIVE_PAGES = ROOT / "docs" / "objectives"
 WRITER = runpy.run_path(str(ROOT / "docs" / "pages.py"))
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)

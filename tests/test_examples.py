@@ -133,12 +133,14 @@ class Recipe:
     rollouts: int
     line: dict[str, str]  # in the data set's form
     prompt: str | None = None  # as its paper sends it, with ? for the question
+    clip_grad: str = "1.0"  # of the authors' scripts, or ours
 
 
 RECIPES = {
     "gsm8k_smollm2.toml": Recipe("maxrl", 256, 128, GSM8K),
     "polaris_qwen3.toml": Recipe(
         *("maxrl", 256, 16, PROBLEM),
+        clip_grad="0.3",  # run_qwen3_training.sh
         # MaxRL, E.3.1: the system message of its example, the suffix of its text
         prompt="system\nPlease reason step by step and put the final answer in \\boxed{}.\n"
         "user\n?\nPlease reason step by step, and put your final answer within \\boxed{}.",
@@ -180,6 +182,7 @@ def test_a_recipe_has_its_papers_settings(name, tmp_path, capsys):
     options = {key.strip(): value for key, _, value in (row.partition(" = ") for row in rows)}
     assert (options["objective"], options["rollout"]) == (recipe.objective, "vllm")
     assert (options["prompts"], options["rollouts"]) == (str(recipe.prompts), str(recipe.rollouts))
+    assert options["clip_grad"] == recipe.clip_grad
     if recipe.prompt is not None:
         task = build_run_task(parse([*config, *folders]))
         sent = task.decode(task.prompts("train", 0, 1).tokens.tolist())

@@ -35,6 +35,15 @@ def test_the_papers_example():
     assert [*shortest_path(is_open), maze.DONE, maze.EOS] == [ID[word] for word in PAPER_ANSWER]
 
 
+def test_words_are_in_the_order_of_the_papers_vocabulary():
+    # maze/ckpt-1500/tokenizer.json of github.com/tajwarfahim/maxrl; no prompt has 17 to 31
+    words = "<pad> <bos> <eos> <unk> GRID_START GRID_END PATH_START DONE PATH WALL GOAL START "
+    words += "NEWLINE UP DOWN LEFT RIGHT"
+    assert [*maze.WORDS] == words.split()
+    vocabulary = MazeTask(5).tokenizer_files()["tokenizer.json"]["model"]["vocab"]
+    assert sorted(vocabulary.values()) == [*range(32)]
+
+
 def walk_length(is_open):
     goal = (len(is_open) - 2,) * 2
     distance, queue = {(1, 1): 0}, deque([(1, 1)])

@@ -4,7 +4,6 @@ sample --texts, log-probs--> your rewards --advantages--> forward_backward --> o
 """
 
 import atexit
-import math
 import os
 import shutil
 import string
@@ -41,7 +40,7 @@ from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
 from maxrl_fast.rollout import RolloutRequest, check_finite
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.device import resolve_device
-from maxrl_fast.runtime.files import fsync, read_json, storing
+from maxrl_fast.runtime.files import read_json, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.jsonl import check_utf8, read_prompt
@@ -112,7 +111,7 @@ class Session:
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
         _refuse_others(options)
-        model = os.path.expanduser(_path_text("model", model))
+        model = _path_text("model", model)
         self._start(parse_options({"task": "dataset", "model": model, **options}))
 
     @classmethod
@@ -121,26 +120,25 @@ class Session:
         moments; options not given keep their values. `session.task` is the run's, or for text one
         without its data."""
         _refuse_others(options)
-        path = Path(_path_text("folder", folder)).expanduser().absolute()
-        path = next(filter(os.path.lexists, _places(path)), path)  # where a kill left it
-        saved = None
-        if (path / "config.json").is_file() and (
-            checkpoints_of(path) or (path / "progress.json").is_file()
-        ):
-            saved = find_saved(path, Ranks(), _warn)
+        places = _places("folder", folder)
+        path = next(filter(os.path.lexists, places), places[0])  # where a kill left it
+        is_saved = checkpoints_of(path) or (path / "progress.json").exists()
+        saved = find_saved(path, Ranks(), _warn) if is_saved else None
         if saved is None:
             raise InputError(f"folder must be of a run with a checkpoint, or of save, got {folder}")
         config = parse_options({"resume": str(path), **options})
         values = {name: x for group in vars(config).values() for name, x in vars(group).items()}
         values = {name: values[name] for name in (*_OPTIONS, "prompts", "rollouts")}
         # objective and rewards are the caller's; a session has no data of text
-        whole = Config(task=TaskOptions("dataset"))
+        own = Config(task=TaskOptions("dataset"))
         if dataset_spec(config.task.task) is None:
-            names = "task", "warm_start", "evaluation"
-            whole = replace(whole, **{name: getattr(config, name) for name in names})
-        session, base = cls.__new__(cls), saved.options["model"]
+            own = Config(
+                task=config.task, warm_start=config.warm_start, evaluation=config.evaluation
+            )
+        session = cls.__new__(cls)
         # a checkpoint is also the folder of a model
-        session._start(whole.replace(**values | {"model": str(saved.directory)}), base)
+        session._start(own.replace(**values | {"model": str(saved.directory)}))
+        session._base = saved.options["model"]
         load_learner(saved.directory / "state", session.learner, session._ranks)
         session._draws = saved.progress.step
         return session
@@ -151,12 +149,8 @@ class Session:
         letters a to z and the digits."""
         special = "<pad>", "<bos>", "<eos>", "<unk>"
         words = [*special, "after", *string.ascii_lowercase, *string.digits]
-        sizes: dict[str, Any] = {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-        }
-        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
         sizes |= {"vocab_size": len(words), "max_position_embeddings": 512}
         policy = new_policy(seed=0, rope_theta=100.0, **sizes)
         files = word_tokenizer_files(words, len(words)) | new_files(policy.config, (2,))
@@ -166,12 +160,12 @@ class Session:
         session._base = None
         return session
 
-    def _start(self, config: Config, base: str | None = "") -> None:
+    def _start(self, config: Config) -> None:
         check(config)
         self._ranks, device = Ranks.of_environment(), resolve_device(config.run.device)
         _connect(device)
         config = find_policy(config, self._ranks, _warn)
-        self._base = base if base != "" else config.model.model  # what adapters are trained on
+        self._base = config.model.model  # what adapters are trained on
         folder = config.model.directory
         self.task: Any  # a Task
         if dataset_spec(config.task.task) is None or folder is None:
@@ -189,7 +183,9 @@ class Session:
         self._draws, self._is_new = 0, True  # whether the engine has other weights
         self._ranks.wait_for_all()  # the folder of `tiny` is the first rank's
 
-    def encode(self, prompts: Any, responses: Sequence[Sequence[str]] = ()) -> SessionSamples:
+    def encode(
+        self, prompts: Any, responses: Sequence[Sequence[str]] | None = None
+    ) -> SessionSamples:
         """Return given texts as samples, with log-probs of 0.
 
         Args:
@@ -200,11 +196,8 @@ class Session:
         given = list[list[int]]()
         if not isinstance(prompts, Prompts):
             prompts, given = self._read(prompts, responses)
-        elif not isinstance(responses, tuple) or responses:
-            raise InputError("responses must be of prompts that are text, got Prompts")
-        wrong = replace(prompts, columns=None).find_wrong(len(prompts), prompts.tokens.device)
-        if wrong or not len(prompts):
-            raise InputError(f"prompts must be at least one, of a task, got {wrong or 'none'}")
+        elif responses is not None or not len(prompts):
+            raise InputError("prompts must be at least one, of text where responses are given")
         device, rollouts = self.learner.model.lm_head.weight.device, Rollouts.given(given)
         temperature = self.config.rollout.temperature
         made = prompts.to(device), rollouts.to(device), self.task, temperature
@@ -219,45 +212,44 @@ class Session:
         for i, x in enumerate(prompts):
             x = read_prompt(x, f"prompts[{i}]")
             read.append(task.prompt(x) if isinstance(x, str) else x)
-        if not isinstance(responses, tuple) or responses:
+        pairs = []
+        if responses is not None:
             rows = responses if isinstance(responses, (list, tuple)) else ()
             sizes = {len(x) if isinstance(x, (list, tuple)) else 0 for x in rows}
-            is_right = len(rows) == len(read) and len(sizes) == 1 and sizes != {0}
+            is_right = len(rows) == len(read) and len(sizes) == 1 and 0 not in sizes
             if not is_right or not all(isinstance(y, str) for x in rows for y in x):
                 raise InputError(
                     f"responses must be lists of texts, as many to each of {len(read)} prompts, "
                     f"got {responses!r:.80}"
                 )
-        pairs = [(x, y) for x, own in zip(read, responses, strict=False) for y in own]
+            pairs = [(x, y) for x, own in zip(read, rows, strict=True) for y in own]
         names = [f"responses, {i}" for i in range(len(pairs))]
-        for (_, text), name in zip(pairs, names, strict=True):
+        places = [f"prompts[{i}]" for i in range(len(read))]
+        texts = [y for _, y in pairs]
+        for text, name in zip(texts, names, strict=True):
             check_utf8(text, name)
         given = [tokens for _, tokens in task.encode_demonstrations(pairs, names)]
-        places = [f"prompts[{i}]" for i in range(len(read))]
         ids = [*map(task.encode_prompt, read, places)]
-        texts = [*read, *(y for _, y in pairs)]
-        # words of `tiny`, which ignores others
+        # `tiny` knows words, and its tokenizer leaves out others
         is_words = len(task.tokenizer.added_tokens_decoder) == len(task.tokenizer)
-        rows = zip(texts, [*ids, *given], [*places, *names], strict=True)
-        for text, tokens, place in rows:
-            is_lost = is_words and task.decode(tokens) != "".join(str(text).split())
-            if not tokens or (is_lost and isinstance(text, str)):
+        for text, tokens, place in zip(read + texts, ids + given, places + names, strict=True):
+            if not tokens or (is_words and task.decode(tokens) != "".join(text.split())):
                 raise InputError(f"{place} must be text that the tokenizer knows, got {text!r:.80}")
         return prompts_of(ids, range(len(ids)), [{}] * len(ids)), given
 
     def _checked(self, samples: Any) -> SessionSamples:
         if not isinstance(samples, SessionSamples):
             raise InputError(f"samples must be of sample or encode, got {samples!r:.80}")
-        sizes, (own, rollouts) = self.learner.model.config, (samples.prompts, samples.rollouts)
-        tokens = torch.cat([own.tokens, rollouts.all_tokens])
-        lengths = own.lengths.repeat_interleave(max(samples.num_rollouts, 1))
-        if len(rollouts):
-            lengths = lengths + rollouts.lengths
-        positions, found = sizes.max_position_embeddings, int(lengths.max())
-        if found > positions or not 0 <= int(tokens.min()) <= int(tokens.max()) < sizes.vocab_size:
+        own, rollouts, sizes = samples.prompts, samples.rollouts, self.learner.model.config
+        lengths = own.lengths.repeat_interleave(samples.num_rollouts) + rollouts.lengths
+        longest, last = (
+            max(lengths.tolist(), default=0),
+            int(torch.cat([own.tokens, rollouts.all_tokens]).max()),
+        )
+        if longest > sizes.max_position_embeddings or last >= sizes.vocab_size:
             raise InputError(
-                f"prompts and responses must have at most {positions} tokens, the positions of the "
-                f"policy, below {sizes.vocab_size}, got {found} tokens, up to {int(tokens.max())}"
+                f"samples must have at most {sizes.max_position_embeddings} tokens, the positions "
+                f"of the policy, below {sizes.vocab_size}, got {longest} tokens, up to {last}"
             )
         return samples
 
@@ -272,17 +264,17 @@ class Session:
         """Sample n responses to each prompt, as of `encode`, with the newest weights. None: the
         session's option, or as many tokens as the positions leave. Each call draws other random
         numbers."""
-        n = _number("n", n, Integral, 1)
-        if temperature is not None:
-            temperature = _number("temperature", temperature, Real)
-        if max_new_tokens is not None:
-            max_new_tokens = _number("max_new_tokens", max_new_tokens, Integral, 1)
+        n = _number("n", n, Integral)
         own, sampling = self.encode(prompts).prompts, build_sampling(self.config, self.task)
         room = self.learner.model.config.max_position_embeddings - int(own.lengths.max())
+        if temperature is None:
+            temperature = sampling.temperature
+        if max_new_tokens is None:
+            max_new_tokens = max(1, min(sampling.max_new_tokens, room))
         sampling = replace(
             sampling,
-            temperature=sampling.temperature if temperature is None else temperature,
-            max_new_tokens=max_new_tokens or max(1, min(sampling.max_new_tokens, room)),
+            temperature=_number("temperature", temperature, Real),
+            max_new_tokens=_number("max_new_tokens", max_new_tokens, Integral),
         )
         if self._is_new:
             self.engine.load_weights(self.learner.model)
@@ -317,50 +309,48 @@ class Session:
             loss: as of `policy_gradient_loss`; None: the session's option.
         """
         samples, learner = self._checked(samples), self.learner
-        wanted, settings = [len(samples.prompts), samples.num_rollouts], learner.settings
+        wanted, usual = [len(samples.prompts), samples.num_rollouts], learner.settings
         try:
             weights = torch.as_tensor(advantages, device=samples.rollouts.tokens.device).detach()
             is_right = [*weights.shape] == wanted and not weights.is_complex()
-            weights = weights.float() if is_right else weights
             is_right = is_right and bool(weights.isfinite().all())
         except (TypeError, ValueError, RuntimeError, OverflowError):  # of what is no tensor
             is_right = False
-        if not is_right or not len(samples.rollouts):
+        if not is_right:
             raise InputError(f"advantages must be finite, {wanted}, got {advantages!r:.80}")
-        if samples.temperature != settings.temperature:
+        if samples.temperature != usual.temperature:
             raise InputError(
-                f"samples must have the temperature of the session, {settings.temperature:g}, got "
+                f"samples must have the temperature of the session, {usual.temperature:g}, got "
                 f"{samples.temperature:g}"
             )
         try:
             if loss is not None:
-                if not isinstance(loss, str) and not callable(loss):
-                    raise InputError(f"loss must be a name or a function, got {loss!r:.80}")
                 known = loss_of(loss) if isinstance(loss, str) else None
                 try:
                     learner.settings = replace(
-                        settings,
+                        usual,
                         loss=known.function if known else loss,
                         loss_options=None,
-                        aggregation=(known and known.aggregation) or settings.aggregation,
+                        aggregation=(known and known.aggregation) or usual.aggregation,
                     )
-                except (TypeError, ValueError) as error:  # of a function with other parameters
-                    raise InputError(f"loss must be a function of Tokens: {error}") from error
+                except (TypeError, ValueError) as error:
+                    raise InputError(f"loss must be a name or a function: {error}") from error
             self.engine.sleep()
             self._is_new = True
             if samples.is_given:  # a ratio is to the policy's own log-probs
                 samples = self.forward(samples)
-            if not settings.divergence_coef:
+            if not learner.settings.divergence_coef:
                 samples = replace(samples, rollouts=learner.with_reference(samples))
             draw = self._draws, len(learner.accumulated)  # of losses that draw tokens
-            learner.forward_backward(samples, weights.flatten(), samples.sequences, draw)
+            values = weights.float().flatten()
+            learner.forward_backward(samples, values, samples.sequences, draw)
         except InputError:  # of an argument: nothing has begun
             raise
         except BaseException:
             learner.accumulated = []
             raise
         finally:
-            learner.settings = settings
+            learner.settings = usual
 
     def optim_step(self, lr: float | None = None) -> UpdateMetrics:
         """Take an optimizer step on the summed gradient. lr: None: the session's option. From
@@ -380,47 +370,42 @@ class Session:
     def save(self, out: str | os.PathLike[str]) -> None:
         """Write a Hugging Face folder with the state that `from_run` continues from. It replaces
         one of an earlier `save`."""
-        path, ranks = Path(_path_text("out", out)).expanduser().absolute(), self._ranks
+        path, new, old = places = _places("out", out)
+        ranks, left, wrong = self._ranks, path, ""
         check_weights(self.learner, f"draw {self._draws}", ranks)
-        (_, new, old), wrong = _places(path), ""
-        is_base = self.config.model.lora_rank and self._base == str(path)
         if ranks.is_first:
-            left = next(filter(os.path.lexists, _places(path)), None)
-            if is_base or (left and not _is_own(left)):
-                wrong = f"out must be a new folder or one of save, got {left or path}"
-                wrong += ", the model of the adapters" if is_base else ""
+            left = next(filter(os.path.lexists, places), path)
+            record = left / "progress.json"
+            is_own = record.exists() and not (left.is_symlink() or read_json(record).get("logs", 1))
+            if os.path.lexists(left) and not is_own:
+                wrong = f"out must be a new folder or one of save, got {left}"
+            elif self.config.model.lora_rank and self._base == str(path):
+                wrong = f"out must be another folder than the model of the adapters, got {path}"
         if wrong := ranks.values(wrong)[0]:
             raise InputError(wrong)
         saved = Snapshot.of(self.learner, ranks.is_first)
-        if ranks.is_first:
-            with storing(str(path)):
-                if left and left != path:  # a kill left it between the renames below
+        with storing(str(path)):
+            if ranks.is_first:
+                if left != path:  # a kill left it between the renames below
                     left.rename(path)
-            shutil.rmtree(new, ignore_errors=True)
-        if ranks.is_first or saved.is_sharded:
-            progress = Progress("training", self._draws)
-            options = self.config.flat() | {"model": self._base}
-            sizes = self.learner.model.config
-            content = progress_record(progress, sizes, {}, options, {}, ranks)
-            write_checkpoint(new, content, saved, *self._files, self._base, ranks)
-        if ranks.is_first:  # a kill leaves a whole folder, perhaps as `new` and `old`
-            with storing(str(path)):
+                shutil.rmtree(new, ignore_errors=True)
+            if ranks.is_first or saved.is_sharded:
+                progress, sizes = Progress("training", self._draws), self.learner.model.config
+                options = self.config.flat() | {"model": self._base}
+                content = progress_record(progress, sizes, {}, options, {}, ranks)
+                write_checkpoint(new, content, saved, *self._files, self._base, ranks)
+            if ranks.is_first:  # a kill leaves a whole folder, perhaps as `new` and `old`
                 if path.exists():
                     shutil.rmtree(old, ignore_errors=True)
                     path.rename(old)
                 new.rename(path)
-                fsync(path.parent)
-            shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(old, ignore_errors=True)
         ranks.wait_for_all()
 
 
 @cache
 def _connect(device: torch.device) -> None:
     """Connect the ranks, once in a program."""
-    if torch.distributed.is_initialized():
-        raise InputError(
-            f"sessions of a program must share a device, which starts it, got {device}"
-        )
     connection = Ranks.of_environment().connected(device)
     connection.__enter__()
 
@@ -430,19 +415,18 @@ def _connect(device: torch.device) -> None:
         connection.__exit__(type(error) if error else None, error, None)
 
 
-def _number(name: str, value: Any, kind: type, least: int = 0) -> Any:
-    is_kind = isinstance(value, kind) and not isinstance(value, bool)
-    if not is_kind or not (least <= value < 2**31 if kind is Integral else 0 <= value < math.inf):
-        wanted = (
-            f"an integer of at least {least}" if kind is Integral else "finite and not negative"
-        )
+def _number(name: str, value: Any, kind: type) -> Any:
+    is_whole = kind is Integral
+    # a NaN is in no range
+    if isinstance(value, bool) or not isinstance(value, kind) or not is_whole <= value < 2**31:
+        wanted = "an integer of at least 1" if is_whole else "finite and not negative"
         raise InputError(f"{name} must be {wanted}, got {value!r:.80}")
-    return int(value) if kind is Integral else float(value)
+    return int(value) if is_whole else float(value)
 
 
 def _path_text(name: str, path: Any) -> str:
     try:
-        text = os.fspath(path)
+        text = os.path.expanduser(path)
         if text and isinstance(text, str) and b"\0" not in os.fsencode(text):
             return text
     except (TypeError, ValueError):  # of what is no path, of half characters
@@ -450,16 +434,10 @@ def _path_text(name: str, path: Any) -> str:
     raise InputError(f"{name} must be the path of a folder, got {path!r:.80}")
 
 
-def _places(path: Path) -> list[Path]:
+def _places(name: str, folder: Any) -> list[Path]:
     """Return where `save` has whole folders, the one that counts first."""
+    path = Path(_path_text(name, folder)).absolute()
     return [path, *(path.parent / f".{path.name}.{x}" for x in ("new", "old"))]
-
-
-def _is_own(folder: Path) -> bool:
-    """Return whether `save` wrote it."""
-    record = folder / "progress.json"
-    is_folder = record.is_file() and not folder.is_symlink()
-    return is_folder and not read_json(record).get("logs", True)
 
 
 def _refuse_others(options: Mapping[str, Any]) -> None:

@@ -194,13 +194,11 @@ class Learner:
         own = {name: value.item() for name, value in zip(of_loss, numbers, strict=True)}
         (num_tokens, loss, num_targets, *of_tokens), grad_norm = sums.tolist(), float(norm)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            found = (self._find_non_finite(x, when) for x in accumulated)
+            found = (
+                replace(self, settings=x.settings)._find_non_finite(x, when) for x in accumulated
+            )
             none = "the gradient summed over the prompts is not finite, though each prompt's own is"
-            settings = self.settings
-            try:
-                raise NonFiniteError(f"{when}: {next(filter(None, found), none)}")
-            finally:  # each call's own are tried
-                self.settings = settings
+            raise NonFiniteError(f"{when}: {next(filter(None, found), none)}")
         if self.settings.siren:
             self.objective_state["siren_anchor"].fill_(own["siren_anchor"])
         self.optimizer.step()
@@ -249,12 +247,12 @@ class Learner:
         denominator = self.settings.denominator(lengths)
         if not self.settings.over_batch or not int(lengths.sum()):
             has_gradient = self.settings.has_gradient(packer.host_advantages[sequences])
-            own = {}
+            none, own = torch.zeros((), device=packer.advantages.device), {}
             if self.settings.siren:  # an update without tokens keeps the anchor
-                anchor = self.objective_state["siren_anchor"][0].to(packer.advantages.device)
-                own = {"siren_entropy": torch.zeros_like(anchor), "siren_anchor": anchor}
+                anchor = self.objective_state["siren_anchor"][0].to(none.device)
+                own = {"siren_entropy": none, "siren_anchor": anchor}
             if self.settings.sequence_mask is not None:
-                own["frac_sequences_masked"] = torch.zeros((), device=packer.advantages.device)
+                own["frac_sequences_masked"] = none
             return UpdatePlan(sequences[has_gradient & (lengths > 0)], denominator, own=own)
         return self._plan_over_batch(packer, samples, sequences, denominator, draw)
 
@@ -272,9 +270,8 @@ class Learner:
         index, cu_seqlens = gather_sequences(rollouts.cu_seqlens.cpu(), sequences)
         index, cu_seqlens, chosen = to_device(device, index, cu_seqlens, sequences)
         # [T', 2 + R]
-        values = self.passes.compute(
-            self._token_values, self.model, samples, sequences
-        ).requires_grad_()
+        values = self.passes.compute(self._token_values, self.model, samples, sequences)
+        values.requires_grad_()
         advantages = torch.repeat_interleave(
             packer.advantages[chosen], cu_seqlens.diff(), output_size=len(index)
         )  # [T']
@@ -293,12 +290,10 @@ class Learner:
             ref_logprobs=None if reference is None else reference[index],
             denominator=denominator,
         )
-        if (own := rollouts.sampler_weights) is not None:
-            batch = batch._replace(importance_weights=own[index])
-        num_own = values.shape[1] - 2 - (settings.siren != 0)
-        tokens = tokens_of(
-            batch, values[:, 0], values[:, 1], values[:, 2 : 2 + num_own] if num_own else None
-        )
+        if rollouts.sampler_weights is not None:
+            batch = batch._replace(importance_weights=rollouts.sampler_weights[index])
+        rows = values[:, 2:-1] if settings.siren else values[:, 2:]
+        tokens = tokens_of(batch, values[:, 0], values[:, 1], rows if rows.shape[1] else None)
         tokens.generator = torch.Generator().manual_seed(_seed(settings.seed, *draw))
         if settings.sequence_mask is not None:
             tokens.advantages = tokens.advantages * ~far_responses(tokens, settings.sequence_mask)
@@ -313,16 +308,14 @@ class Learner:
         (of_values,) = torch.autograd.grad(total, values)  # [T', 2 + R]
         # broadcast: all ranks must run the same passes
         of_values = self.ranks.from_first(of_values)
-        gradients = torch.zeros(len(rollouts.tokens), values.shape[1], device=device).index_copy_(
-            0, index, of_values
-        )
+        gradients = of_values.new_zeros(len(rollouts.tokens), values.shape[1])
+        gradients[index] = of_values
         (is_not_zero,) = to_host((of_values != 0).any(1).cumsum(0))
         # [S'+1] tokens with a gradient before each
         before = torch.nn.functional.pad(is_not_zero, (1, 0))[cu_seqlens.cpu()]
+        trained = sequences[before.diff() > 0]
         sums = torch.cat([total[None], sums[1:]]).detach()
-        return UpdatePlan(
-            sequences[before.diff() > 0], denominator, gradients, sums, tokens.metrics
-        )
+        return UpdatePlan(trained, denominator, gradients, sums, tokens.metrics)
 
     def _token_values(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """Return each token's log-prob, entropy and R numbers of its row, [T, 2 + R]."""
@@ -349,11 +342,10 @@ class Learner:
         teacher_hidden = self._teacher_hidden(batch) if settings.divergence_coef else None
         hidden = run_batch(self._module, batch, self.dtype)  # [T, H]
         if plan.gradients is not None:
-            loss = (
-                self._surrogate(batch, plan.gradients[batch.target_index], hidden) * self.ranks.size
-            )
-            none = loss.detach().new_zeros((), dtype=torch.float64)
-            return loss, dict.fromkeys((*TOKEN_METRICS, "tokens", "dropped_tokens"), none)
+            loss = self._surrogate(batch, plan.gradients[batch.target_index], hidden)
+            none = torch.zeros((), dtype=torch.float64, device=loss.device)
+            metrics = dict.fromkeys((*TOKEN_METRICS, "tokens", "dropped_tokens"), none)
+            return loss * self.ranks.size, metrics
         advantages = batch.advantages
         if batch.importance_weights is not None:
             advantages = batch.by_token(advantages) * batch.importance_weights
@@ -420,8 +412,7 @@ class Learner:
 
     def _surrogate(self, batch: MicroBatch, gradients: Tensor, hidden: Tensor) -> Tensor:
         """Return sum(gradients [T, 2 + R] x token values) over tokens with a gradient."""
-        weight = self.model.output_matrix
-        targets = batch.targets
+        weight, targets = self.model.output_matrix, batch.targets
         scaling = self.model.scaling(self.settings.temperature)
         index = (gradients[:, :2] != 0).any(1).nonzero()[:, 0]
         logprobs, entropy = linear_token_logprobs(hidden[index], weight, targets[index], **scaling)
@@ -458,7 +449,7 @@ class Learner:
     def _find_non_finite(self, accumulated: Accumulated, when: str) -> str:
         """Return what became non-finite, and for which prompt, or ""; raise TeacherError if it came
         from the reference policy. A collective operation."""
-        packer, plan, self.settings = accumulated.packer, accumulated.plan, accumulated.settings
+        packer, plan = accumulated.packer, accumulated.plan
         for name, parameter in self.model.named_parameters():
             if not full_tensor(parameter.detach()).isfinite().all():
                 return f"the weight {name} is not finite"
@@ -474,9 +465,8 @@ class Learner:
                 loss, _ = self.loss(batch, plan)
                 if not loss.isfinite():
                     if not self._is_teacher_finite(batch):
-                        raise TeacherError(
-                            f"{when}: the reference policy's numbers are not finite {where}"
-                        )
+                        wrong = f"the reference policy's numbers are not finite {where}"
+                        raise TeacherError(f"{when}: {wrong}")
                     return f"the loss is {float(loss.detach())} {where}"
                 loss.backward()
             for name, parameter in self.model.named_parameters():

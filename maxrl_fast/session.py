@@ -100,9 +100,9 @@ class SessionSamples(Samples):
 class Session:
     """A policy, the engine that samples from it and the learner that trains it.
 
-    Under torchrun all ranks call every method with the same arguments. After an interrupted call
-    the session is as before it, without the gradient that was being summed; an interrupted
-    `optim_step` may have changed weights. A wrong argument raises InputError, which names it.
+    Under torchrun all ranks call every method with the same arguments. An interrupted call loses
+    the gradient that was being summed, and nothing else; an interrupted `optim_step` may have
+    changed weights. A wrong argument raises InputError and changes nothing.
 
     Args:
         model: a Hugging Face folder, or hf://ORG/NAME.
@@ -128,16 +128,14 @@ class Session:
             raise InputError(f"folder must be of a run with a checkpoint, or of save, got {folder}")
         config = parse_options({"resume": str(path), **options})
         values = {name: x for group in vars(config).values() for name, x in vars(group).items()}
-        values = {name: values[name] for name in (*_OPTIONS, "prompts", "rollouts")}
+        own = {name: values[name] for name in (*_OPTIONS, "prompts", "rollouts")}
+        own["model"] = str(saved.directory)  # a checkpoint is also the folder of a model
         # objective and rewards are the caller's; a session has no data of text
-        own = Config(task=TaskOptions("dataset"))
+        whole, session = Config(task=TaskOptions("dataset")), cls.__new__(cls)
         if dataset_spec(config.task.task) is None:
-            own = Config(
-                task=config.task, warm_start=config.warm_start, evaluation=config.evaluation
-            )
-        session = cls.__new__(cls)
-        # a checkpoint is also the folder of a model
-        session._start(own.replace(**values | {"model": str(saved.directory)}))
+            kept = {name: getattr(config, name) for name in ("task", "warm_start", "evaluation")}
+            whole = replace(whole, **kept)
+        session._start(whole.replace(**own))
         session._base = saved.options["model"]
         load_learner(saved.directory / "state", session.learner, session._ranks)
         session._draws = saved.progress.step
@@ -149,7 +147,7 @@ class Session:
         letters a to z and the digits."""
         special = "<pad>", "<bos>", "<eos>", "<unk>"
         words = [*special, "after", *string.ascii_lowercase, *string.digits]
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+        sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
         sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
         sizes |= {"vocab_size": len(words), "max_position_embeddings": 512}
         policy = new_policy(seed=0, rope_theta=100.0, **sizes)
@@ -189,8 +187,8 @@ class Session:
         """Return given texts as samples, with log-probs of 0.
 
         Args:
-            prompts: G texts or lists of messages; a text is a message of the user where the
-                tokenizer has a chat template. Or `Prompts`, as tasks return them.
+            prompts: G texts, each a user's message where there is a chat template, or lists of
+                messages; or `Prompts`, as tasks return them.
             responses: [G][N] texts, which end as the template ends them.
         """
         given = list[list[int]]()
@@ -204,27 +202,23 @@ class Session:
         return self._checked(SessionSamples(*made, is_given=True))
 
     def _read(self, prompts: Any, responses: Any) -> tuple[Prompts, list[list[int]]]:
-        task, read = self.task, list[Any]()
+        task = self.task
         if not isinstance(task, TextTask):
             raise InputError(f"prompts must be Prompts, as {task.name} returns them")
         if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
             raise InputError(f"prompts must be a list of at least one, got {prompts!r:.80}")
-        for i, x in enumerate(prompts):
-            x = read_prompt(x, f"prompts[{i}]")
-            read.append(task.prompt(x) if isinstance(x, str) else x)
-        pairs = []
+        places, pairs = [f"prompts[{i}]" for i in range(len(prompts))], list[Any]()
+        read = [*map(read_prompt, prompts, places)]
+        read = [task.prompt(x) if isinstance(x, str) else x for x in read]
         if responses is not None:
             rows = responses if isinstance(responses, (list, tuple)) else ()
             sizes = {len(x) if isinstance(x, (list, tuple)) else 0 for x in rows}
             is_right = len(rows) == len(read) and len(sizes) == 1 and 0 not in sizes
             if not is_right or not all(isinstance(y, str) for x in rows for y in x):
-                raise InputError(
-                    f"responses must be lists of texts, as many to each of {len(read)} prompts, "
-                    f"got {responses!r:.80}"
-                )
+                wanted = f"lists of texts, as many to each of {len(read)} prompts"
+                raise InputError(f"responses must be {wanted}, got {responses!r:.80}")
             pairs = [(x, y) for x, own in zip(read, rows, strict=True) for y in own]
         names = [f"responses, {i}" for i in range(len(pairs))]
-        places = [f"prompts[{i}]" for i in range(len(read))]
         texts = [y for _, y in pairs]
         for text, name in zip(texts, names, strict=True):
             check_utf8(text, name)
@@ -242,15 +236,11 @@ class Session:
             raise InputError(f"samples must be of sample or encode, got {samples!r:.80}")
         own, rollouts, sizes = samples.prompts, samples.rollouts, self.learner.model.config
         lengths = own.lengths.repeat_interleave(samples.num_rollouts) + rollouts.lengths
-        longest, last = (
-            max(lengths.tolist(), default=0),
-            int(torch.cat([own.tokens, rollouts.all_tokens]).max()),
-        )
-        if longest > sizes.max_position_embeddings or last >= sizes.vocab_size:
-            raise InputError(
-                f"samples must have at most {sizes.max_position_embeddings} tokens, the positions "
-                f"of the policy, below {sizes.vocab_size}, got {longest} tokens, up to {last}"
-            )
+        found = max(lengths.tolist(), default=0)
+        last = int(torch.cat([own.tokens, rollouts.all_tokens]).max())
+        if found > sizes.max_position_embeddings or last >= sizes.vocab_size:
+            wanted = f"at most {sizes.max_position_embeddings} tokens below {sizes.vocab_size}"
+            raise InputError(f"samples must have {wanted}, as the policy, got {found} to {last}")
         return samples
 
     def sample(
@@ -261,9 +251,8 @@ class Session:
         temperature: float | None = None,
         max_new_tokens: int | None = None,
     ) -> SessionSamples:
-        """Sample n responses to each prompt, as of `encode`, with the newest weights. None: the
-        session's option, or as many tokens as the positions leave. Each call draws other random
-        numbers."""
+        """Sample n responses to each prompt with the newest weights and new random numbers. None:
+        the session's option, or as many tokens as the positions leave."""
         n = _number("n", n, Integral)
         own, sampling = self.encode(prompts).prompts, build_sampling(self.config, self.task)
         room = self.learner.model.config.max_position_embeddings - int(own.lengths.max())
@@ -279,12 +268,13 @@ class Session:
         if self._is_new:
             self.engine.load_weights(self.learner.model)
             self._is_new = False
-        start, count = self._ranks.part(len(own))
-        asked = own.take(start, count), n, sampling, self.config.run.seed, self._draws + 1
+        part = own.take(*self._ranks.part(len(own)))
+        asked = part, n, sampling, self.config.run.seed, self._draws + 1
         shared = self.config.rollout.vllm_tensor_parallel > 1
-        request = RolloutRequest(*asked)
-        part = sample_and_score(self.engine, self.task, None, request, shares_engine=shared)
-        rollouts = self._ranks.gather(part.rollouts)
+        found = sample_and_score(
+            self.engine, self.task, None, RolloutRequest(*asked), shares_engine=shared
+        )
+        rollouts = self._ranks.gather(found.rollouts)
         self._draws += 1
         check_finite(rollouts, own, self._draws)
         return SessionSamples(own, rollouts, self.task, sampling.temperature)
@@ -303,26 +293,20 @@ class Session:
         loss: str | Callable[..., Tensor] | None = None,
     ) -> None:
         """Add the gradient of the loss to that of earlier calls since the last `optim_step`.
-
-        Args:
-            advantages: [G, N], a list or a tensor.
-            loss: as of `policy_gradient_loss`; None: the session's option.
-        """
+        advantages: [G, N]; loss: as of `policy_gradient_loss`, None: the session's option."""
         samples, learner = self._checked(samples), self.learner
-        wanted, usual = [len(samples.prompts), samples.num_rollouts], learner.settings
+        shape, usual = [len(samples.prompts), samples.num_rollouts], learner.settings
         try:
             weights = torch.as_tensor(advantages, device=samples.rollouts.tokens.device).detach()
-            is_right = [*weights.shape] == wanted and not weights.is_complex()
+            is_right = [*weights.shape] == shape and not weights.is_complex()
             is_right = is_right and bool(weights.isfinite().all())
         except (TypeError, ValueError, RuntimeError, OverflowError):  # of what is no tensor
             is_right = False
         if not is_right:
-            raise InputError(f"advantages must be finite, {wanted}, got {advantages!r:.80}")
-        if samples.temperature != usual.temperature:
-            raise InputError(
-                f"samples must have the temperature of the session, {usual.temperature:g}, got "
-                f"{samples.temperature:g}"
-            )
+            raise InputError(f"advantages must be finite, {shape}, got {advantages!r:.80}")
+        if (found := samples.temperature) != usual.temperature:
+            wanted = f"the temperature of the session, {usual.temperature:g}"
+            raise InputError(f"samples must have {wanted}, got {found:g}")
         try:
             if loss is not None:
                 known = loss_of(loss) if isinstance(loss, str) else None
@@ -354,11 +338,8 @@ class Session:
 
     def optim_step(self, lr: float | None = None) -> UpdateMetrics:
         """Take an optimizer step on the summed gradient. lr: None: the session's option. From
-        `ratio` to `logprob_diff`, the metrics are means over the tokens trained on.
-
-        Raises:
-            NonFiniteError: if loss or gradient are not finite; the weights are unchanged.
-        """
+        `ratio` to `logprob_diff`, the metrics are means over the tokens trained on. NonFiniteError:
+        loss or gradient are not finite; the weights are unchanged."""
         if not self.learner.accumulated:
             raise InputError("optim_step needs a forward_backward since the last one, got none")
         rate = self.config.optimizer.lr if lr is None else _number("lr", lr, Real)
@@ -368,8 +349,7 @@ class Session:
         return replace(found, **means if found.num_targets else {"ratio": 1.0})
 
     def save(self, out: str | os.PathLike[str]) -> None:
-        """Write a Hugging Face folder with the state that `from_run` continues from. It replaces
-        one of an earlier `save`."""
+        """Write, or replace, a Hugging Face folder with the state that `from_run` continues."""
         path, new, old = places = _places("out", out)
         ranks, left, wrong = self._ranks, path, ""
         check_weights(self.learner, f"draw {self._draws}", ranks)
@@ -377,10 +357,9 @@ class Session:
             left = next(filter(os.path.lexists, places), path)
             record = left / "progress.json"
             is_own = record.exists() and not (left.is_symlink() or read_json(record).get("logs", 1))
-            if os.path.lexists(left) and not is_own:
-                wrong = f"out must be a new folder or one of save, got {left}"
-            elif self.config.model.lora_rank and self._base == str(path):
-                wrong = f"out must be another folder than the model of the adapters, got {path}"
+            is_base = self.config.model.lora_rank and self._base == str(path)
+            if is_base or (os.path.lexists(left) and not is_own):
+                wrong = f"out must be a new folder or one of save, not the adapters' model: {left}"
         if wrong := ranks.values(wrong)[0]:
             raise InputError(wrong)
         saved = Snapshot.of(self.learner, ranks.is_first)
@@ -416,9 +395,8 @@ def _connect(device: torch.device) -> None:
 
 
 def _number(name: str, value: Any, kind: type) -> Any:
-    is_whole = kind is Integral
-    # a NaN is in no range
-    if isinstance(value, bool) or not isinstance(value, kind) or not is_whole <= value < 2**31:
+    is_whole, is_kind = kind is Integral, isinstance(value, kind) and not isinstance(value, bool)
+    if not is_kind or not is_whole <= value < 2**31:  # a NaN is in no range
         wanted = "an integer of at least 1" if is_whole else "finite and not negative"
         raise InputError(f"{name} must be {wanted}, got {value!r:.80}")
     return int(value) if is_whole else float(value)

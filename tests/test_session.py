@@ -98,9 +98,6 @@ def test_what_was_saved_goes_on_bitwise(tmp_path):
     policy = load_policy(tmp_path / "saved", **sizes)  # a Hugging Face folder
     weights = dict(session.learner.model.weights())
     assert all(torch.equal(x, weights[name]) for name, x in policy.weights())
-    (tmp_path / "other").mkdir()
-    with pytest.raises(InputError, match="out must be a new folder"):
-        session.save(tmp_path / "other")
 
 
 def test_samples_their_log_probs_and_given_texts(tmp_path):
@@ -272,9 +269,8 @@ def test_a_save_keeps_the_last_good_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["text", "lora"])
 def test_a_run_goes_on_as_a_session(shared_run, name):
-    run = shared_run(name)
-    session = Session.from_run(run, threads=1)
-    saved = dict(load_file(run / "latest" / "model.safetensors"))
+    session = Session.from_run(run := shared_run(name), threads=1)
+    saved = load_file(run / "latest" / "model.safetensors")
     assert all(torch.allclose(x, saved[y], atol=1e-6) for y, x in session.learner.model.weights())
     assert session.config.rollout.rollouts == 4
     assert "checkpoints" not in session._base

@@ -113,8 +113,7 @@ def check_weights(learner: Learner, when: str, ranks: Ranks) -> None:
     own = learner_tensors(learner).items()
     name = find_nonfinite({key: x for key, x in own if not key.startswith(OBJECTIVE)})
     if ranks.any(name is not None, learner.model.lm_head.weight.device):
-        what = name or "a tensor of another process"
-        raise NonFiniteError(f"{when}: {what} is NaN or infinite")
+        raise NonFiniteError(f"{when}: {name or 'a tensor elsewhere'} is NaN or infinite")
 
 
 class Checkpoints:

@@ -60,15 +60,13 @@ def _bytes(text: str) -> Tensor:
 
 
 def learner_tensors(learner: Learner) -> dict[str, Tensor]:
-    """Return weights, Adam's moments, the objective's state, the critic and the reference policy by
-    name: the learner's own tensors, not copies; with sharded weights, this rank's shards."""
+    """Return the learner's own tensors by name, this rank's shards if sharded: weights, Adam's
+    moments, the objective's state, the critic and the reference policy."""
     tensors = _with_moments(learner.model.named_parameters(), learner.optimizer)
     tensors |= {f"{OBJECTIVE}{name}": tensor for name, tensor in learner.objective_state.items()}
-    if learner.critic is not None:  # its frozen weights belong to the policy
-        trained = [
-            (name, p) for name, p in learner.critic.model.named_parameters() if p.requires_grad
-        ]
-        own = _with_moments(trained, learner.critic.optimizer)
+    if (critic := learner.critic) is not None:  # its frozen weights belong to the policy
+        trained = [(name, p) for name, p in critic.model.named_parameters() if p.requires_grad]
+        own = _with_moments(trained, critic.optimizer)
         tensors |= {f"{CRITIC}{name}": tensor for name, tensor in own.items()}
     if learner.reference is not None and learner.copies_policy:
         names = {name for name, p in learner.model.named_parameters() if p.requires_grad}
@@ -102,9 +100,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, learner: Learner, is_first: bool = True) -> "Snapshot":
-        """Copy a learner, which may change as soon as this returns. With sharded weights all ranks
-        must call this, and only whole weights are copied.
-        """
+        """Copy a learner; with sharded weights only whole weights, and all ranks must call this."""
         model, own = learner.model, learner_tensors(learner)
         low_rank = {name: host_copy(weight) for name, weight in adapters(model)}
         rest = model.config.dtype, low_rank, adapter_config(model)
@@ -117,8 +113,7 @@ class Snapshot:
         tensors = {name: host_copy(tensor) for name, tensor in own.items()}
         weights = []
         for name, weight in model.weights():
-            # A transformers model is the module `hf` of its policy. A weight that is merged with an
-            # adapter, or converted, has separate memory.
+            # a transformers model is the module `hf`; merged or converted weights are not stored
             names = f"model.{name}", f"model.hf.{name}"
             copied = [x for x in names if x in own and weight.is_set_to(own[x])]
             weights.append((name, tensors[copied[0]] if copied else host_copy(weight)))
@@ -126,7 +121,7 @@ class Snapshot:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy on the host; from a GPU in ordinary memory, through `_pinned`."""
+    """Return a contiguous copy in the host's ordinary memory; from a GPU through `_pinned`."""
     if not tensor.is_cuda:
         return tensor.clone(memory_format=torch.contiguous_format)
     copy, pinned = torch.empty(tensor.shape, dtype=tensor.dtype), _pinned()
@@ -143,9 +138,8 @@ def _pinned() -> Tensor:
 
 
 def own_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a tensor, in its memory, and the index of the first of them. Only
-    rows are sharded (FSDP2): as many on each rank, except the last ones.
-    """
+    """Return this rank's rows of a tensor, in its memory, and the index of the first. Only rows are
+    sharded (FSDP2): as many on each rank, except the last ones."""
     if not hasattr(tensor, "to_local"):
         return tensor, 0
     shards: Any = tensor
@@ -156,11 +150,9 @@ def own_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def save_state(folder: Path, tensors: dict[str, Tensor], rank: int = 0) -> None:
-    """Write this rank's rows of the tensors into files of at most FILE_BYTES; a larger tensor gets
-    its own file. The first rank writes what is not sharded.
-
-    A file's metadata says where its rows begin, as torch.distributed.checkpoint's does.
-    """
+    """Write this rank's rows of the tensors, the first rank's also what is not sharded, into files
+    of at most FILE_BYTES or one tensor. Metadata says where rows begin, as in the files of
+    torch.distributed.checkpoint."""
     folder.mkdir(exist_ok=True)
     files: list[dict[str, Tensor]] = [{}]
     offsets: dict[str, dict[str, list[int]]] = {}
@@ -204,30 +196,28 @@ def load_state(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
-    """Read the learner's tensors, whatever number of ranks wrote them.
-
-    With sharded weights every rank reads; otherwise the first rank reads and broadcasts. An
-    objective other than the checkpoint's, which --allow-changes permits, keeps its initial state.
-    """
+    """Read the learner's tensors, whatever number of ranks wrote them; unless weights are sharded,
+    the first rank reads and broadcasts. An objective other than the checkpoint's, which
+    --allow-changes permits, keeps its initial state."""
     names = set(ranks.values([*_names(folder)] if ranks.is_first else [])[0])
     optimizers = {"optimizer.": learner.optimizer}
     if learner.critic is not None:
         optimizers[f"{CRITIC}optimizer."] = learner.critic.optimizer
     for prefix, optimizer in optimizers.items():
         if any(name.startswith(prefix) for name in names):
-            # zeros, into which the saved ones are read
+            # the saved ones are read into these
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 first, second = (torch.zeros_like(p, requires_grad=False) for _ in range(2))
                 step = torch.zeros((), device=p.device)
                 optimizer.state[p] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
     own = learner_tensors(learner)
-    of_objective = {name for name in own.keys() ^ names if name.startswith((OBJECTIVE, CRITIC))}
+    skipped = {name for name in own.keys() ^ names if name.startswith((OBJECTIVE, CRITIC))}
     # a session has no reference policy of the run's objective
-    of_objective |= {name for name in names - own.keys() if name.startswith("reference.")}
-    tensors = {name: tensor for name, tensor in own.items() if name not in of_objective}
-    names -= of_objective
-    if ranks.is_first and names != tensors.keys():
-        name = min(names ^ tensors.keys())
+    skipped |= {name for name in names - own.keys() if name.startswith("reference.")}
+    tensors = {name: tensor for name, tensor in own.items() if name not in skipped}
+    names -= skipped
+    if ranks.is_first and (wrong := names ^ tensors.keys()):
+        name = min(wrong)
         raise InputError(
             f"{folder} {'has' if name in names else 'lacks'} the tensor {name}: it was saved with "
             "another model or optimizer"

@@ -56,8 +56,8 @@ class UpdateMetrics:
 class UpdatePlan:
     """What the micro-batches of an update share.
 
-    If a token's loss depends on other responses (`over_batch`), one forward pass first computes the
-    loss of all tokens. The micro-batches then backpropagate sum(gradients x token values).
+    If a token's loss depends on other responses (`over_batch`), a forward pass first computes the
+    whole loss. The micro-batches then backpropagate sum(gradients x token values).
     """
 
     sequences: Tensor  # int64, ascending, on the host: those with a gradient
@@ -84,9 +84,8 @@ class Learner:
     """A policy, its optimizer and its loss, computed in `dtype`; weights, gradients and moments are
     float32.
 
-    `reference` is the reference policy, for settings.kl_coef and for objectives that need one.
-    Checkpoints store `objective_state`. `module` runs the policy's passes (sharding.distribute);
-    None: the model itself.
+    `reference` is for settings.kl_coef and objectives that need one. Checkpoints store
+    `objective_state`. `module` runs the policy's passes (sharding.distribute); None: the model.
     """
 
     model: PolicyModel
@@ -126,19 +125,17 @@ class Learner:
         lr: float,
         draw: tuple[int, int] = (0, 0),
     ) -> UpdateMetrics:
-        """Take one optimizer step on some of the samples, the same step on all ranks, which must
-        all call this.
+        """Take one optimizer step on some of the samples. All ranks must call this.
 
         Args:
             advantages: [S] of all samples.
-            sequences: int64, ascending: the samples of this update. The loss is averaged over all
-                of them; samples with zero gradient count in the average but are not computed.
+            sequences: int64, ascending: the samples of this update, over which the loss is
+                averaged, also those without a gradient, which are not computed.
             when: for messages, such as "step 3".
             draw: the step and the update within it, for losses that draw tokens.
 
         Raises:
-            NonFiniteError: naming the step, the prompt and what was not finite; the weights are
-                unchanged.
+            NonFiniteError: naming step, prompt and what was not finite; the weights are unchanged.
         """
         self.accumulated = []
         self.forward_backward(samples, advantages, sequences, draw)
@@ -151,17 +148,13 @@ class Learner:
         sequences: Tensor,
         draw: tuple[int, int] = (0, 0),
     ) -> None:
-        """Add the gradient of the loss of some of the samples to that of earlier calls since the
-        last optimizer step; arguments as of `update`. All ranks must call this.
-
-        A call that fails or is interrupted discards the sum.
-        """
+        """Add the gradient of an `update` to that of earlier calls since the last step; a call that
+        fails or is interrupted discards the sum. All ranks must call this."""
         earlier, self.accumulated = self.accumulated, []
         if not earlier:
             zero_gradients(self.model)
         for parameter in (p for p in self.model.parameters() if p.requires_grad and p.grad is None):
-            # Zeros, not None: if no sample has a gradient, the optimizer still takes a step with
-            # zero gradient.
+            # not None, with which the optimizer takes no step
             parameter.grad = torch.zeros_like(parameter)
         packer = self.packer(samples, advantages)
         plan = self.plan(packer, samples, sequences, draw)
@@ -179,13 +172,12 @@ class Learner:
         self.accumulated = [*earlier, Accumulated(packer, plan, self.settings, sums)]
 
     def optim_step(self, *, when: str, lr: float) -> UpdateMetrics:
-        """Clip the sum of the gradients and take the optimizer's step, the same step on all ranks,
-        which must all call this. Raises what `update` does."""
+        """Clip the sum of the gradients and take the optimizer's step. All ranks must call this.
+        Raises what `update` does."""
         accumulated, self.accumulated = self.accumulated, []
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        # One read, which waits for the backward pass. It precedes the step: non-finite values must
-        # not change the weights.
+        # one read before the step: values that are not finite must not change the weights
         norm = full_tensor(nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad))
         sums, *more = map(self._sums_over_ranks, accumulated)
         sums = sum(more, sums)
@@ -231,7 +223,7 @@ class Learner:
         return torch.stack([sums[0], whole.loss, whole.tokens - whole.dropped_tokens, *totals])
 
     def packer(self, samples: Samples, advantages: Tensor) -> Packer:
-        # Broadcast: all ranks must agree on which samples have a gradient.
+        # broadcast: ranks must agree on which samples have a gradient
         packer = self.passes.packer(samples, self.ranks.from_first(advantages.clone()))
         if samples.teacher_prompts is None or not self.settings.divergence_coef:
             return packer
@@ -336,8 +328,8 @@ class Learner:
         return torch.cat(parts, 1)
 
     def loss(self, batch: MicroBatch, plan: UpdatePlan) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this micro-batch's share of the loss times the number of ranks (gradients become
-        means over ranks), and its metrics, means over its tokens."""
+        """Return this micro-batch's share of the loss times the number of ranks, over which
+        gradients are averaged, and its metrics, means over its tokens."""
         settings = self.settings
         teacher_hidden = self._teacher_hidden(batch) if settings.divergence_coef else None
         hidden = run_batch(self._module, batch, self.dtype)  # [T, H]
@@ -350,7 +342,7 @@ class Learner:
         if batch.importance_weights is not None:
             advantages = batch.by_token(advantages) * batch.importance_weights
         weight, scaling = self.model.output_matrix, self.model.scaling(settings.temperature)
-        # Scaling the loss instead would cost another pass over its gradients.
+        # scaling the loss would cost a pass over its gradients
         denominator = plan.denominator / self.ranks.size
         tokens = token_batch(
             settings,
@@ -370,7 +362,7 @@ class Learner:
         if teacher_hidden is not None:
             divergence, mean = self._divergence(batch, hidden, teacher_hidden, denominator)
             loss = loss + divergence
-            # The token loss drops tokens with the advantage 0, which the divergence reads.
+            # the token loss drops tokens with the advantage 0, unlike the divergence
             num_tokens = metrics["tokens"].clamp_min(1)
             share = 1 - metrics["dropped_tokens"] / num_tokens
             metrics |= {name: metrics[name] * share for name in TOKEN_METRICS}
@@ -424,11 +416,9 @@ class Learner:
         return loss
 
     def with_reference(self, samples: Samples, num_updates: int = 1) -> Rollouts:
-        """Return the rollouts with their log-probs under the reference policy, if there is one; all
-        ranks must call this.
-
-        Packed as each of the updates packs them: both policies then round nearly alike.
-        """
+        """Return the rollouts with their log-probs under the reference policy, if there is one,
+        packed as by the updates, so that both policies round nearly alike. All ranks must call
+        this."""
         if self.reference is None and samples.teacher_prompts is None:
             return samples.rollouts
         read = Samples(samples.teacher_prompts or samples.prompts, samples.rollouts)
@@ -447,8 +437,8 @@ class Learner:
             self.reference.load_state_dict(self.model.state_dict())
 
     def _find_non_finite(self, accumulated: Accumulated, when: str) -> str:
-        """Return what became non-finite, and for which prompt, or ""; raise TeacherError if it came
-        from the reference policy. A collective operation."""
+        """Return what is not finite, and for which prompt, or ""; raise TeacherError if that came
+        from the reference policy. All ranks must call this."""
         packer, plan = accumulated.packer, accumulated.plan
         for name, parameter in self.model.named_parameters():
             if not full_tensor(parameter.detach()).isfinite().all():

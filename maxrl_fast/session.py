@@ -240,7 +240,7 @@ class Session:
         last = int(torch.cat([own.tokens, rollouts.all_tokens]).max())
         if found > sizes.max_position_embeddings or last >= sizes.vocab_size:
             wanted = f"at most {sizes.max_position_embeddings} tokens below {sizes.vocab_size}"
-            raise InputError(f"samples must have {wanted}, as the policy, got {found} to {last}")
+            raise InputError(f"samples must have {wanted}, got {found} tokens, up to {last}")
         return samples
 
     def sample(
@@ -282,6 +282,8 @@ class Session:
     def forward(self, samples: SessionSamples) -> SessionSamples:
         """Return the samples with their log-probs under the policy."""
         model, samples = self.learner.model, self._checked(samples)
+        if not len(samples.rollouts):
+            raise InputError("samples must have responses, got none")
         logprobs = self.learner.passes.logprobs(model, samples, samples.sequences)
         rollouts = replace(samples.rollouts, logprobs=logprobs)
         return replace(samples, rollouts=rollouts, is_given=False)

@@ -159,6 +159,7 @@ def tiny():
         (lambda s, x: s.sample("after a"), "prompts must be a list"),
         (lambda s, x: s.sample(["a"], max_new_tokens=600), "max_new_tokens 600"),
         (lambda s, x: s.encode(["a"], ["b c"]), "responses must be lists of texts"),
+        (lambda s, x: s.forward_backward(s.encode(["a"]), [[]]), "samples must have responses"),
         (lambda s, x: s.encode(["a"], [["b"], ["c"]]), "as many to each of 1 prompts"),
         (lambda s, x: s.encode(["a"], [["b" * 512]]), "at most 512 tokens"),
         (

@@ -27,7 +27,6 @@ SECONDS = 60.0  # that a template may take
 OWN = {"messages", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
 _CLOCK = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 _ASKED = {"role": "user", "content": "Hi"}
-_TAGS = re.compile(r"\s*</think>|<think>")
 
 
 class Conversation:
@@ -113,7 +112,8 @@ class Conversation:
             # text in a chat's format may begin with the token already, or as a chat without it does
             has_begun = ids[: len(self._lead)] == self._lead or ids[:1] == [self._chat_begin]
             return ids if has_begun else [*self._lead, *ids]
-        text, asked = "".join(self._begin(prompt)), prompt[-1]
+        _, begin, start = self._begin(prompt)
+        text, asked = begin + start, prompt[-1]
         # jinja writes nothing for a misspelt name, and single braces as they stand
         if asked["role"] == "user" and asked["content"].strip() not in text:
             left_out = f"the last message, {asked['content']!r:.80}"
@@ -128,8 +128,8 @@ class Conversation:
         if isinstance(prompt, str):
             before, rest, end = prompt, _in_tags(answer), self._text_end
         else:
-            begin, start = self._begin(prompt)
-            before, rest, end = begin + start, self._rest(begin, start, prompt, answer), self.end
+            chat, begin, start = self._begin(prompt)
+            before, rest, end = begin + start, self._rest(chat, begin, start, answer), self.end
             self._check_thoughts(begin, start + rest, start + _in_tags(answer))
         own, learned = self.encode(before), self.encode(before + rest)
         is_joined = learned[: len(own)] == own
@@ -146,67 +146,61 @@ class Conversation:
                 return both[len(own) :]
         return self.encode(text)
 
-    def _begin(self, prompt: Sequence[Message]) -> tuple[str, str]:
-        """Return the text of messages up to where the assistant's answer begins, and the content of
-        a last message of its own, which is continued as it is."""
-        *chat, last = prompt
-        if last["role"] != "assistant":
-            return self._render(prompt, begins=True), ""
-        begin, start = self._render(chat, begins=True), last["content"]
-        frame = self._render([*chat, _said(WORD)])
-        same = _common(begin, frame)
-        # thoughts, which the content may have or not
-        written = _TAGS.split(frame[same:].partition(WORD)[0])[0]
-        is_begun = _TAGS.sub("", begin[same:]).strip() == "" and start.startswith(written)
-        if REASONING[0] in last or (start and not is_begun):
+    def _begin(self, prompt: Sequence[Message]) -> tuple[Sequence[Message], str, str]:
+        """Return the messages before the assistant's answer, their text up to where it begins, and
+        what a last message of its own says, which is continued as it is."""
+        if prompt[-1]["role"] != "assistant":
+            return prompt, self._render(prompt, begins=True), ""
+        chat, start = prompt[:-1], _in_tags(prompt[-1])
+        begin, frame = self._render(chat, begins=True), self._render([*chat, _said(WORD)])
+        between = frame[_common(begin, frame) :].partition(WORD)[0]
+        written = re.split(r"\s*</think>|<think>", between)[0]
+        if start and not start.startswith(written):
             raise self._error(
-                f"writes {begin[-30:] + written!r} before an answer; content of a last message of "
-                f"the assistant must continue {begin[-30:]!r}, got {last!r:.200}"
+                f"writes {written!r} before an answer; content of a last message of the assistant "
+                f"must continue {begin[-30:]!r}, got {start!r:.200}"
             )
         self._check_thoughts(begin, start, start)
-        return begin, start
+        return chat, begin, start
 
     def _check_thoughts(self, begin: str, written: str, given: str) -> None:
         """Refuse thoughts beside those that the template opens or closes in the same turn."""
-        turn = _at_end(begin) + written
+        found = re.search(r"<think>\s*(</think>)?\s*$", begin)
+        turn = (found[0] if found else "") + written
         if any(x in given and turn.count(x) > given.count(x) for x in THINKING):
             raise self._error(
                 f"writes {turn!r:.100}, with other thoughts than those given: {given!r:.100}"
             )
 
-    def _rest(self, begin: str, start: str, prompt: Sequence[Message], answer: Message) -> str:
-        """Return what the template writes after the prompt, `begin` and the content `start` of a
-        last message of the assistant, where the answer follows."""
-        before, content, reasoning = begin + start, answer["content"], answer.get(REASONING[0], "")
-        chat = [*prompt[:-1]] if prompt[-1]["role"] == "assistant" else [*prompt]
-        whole = self._render([*chat, {**answer, "content": start + content}])
-        if not _has(whole[_common(before, whole) :], reasoning):
+    def _rest(self, chat: Sequence[Message], begin: str, start: str, answer: Message) -> str:
+        """Return what follows the prompt: what the template writes after `begin` of the answer, or
+        the answer after its `start` as it is, and what the template writes after an answer."""
+        content, reasoning = answer["content"], answer.get(REASONING[0], "")
+        frame = self._render([*chat, _said(WORD)])
+        same, closing = _common(begin, frame), frame.rpartition(WORD)[2]
+        if start:
+            return _in_tags(answer) + closing
+        whole = self._render([*chat, answer])
+        if not _has(whole[_common(begin, whole) :], reasoning):
             if THINKING[1] not in str(self._template):
                 raise self._error(
                     "does not write reasoning_content; give it in the content, as the policy "
                     "should write it"
                 )
-            return self._rest(begin, start, prompt, _said(_in_tags(answer)))
-        if whole.startswith(before) and _has(whole, content):
-            return whole[len(before) :]
+            return self._rest(chat, begin, start, _said(_in_tags(answer)))
+        if whole.startswith(begin) and _has(whole, content):
+            return whole[len(begin) :]
         # The template drops what the prompt opens, as <think>, or reasoning: then the response is
         # put where a word would stand.
-        frame = self._render([*chat, _said(WORD)])
-        same = _common(begin, frame)
-        opened, closing = begin[same:].strip(), frame.rpartition(WORD)[2]
-        if start and not reasoning:
-            turn = _at_end(begin) + start + content
-            if turn.count(THINKING[0]) <= turn.count(THINKING[1]):
-                return content + closing
-        elif frame[same:].startswith(WORD) and not reasoning:
+        opened = begin[same:].strip()
+        if frame[same:].startswith(WORD) and not reasoning:
             if content.startswith(opened):
                 return content.removeprefix(opened).lstrip("\n" * bool(opened)) + closing
             if opened == THINKING[0] and THINKING[1] in content:  # it closes what is open
                 return content + closing
-        raise InputError(
-            f"the prompt ends with {before[-30:]!r}, and a response must continue it, but with "
-            f"this one the chat template in {self._file} writes "
-            f"{whole[max(0, same - 20) :]!r:.100} there; give the response its reasoning"
+        raise self._error(
+            f"writes {whole[max(0, same - 20) :]!r:.100} after a prompt that ends with "
+            f"{begin[-30:]!r}, and a response must continue it; give it its reasoning"
         )
 
     def reply(self, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[int]:
@@ -268,13 +262,13 @@ class Conversation:
         """Refuse arguments that the template does not read."""
         from jinja2 import Environment, TemplateSyntaxError, meta  # of transformers
 
-        environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
-        try:  # transformers has the statement `generation`
-            source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self._template or "")
-            read = meta.find_undeclared_variables(environment.parse(source))
+        # transformers has the statement `generation`
+        source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", self._template or "")
+        try:
+            parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
         except TemplateSyntaxError as error:
             raise self._error(f"cannot be parsed: {error}") from error
-        if unread := self._arguments.keys() - read:
+        if unread := self._arguments.keys() - meta.find_undeclared_variables(parsed):
             raise self._error(f"does not read {min(unread)!r:.80} of --chat-template-kwargs")
 
     def _turn_end(self, listed: set[int]) -> int | None:
@@ -407,12 +401,6 @@ def _in_tags(message: Message) -> str:
 def _has(text: str, part: str) -> bool:
     """Return whether a text has a part, in any white space."""
     return "".join(part.split()) in "".join(text.split())
-
-
-def _at_end(prompt: str) -> str:
-    """Return the thoughts that are opened, and perhaps closed, at the end of a prompt."""
-    found = re.search(r"<think>\s*(</think>)?\s*$", prompt[-40:])
-    return found[0] if found else ""
 
 
 def _common(one: str, other: str) -> int:

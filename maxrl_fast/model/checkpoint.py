@@ -27,6 +27,11 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepro
 # limit of one file: while one is written, the process sends no sign of life to the other ranks
 SHARD_BYTES = 2 * 10**9
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# sizes that config.json must have
+NEEDED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "max_position_embeddings"),
+)
 # Keys that make transformers run code: Python files of a repository, and attention kernels of the
 # Hugging Face hub.
 CODE_KEYS = (
@@ -241,19 +246,21 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     path, listed = directory / INDEX, {"": WEIGHTS}
     if path.exists():
         listed = read_json(path).get("weight_map")
-        names = [*listed.values()] if isinstance(listed, dict) else [".."]
-        if any(type(x) is not str or x == ".." or Path(x).name != x for x in names):
-            wanted = "weight_map must map tensors to files of the same directory"
-            raise InputError(f"{path}: {wanted}, got {listed!r:.80}")
+        files = listed.values() if isinstance(listed, dict) else [".."]
+        if any(type(x) is not str or x == ".." or Path(x).name != x for x in files):
+            raise InputError(
+                f"{path}: weight_map must map tensors to files of the same directory, got "
+                f"{listed!r:.80}"
+            )
     stored: dict[str, StoredTensor] = {}
     for file in sorted({*listed.values()}):
-        for name, tensor in _open(directory / file).items():
+        tensors = _open(directory / file)
+        for name in tensors:
             if listed.get(name, file) != file or name in stored:
                 raise InputError(
-                    f"{tensor.path} has {printable(name)}, which {INDEX} must assign to it, got "
-                    f"{listed.get(name)!r:.80}"
+                    f"{directory / file} has {printable(name)}, which {INDEX} must assign to it"
                 )
-            stored[name] = tensor
+        stored |= tensors
     # Old checkpoints store inv_freq, a constant.
     return {name: x for name, x in stored.items() if not name.endswith(".rotary_emb.inv_freq")}
 
@@ -261,13 +268,8 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 def read_fields(path: Path) -> dict[str, Any]:
     """Return the object of config.json, after a check of what transformers does not check."""
     fields = read_json(path)
-    kinds = {
-        "text_config": dict,
-        "rope_scaling": dict,
-        "rope_parameters": dict,
-        "layer_types": list,
-    }
-    for key, kind in kinds.items():
+    for key in ("text_config", "rope_scaling", "rope_parameters", "layer_types"):
+        kind = list if key == "layer_types" else dict
         for part in (fields, fields.get("text_config") or {}):
             if not isinstance(value := part.get(key) or kind(), kind):
                 raise InputError(f"{path}: {key} must be a JSON {kind.__name__}, got {value!r:.80}")
@@ -307,14 +309,9 @@ def read_config(path: Path) -> DecoderConfig:
     try:
         heads = fields["num_attention_heads"]
         return DecoderConfig(
-            vocab_size=fields["vocab_size"],
-            hidden_size=fields["hidden_size"],
-            intermediate_size=fields["intermediate_size"],
-            num_hidden_layers=fields["num_hidden_layers"],
-            num_attention_heads=heads,
+            **{name: fields[name] for name in NEEDED},
             num_key_value_heads=fields.get("num_key_value_heads") or heads,
             head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
-            max_position_embeddings=fields["max_position_embeddings"],
             rope_theta=float(({"rope_theta": 10000.0} | fields | rope)["rope_theta"]),
             rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
             tie_word_embeddings=fields.get("tie_word_embeddings", False),

@@ -122,9 +122,7 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
         raise InputError(f"{path}: weights must not be quantized, got a quantization_config")
     try:
         for part in (fields, fields.get("text_config") or {}):
-            check_sizes(
-                num_hidden_layers=part.get("num_hidden_layers") or 1
-            )  # lists of this length follow
+            check_sizes(num_hidden_layers=part.get("num_hidden_layers") or 1)  # lists follow
         read = json.loads(json.dumps(fields), object_hook=_number)
         config = CONFIG_MAPPING[name].from_dict(read)
         sizes = sizes_of(config, fields)

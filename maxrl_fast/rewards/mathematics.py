@@ -36,7 +36,7 @@ DEGREE = r"(?:\^?\s*\{?\s*\\circ\s*\}?|°)"
 UNIT = rf"{BOX}\{{(?!\s*(?:and|or)\b)[^{{}}]*\}}|{DEGREE}|\\?%"
 MEASURED = (  # bare letters are a unit only if they do not look like variables
     rf"(.*?(?:[\d}})]|\d[a-z](?=\s*\\t)|\\pi))({SPACE}*(?:{UNIT}"
-    r"|(?:[cmk]m|[mk]g|m[lL]|in|ft|mi|lb|oz|hr|sq|rad|mph)\b|(?<= )(?!and\b)[A-Za-z]{3}"
+    r"|(?:[cmk]m|[mk]g|m[lL]|in|ft|mi|lb|oz|hr|sq)\b|(?<= )(?!and\b)[A-Za-z]{3}"
     rf"|(?<=\d )[mgshLlNJW](?=[/^]|$))(?:{UNIT}|{SPACE}|\^\{{?\d\}}?|[\w/.])*)"
 )
 CALCULATION = re.compile(r"[\d+\-*/^!%]|\\(?:\w?frac|sqrt|cdot|times|div|pm|sin|cos|tan|log|ln)")
@@ -58,8 +58,8 @@ def equal(answer: str, given: str) -> bool:
     if ratio != 1 and ratio.is_number and _is_same(known, found.rpartition("=")[2], ratio):
         return True
     # A unit of only one side is ignored, but % and a base belong to the number.
-    is_other = ratio != 1 and other and (unit or re.match("%|base", other))
-    return not is_other and _is_same(known, found)
+    is_one_sided = not other or not (unit or re.match("%|percent|base", other))
+    return (ratio == 1 or is_one_sided) and _is_same(known, found)
 
 
 def _is_same(answer: str, given: str, ratio: Any = 1) -> bool:
@@ -72,7 +72,7 @@ def _is_same(answer: str, given: str, ratio: Any = 1) -> bool:
     # 6 decimal places; of small numbers 5 significant digits, of large ones 11
     zeros = max(map(len, re.findall(r"(?<!\d)0?\.(0*)[1-9]", answer)), default=0)
     whole = max(map(len, re.findall(r"\d+(?=\.)", answer)), default=0)
-    places = max(6, 5 + zeros) if zeros else max(1, min(6, 12 - whole))
+    places = 5 + zeros if zeros else max(1, min(6, 12 - whole))
     known, found = _parsed(answer), _parsed(given)
     if ratio != 1:
         found = [ratio * nsimplify(x, rational=True) for x in found if isinstance(x, Expr)]
@@ -91,18 +91,15 @@ def _is_same(answer: str, given: str, ratio: Any = 1) -> bool:
 
 def _plain(text: str) -> str:
     """Return an answer with its numbers as math-verify reads them."""
-    from sympy import latex, sqrt
-
     text = re.sub(r"(?<!\.)\.([}\s]*)$", r"\1", text.strip())  # a final full stop
     text = re.sub(r"\\approx|≈|^about\b", "=", text).lstrip("= ")
-    if text.count(" ") < 6:  # an answer, not a list of words
-        text = re.sub(r"\b[A-Za-z]{3,}(-[a-z]+)?\b", _number, text)
+    text = re.sub(r"\b[A-Za-z]{3,}(-[a-z]+)?\b", _number, text)
     text = re.sub(rf"(^|_\{{?){BOX}\{{(\d[^{{}}]*|[A-Z]+)\}}", r"\1\2", text)
-    text = re.sub(r"(\\text\s*\{)?\s*\bpercent\b(?(1)\})", "%", text)
     clock = rf"(\d)(:\d\d)?[\s~]*(?:{BOX}\{{)?\s*([AaPp])\.?[Mm]\b\.?\}}?"
     text = re.sub(clock, lambda x: f"{x[1]}{x[2] or ':00'} {x[3].lower()}clock", text)
-    text = re.sub(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", _repeating, text)
-    text = re.sub(r"\\sqrt\s*\{?-(\d{1,9})\}?", lambda x: f"({latex(sqrt(-int(x[1])))})", text)
+    repeating = r"(\.\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?"
+    text = re.sub(repeating, lambda x: x[1] + 20 * x[2], text)
+    text = re.sub(r"\\sqrt\s*\{-(1\})?", lambda x: " i" if x[1] else r" i\sqrt{", text)
     text = re.sub(r"(?<=\d)i\b", " i", text)
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
         text = re.sub(rf"(\d+(?:\.\d+)?)\s*{DEGREE}", r"(\1\\pi/180)", text)
@@ -121,12 +118,6 @@ def _plain(text: str) -> str:
 def _decimal(found: re.Match[str]) -> str:
     *number, power = filter(None, found.groups())
     return f"{Decimal(f'{number[0] if number else 1}e{power}'):f}"
-
-
-def _repeating(found: re.Match[str]) -> str:
-    whole, fixed, repeated = found.groups()
-    nines = Fraction(int(repeated), 10 ** len(fixed) * (10 ** len(repeated) - 1))
-    return "({}/{})".format(*(Fraction(f"0{whole}.{fixed}0") + nines).as_integer_ratio())
 
 
 def _number(word: re.Match[str]) -> str:

@@ -27,6 +27,7 @@ from tests.models import response_logits, save_checkpoint, tiny_decoder
 from tests.tables import refused, table
 
 TASK = MazeTask(5)
+BACKENDS = load_checkpoint, lambda path: load_huggingface(path, 64)
 
 
 def save(directory, shard_bytes=SHARD_BYTES, **changes):
@@ -106,18 +107,17 @@ def test_tied_weights_are_stored_under_either_name(tmp_path, stored):
     elif stored == "different":
         tensors[head] = tensors[head].flip(0).contiguous()
     save_file(tensors, file, metadata={"format": "pt"})
-    backends = load_checkpoint, lambda path: load_huggingface(path, 64)
     if stored == "different":  # transformers would use both
-        for load in backends:
+        for load in BACKENDS:
             with refused('lm_head.weight that differs .* "tie_word_embeddings": false'):
                 load(tmp_path)
         edit_config(tmp_path, tie_word_embeddings=False)
         assert torch.equal(load_checkpoint(tmp_path).lm_head.weight, tensors[head])
         save_file(tensors | {head: tensors[head][1:]}, file, metadata={"format": "pt"})
         with refused("does not fit qwen2: mismatched keys .*lm_head.weight"):
-            backends[1](tmp_path)
+            BACKENDS[1](tmp_path)
         return
-    for policy in [load(tmp_path) for load in backends]:
+    for policy in [load(tmp_path) for load in BACKENDS]:
         name = "hf." * (policy.backend != "native") + embedding
         assert policy.lm_head.weight is dict(policy.named_parameters())[name]
         assert torch.equal(policy.lm_head.weight, model.lm_head.weight)
@@ -268,9 +268,8 @@ def test_a_damaged_tensor_is_named(tmp_path, name, weight, message):
 
 
 KEYS = """text_config rope_scaling rope_parameters layer_types num_hidden_layers hidden_size
-    num_attention_heads num_key_value_heads head_dim vocab_size rope_theta rms_norm_eps dtype
-    tie_word_embeddings model_type max_position_embeddings intermediate_size hidden_act"""
-VALUES = [True, 0, -1, 7, 10**9, 10**400, 2.5, math.inf, "x", ["x"], [3], {}, {"a": 1}]
+    num_attention_heads head_dim vocab_size rope_theta dtype model_type hidden_act"""
+VALUES = [True, 0, -1, 10**9, 10**400, 2.5, math.inf, "x", ["x"], [3], {"a": 1}]
 VALUES += [{"num_hidden_layers": 10**9, "rope_type": "llama3", "factor": [], "rope_theta": "x"}]
 
 
@@ -278,53 +277,38 @@ VALUES += [{"num_hidden_layers": 10**9, "rope_type": "llama3", "factor": [], "ro
 @pytest.mark.parametrize("backend", ["native", "transformers"])
 def test_a_key_of_any_type_loads_or_is_refused_by_a_sentence(tmp_path, key, backend):
     save(tmp_path)
-    config, refusals = (tmp_path / "config.json").read_text(), list[str]()
+    refusals = []
     sizes = {"task": "", "vocab_size": len(WORDS), "prompt_length": 1, "max_new_tokens": 1}
     signal.alarm(60)  # which ends a test that waits
     for value in VALUES:
-        (tmp_path / "config.json").write_text(config)
         edit_config(tmp_path, **{key: value})
         try:
             kept_files(tmp_path, TASK.stop_ids)
-            load_policy(tmp_path, backend=backend, is_empty=True, **sizes)
-            if backend == "native":
-                load_policy(tmp_path, **sizes)
+            load_policy(tmp_path, backend=backend, is_empty=backend != "native", **sizes)
         except InputError as error:
             refusals.append(str(error))
     signal.alarm(0)
     assert not [x for x in refusals if "\n" in x]
-    assert refusals or key in ("text_config", "tie_word_embeddings")
+    assert refusals or key == "text_config"
 
 
-LISTED = [
-    3,
-    "x",
-    [],
-    ["model.safetensors"],
-    {"a": 3},
-    {"a": None},
-    {"a": ["b"]},
-    {"a": ".."},
-    {"": ""},
-]
+LISTED = [3, ["model.safetensors"], {"a": 3}, {"a": ["b"]}, {"a": ".."}, {"": ""}]
 
 
 @pytest.mark.parametrize("listed", LISTED, ids=str)
 def test_an_index_of_any_type_is_refused_by_a_sentence(tmp_path, listed):
     save(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
-    refused_after(
-        tmp_path, "weight_map must map tensors to files|lacks the tensor|regular file|cannot read"
-    )
+    refused_after(tmp_path, "weight_map must map tensors to files of the same|regular file")
 
 
-@pytest.mark.parametrize("load", [load_checkpoint, lambda x: load_huggingface(x, 8)])
+@pytest.mark.parametrize("load", BACKENDS)
 def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path, load):
     save(tmp_path, 30_000)
     weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     other = tmp_path / max({*weight_map.values()} - {weight_map["model.norm.weight"]})
     save_file({**load_file(other), "model.norm.weight": torch.ones(32)}, other, {"format": "pt"})
-    with refused(f"{other.name} has model.norm.weight, which .* must assign to it, got 'model-0"):
+    with refused(f"{other.name} has model.norm.weight, which .* must assign to it"):
         load(tmp_path)
 
 
@@ -333,11 +317,7 @@ def test_a_pipe_is_refused(tmp_path, name):
     save(tmp_path)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    for load in (
-        (load_tokenizer,)
-        if name == "tokenizer.json"
-        else (load_checkpoint, lambda x: load_huggingface(x, 8))
-    ):
+    for load in [load_tokenizer] if name == "tokenizer.json" else BACKENDS:
         with refused(f"{name} must be a regular file, got a pipe"):
             load(tmp_path)
 

@@ -3,7 +3,7 @@ checkpoint, which transformers runs in Jinja's sandbox, without files and comman
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,7 @@ class ControlTokens:
         self.texts = {i: text for i, text in (written | special).items() if text.strip()}
         # the id of all text that the tokenizer does not know
         self._ids = self.texts.keys() - {tokenizer.unk_token_id}
-        # (?!) is in no text
-        self._pattern = re.compile("|".join(map(re.escape, self.texts.values())) or "(?!)")
+        self._pattern = any_of(self.texts.values())
         self._tokenizer = tokenizer
         self._find = lru_cache(64)(self._search)  # roles and system messages repeat
 
@@ -107,6 +106,11 @@ class ControlTokens:
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of the longest of some texts; of none, what is in no text."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 def _is_control(token: str, template: str) -> bool:
@@ -162,8 +166,7 @@ def _difference(tokenizer: Any, files: Mapping[str, bytes], folder: Path) -> str
         if getattr(tokenizer, what) != getattr(other, what):
             return f"its {what} is another"
     own = tokenizer.get_vocab()
-    sample = (
-        "".join([*own][:: len(own) // 200 + 1]) + " na\u00efve \u6771\u4eac e\u0301\n\n  12,345 "
-    )
+    sample = "".join([*own][:: len(own) // 200 + 1])
+    sample += " na\u00efve \u6771\u4eac e\u0301\n\n  12,345 "
     is_same = own == other.get_vocab() and tokenizer(sample).input_ids == other(sample).input_ids
     return "" if is_same else "it encodes text otherwise"

@@ -25,9 +25,8 @@ POWER_OF_TEN = (  # 1.5 \times 10^{-7}, 1.5e-7 and 1e-05, but not 2e-1, which is
     r"|(?<![\w.])(?:(\d+\.\d+)[eE]|(\d+)(?:E|e(?=\+|-0|\d)|(?<=\b1)e))([+-]?\d\d?)(?![\w.])"
 )
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9}
-UNITS = (  # those that sympy lacks
-    "sec 1 s min 60 s hr 1 h week 7 day in 1 inch lb 1 pound oz 1/16 pound ounce 1/16 pound "
-    "cent 1/100 dollar"
+UNITS = (  # that sympy lacks
+    "sec 1 s min 60 s hr 1 h week 7 day in 1 inch lb 1 pound oz 1/16 lb ounce 1 oz cent .01 dollar"
 )
 QUANTITY = r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\.?\s*(?:(?:,|and\b)\s*)?"
 BOX = r"\\(?:text|mbox|mathrm)\w*\s*"
@@ -35,7 +34,7 @@ TEXT = re.compile(rf"{BOX}\{{\s*(and\b|or\b)?[^{{}}]*\}}")
 DEGREE = r"(?:\^?\s*\{?\s*\\circ\s*\}?|°)"
 UNIT = rf"{BOX}\{{(?!\s*(?:and|or)\b)[^{{}}]*\}}|{DEGREE}|\\?%"
 MEASURED = (  # bare letters are a unit only if they do not look like variables
-    rf"(.*?(?:[\d}})]|\d[a-z](?=\s*\\t)|\\pi))({SPACE}*(?:{UNIT}"
+    rf"(.*?(?:[\d}})]|\\pi))({SPACE}*(?:{UNIT}"
     r"|(?:[cmk]m|[mk]g|m[lL]|in|ft|mi|lb|oz|hr|sq)\b|(?<= )(?!and\b)[A-Za-z]{3}"
     rf"|(?<=\d )[mgshLlNJW](?=[/^]|$))(?:{UNIT}|{SPACE}|\^\{{?\d\}}?|[\w/.])*)"
 )
@@ -69,10 +68,9 @@ def _is_same(answer: str, given: str, ratio: Any = 1) -> bool:
 
     if (answer, ratio) == (given, 1):
         return True
-    # 6 decimal places; of small numbers 5 significant digits, of large ones 11
+    # 6 decimal places, and of small numbers 5 significant digits
     zeros = max(map(len, re.findall(r"(?<!\d)0?\.(0*)[1-9]", answer)), default=0)
-    whole = max(map(len, re.findall(r"\d+(?=\.)", answer)), default=0)
-    places = 5 + zeros if zeros else max(1, min(6, 12 - whole))
+    places = max(6, 5 + zeros)
     known, found = _parsed(answer), _parsed(given)
     if ratio != 1:
         found = [ratio * nsimplify(x, rational=True) for x in found if isinstance(x, Expr)]
@@ -92,7 +90,7 @@ def _is_same(answer: str, given: str, ratio: Any = 1) -> bool:
 def _plain(text: str) -> str:
     """Return an answer with its numbers as math-verify reads them."""
     text = re.sub(r"(?<!\.)\.([}\s]*)$", r"\1", text.strip())  # a final full stop
-    text = re.sub(r"\\approx|≈|^about\b", "=", text).lstrip("= ")
+    text = re.sub(r"\\approx|≈", "=", text).lstrip("= ")
     text = re.sub(r"\b[A-Za-z]{3,}(-[a-z]+)?\b", _number, text)
     text = re.sub(rf"(^|_\{{?){BOX}\{{(\d[^{{}}]*|[A-Z]+)\}}", r"\1\2", text)
     clock = rf"(\d)(:\d\d)?[\s~]*(?:{BOX}\{{)?\s*([AaPp])\.?[Mm]\b\.?\}}?"
@@ -107,8 +105,8 @@ def _plain(text: str) -> str:
     text = re.sub(rf"(?<![\w.}}^/])(\d+){SPACE}+(\d+) */ *(\d+)(?![\w.])", r"(\1+\2/\3)", text)
     text = re.sub(rf"(\d){SPACE}+(?=\\[dtc]?frac)", r"\1", text)  # both are mixed numbers
     for scale, power in SCALES.items():
-        many = rf"\1 \\times 10^{{{power}}}\2"
-        text = re.sub(rf"(\d){SPACE}*(\\text\{{)? *{scale}\b", many, text)
+        scaled = rf"\1 \\times 10^{{{power}}}\2"
+        text = re.sub(rf"(\d){SPACE}*(\\text\{{)? *{scale}\b", scaled, text)
     text = re.sub(POWER_OF_TEN, _decimal, text)
     if text.count("$") == 1:
         text = re.sub(r"\\?\$\s*(\d[\d,.]*)", r"\1 dollars ", text)
@@ -117,7 +115,7 @@ def _plain(text: str) -> str:
 
 def _decimal(found: re.Match[str]) -> str:
     *number, power = filter(None, found.groups())
-    return f"{Decimal(f'{number[0] if number else 1}e{power}'):f}"
+    return f"{Decimal(f'{(*number, 1)[0]}e{power}'):f}"
 
 
 def _number(word: re.Match[str]) -> str:
@@ -150,19 +148,17 @@ def _size(unit: str) -> Any:
     from sympy import Rational, Symbol
     from sympy.physics import units
 
-    known = {
-        name: unit.scale_factor * unit.dimension.name
-        for name, unit in vars(units).items()
-        if isinstance(unit, units.Quantity)
-    } | {"dollar": Symbol("dollar")}
-    for word, number, base in re.findall(r"(\w+) (\S+) (\w+)", UNITS):
-        known[word] = Rational(number) * known[base]
-    size = Rational(1)
+    size, known = Rational(1), {"dollar": Symbol("dollar")}
+    for name, one in vars(units).items():
+        if isinstance(one, units.Quantity):
+            known[name] = one.scale_factor * one.dimension.name
+    for name, number, base in re.findall(r"(\w+) (\S+) (\w+)", UNITS):
+        known[name] = Rational(number) * known[base]
     unit = unit.replace("%", "percent").replace("mph", "mile/h")
     unit = re.sub(r"\b(?:sq|square|(cubic))\s+(\w+)", lambda x: f"{x[2]}^{3 if x[1] else 2}", unit)
     for over, word, power in re.findall(r"(/|per\b)?\s*([A-Za-z]+\d*)\s*\^?(\d?)", unit):
         small = word.lower().replace("tre", "ter")
-        names = word, small, small.removesuffix("es"), small.removesuffix("s")
+        names = word, small, small.removesuffix("s")
         part = next((known[name] for name in names if name in known), Symbol(names[-1]))
         size *= part ** (int(power or 1) * (-1 if over else 1))
     return size

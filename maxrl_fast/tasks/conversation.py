@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.tokenizer import REASONING, THINKING, ControlTokens, Message, Prompt
+from maxrl_fast.model.tokenizer import REASONING, THINKING, ControlTokens, Message, Prompt, any_of
 from maxrl_fast.tasks.tool_calls import ARGUMENTS, NAME, ToolCall, learn
 
 # a noncharacter, which no text should have: text on both sides of it is encoded separately
@@ -78,8 +78,7 @@ class Conversation:
         eos = tokenizer.eos_token_id
         self._text_end: int = self.stop_ids[0] if eos is None else eos
         self.end: int = self._text_end if own is None else own
-        names = sorted({self.text([i], raw=True).strip() for i in self.stop_ids} - {""}, key=len)
-        self._stops = re.compile("|".join(map(re.escape, names[::-1])) or "(?!)")
+        self._stops = any_of({self.text([i], raw=True).strip() for i in self.stop_ids} - {""})
         # what the tokenizer puts before a text
         bare, whole = self.encode("a"), tokenizer("a")["input_ids"]
         starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
@@ -173,8 +172,8 @@ class Conversation:
             )
 
     def _rest(self, chat: Sequence[Message], begin: str, start: str, answer: Message) -> str:
-        """Return what follows the prompt: what the template writes after `begin` of the answer, or
-        the answer after its `start` as it is, and what the template writes after an answer."""
+        """Return what the template writes after `begin` of an answer; one that continues `start` is
+        put as it is before what the template writes after an answer."""
         content, reasoning = answer["content"], answer.get(REASONING[0], "")
         frame = self._render([*chat, _said(WORD)])
         same, closing = _common(begin, frame), frame.rpartition(WORD)[2]
@@ -183,10 +182,7 @@ class Conversation:
         whole = self._render([*chat, answer])
         if not _has(whole[_common(begin, whole) :], reasoning):
             if THINKING[1] not in str(self._template):
-                raise self._error(
-                    "does not write reasoning_content; give it in the content, as the policy "
-                    "should write it"
-                )
+                raise self._error("does not write reasoning_content; give it in the content")
             return self._rest(chat, begin, start, _said(_in_tags(answer)))
         if whole.startswith(begin) and _has(whole, content):
             return whole[len(begin) :]
@@ -278,10 +274,7 @@ class Conversation:
         writes no such turn."""
         control = {i for i, text in self._control.texts.items() if text not in THINKING}
         names = {self.text([i], raw=True): i for i in control | listed}
-        pattern = re.compile(
-            "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
-        )
-        end = 0
+        pattern, end = any_of(names), 0
         for asked in ([], [{"role": "user", "content": NAME}]):
             try:
                 text = self._render([_ASKED, _said(WORD), *asked])

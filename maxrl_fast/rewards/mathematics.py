@@ -144,7 +144,7 @@ def _measured(text: str) -> tuple[str, str]:
 
 @lru_cache(4096)
 def _size(unit: str) -> Any:
-    """Return the size of a unit, times a symbol for each dimension or unknown word."""
+    """Return the size of a unit with symbols for dimensions and unknown words."""
     from sympy import Rational, Symbol
     from sympy.physics import units
 

@@ -65,15 +65,12 @@ def test_a_value_that_begins_with_a_dash_stays_a_value(capsys):
     --lr 0.1 -0.1 | error: the run of lr -0.1: lr must be a finite number above 0, got -0.1
     --task maze --model a/b a-b --seeds 0 | model-a-b_seed-0 is of two runs of the grid
     --steps MANY --seeds MANY | error: a sweep must have at most 10,000 runs, got 640,000
-    --task maze --model LONG LONGER | must make a name of a folder of at most 255 bytes, got
     --lr 0.1 --lr 0.2 | --lr must be given once, with all its values after it
     """),
 )
 def test_bad_input_is_refused_before_the_first_run(flags, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, values in (("LONGER", "x" * 301), ("LONG", "x" * 300), ("MANY", "1 " * 800)):
-        flags = flags.replace(name, values)
-    assert sweep.main(flags.split()) == 2
+    assert sweep.main(flags.replace("MANY", "1 " * 800).split()) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

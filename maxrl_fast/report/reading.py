@@ -28,7 +28,7 @@ MOST_TEXTS, PROMPT_LENGTH = 1_000, 2_000  # of held-out prompts
 T = TypeVar("T")
 # what reading a line raises that is not as the trainer writes it
 _DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-_TIMED = ("rollout_seconds", "train_seconds")
+_TIMED = ("rollout", "train")
 _NO_OPTIONS = ("versions", "command")  # entries of config.json that are not options
 _OF_TRAINING = ("eval_prompts", "samples", "k")  # options with another meaning in an evaluation
 
@@ -61,9 +61,7 @@ class Folder:
     in_files: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     seconds_from: str = ""
-    weight: dict[str, Any] = field(
-        default_factory=dict
-    )  # W_N(p) of the objective, or why there is none
+    weight: dict[str, Any] = field(default_factory=dict)  # W_N(p), or why there is none
     notes: list[str] = field(default_factory=list)  # data that was skipped
 
 
@@ -232,9 +230,8 @@ def _read_warnings(path: Path, folder: Folder) -> None:
 def _read_points(path: Path, folder: Folder) -> None:
     def read(record: Any) -> list[tuple[Any, ...]]:
         rates, norms = map(finite, record["pass_rate"]), map(finite, record["grad_norm"])
-        points = zip(
-            itertools.repeat(_at_step(record)[0]), record["ids"], rates, norms, strict=False
-        )
+        step = itertools.repeat(_at_step(record)[0])
+        points = zip(step, record["ids"], rates, norms, strict=False)
         return [point for point in points if None not in point[2:]]
 
     thinned = Thinned(MOST_POINTS)
@@ -264,19 +261,10 @@ def _read_samples(path: Path, folder: Folder) -> None:
 
 
 def _read_pass_rates(path: Path, folder: Folder) -> None:
-    by_step = {
-        step: (counts, total)
-        for step, counts, total in _lines(
-            path / "pass_rates.jsonl",
-            folder,
-            lambda record: (
-                _at_step(record)[0],
-                _counts(record, record["ids"]),
-                record["num_prompts"],
-            ),
-            EVALUATION_BYTES,
-        )
-    }
+    def read(record: Any) -> tuple[int, tuple[dict[str, Any], int]]:
+        return _at_step(record)[0], (_counts(record, record["ids"]), record["num_prompts"])
+
+    by_step = dict(_lines(path / "pass_rates.jsonl", folder, read, EVALUATION_BYTES))
     if not by_step:
         return
     steps = sorted(by_step)
@@ -321,13 +309,8 @@ def _read_seconds(path: Path, folder: Folder) -> None:
         folder.seconds = _durations(_object(path / "timings.json", folder))
         folder.seconds_from = "timings.json"
     if not folder.seconds:
-        sums = {
-            key: sum(value for value in folder.metrics.get(key, ()) if value is not None)
-            for key in _TIMED
-        }
-        folder.seconds = {
-            key.removesuffix("_seconds"): value for key, value in sums.items() if value > 0
-        }
+        numbers = {name: folder.metrics.get(f"{name}_seconds", ()) for name in _TIMED}
+        folder.seconds = _durations({name: sum(filter(None, x)) for name, x in numbers.items()})
         folder.seconds_from = "metrics.jsonl"
 
 

@@ -104,11 +104,11 @@ def calls_for(
 def given_of(signature: Signature, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a function gets of a row: `truncated` if it has this parameter and the data no
     such column."""
-    own = {key: x for key, x in row.items() if key not in (RAW, CUT)}
-    if RAW in row and takes_raw(signature):
-        own[RAW] = row[RAW]
-    asks = "truncated" in signature["names"] and CUT in row
-    return {"truncated": row[CUT], **own} if asks else own
+    own = {key: x for key, x in row.items() if key != RAW or takes_raw(signature)}
+    truncated = own.pop(CUT, None)
+    if truncated is not None and "truncated" in signature["names"]:
+        own.setdefault("truncated", truncated)
+    return own
 
 
 def takes_raw(signature: Signature) -> bool:
@@ -146,8 +146,8 @@ def mismatch(signature: Signature, row: Mapping[str, Any]) -> str:
     for name in signature["required"]:
         if name not in given and {"solution_str", "ground_truth"} <= {*signature["names"]}:
             return (
-                "your function has verl's arguments: take `response` for solution_str, and columns "
-                f"of the data by their names ({', '.join(given)}), or none, for the others"
+                "your function has verl's arguments: take `response` for solution_str, and for the "
+                f"others columns of the data ({', '.join(given)}) or none"
             )
         if name not in given:
             return f"your function asks for `{name}`: {_fix(name, given, extra)}"

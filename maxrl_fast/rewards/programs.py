@@ -6,15 +6,19 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from decimal import Decimal
 from textwrap import dedent
 from typing import Any
 
 from maxrl_fast.errors import InputError
 
-# a line with a fence: what stands before it, the fence, and the language
-FENCE = re.compile(r"(.*?)(?<![`~])(`{3,}|~{3,})[ \t]*([\w{][^`~]*)?")
+# A block without another: indentation, fence, language, code. What is indented by 4 more belongs to
+# the code, and a fence may end a line of code, but not of a string.
+BLOCK = re.compile(
+    r"^([ \t]*)(?:(?:[-*+]|\d+[.)]) +)?(`{3,}|~{3,})([^\n`~]*)\n"
+    r"((?:(?!\1? {0,3}(?:```|~~~)\w).*\n)*?(?:.*[^\s\"'`~])?)\1? {0,3}\2[`~]*[ \t\r]*$",
+    re.M,
+)
 OPTIONS = ["-I", "-X", "utf8", "-X", "int_max_str_digits=0"]
 # The whole program, or its function with arguments from standard input, after the names that
 # LiveCodeBench gives.
@@ -36,38 +40,18 @@ sys.modules[main.__name__] = main
 exec(compile(program, "program.py", "exec"), scope)
 if name:
     owner = scope["Solution"]() if "Solution" in scope else None
-    json.dump((getattr(owner, name, None) or scope[name])(*given), output, default=float)
+    value = (getattr(owner, name, None) or scope[name])(*given)
+    json.dump(value, output, default=lambda x: x.tolist() if hasattr(x, "tolist") else float(x))
 """
-
-
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yield language and code of each closed block, also of one in a list, a quote or a block."""
-    # a fence at the end of a line of code, but not of a string, is moved to a line of its own
-    lines = re.sub(r"(?m)(?<=[^\s\"'`~>])(`{3,})[ \t]*$", r"\n\1", text).split("\n")
-    opened = list[tuple[str, str, str, int]]()
-    for number, line in enumerate(lines):
-        if not (found := FENCE.fullmatch(line.rstrip())):
-            continue
-        before, fence, language = found.groups("")
-        # within a line, or deeper, it belongs to the code
-        if opened and (before.strip("> \t-*+.)0123456789") or len(before) > len(opened[-1][0]) + 3):
-            continue
-        ends = [i for i, x in enumerate(opened) if not language and fence.startswith(x[1])]
-        if ends:
-            before, _, language, start = opened[ends[-1]]
-            del opened[ends[-1] :]
-            quote = rf"(?m)^([ \t]*> ?){{0,{before.count('>')}}}"
-            yield language, dedent(re.sub(quote, "", "\n".join(lines[start:number])))
-        else:
-            opened = [*opened[-7:], (before, fence, language, number + 1)]
 
 
 def program_of(response: str, name: str = "") -> str:
     """Return the last block that defines the function, or without a name reads standard input; else
     the last of Python, or the last; "" if there is none."""
     own = rf"\b(def|class)\s+({re.escape(name)}|Solution)\b" if name else r"\binput\(|stdin|open\(0"
-    blocks = [((bool(re.search(own, x)), "py" in y.lower()), x) for y, x in _blocks(response)]
-    return max(blocks[::-1], key=lambda x: x[0], default=((), ""))[1].strip()
+    blocks = [(x[3].lower(), x[4]) for x in BLOCK.finditer(response)][::-1]
+    best = max(blocks, key=lambda x: (bool(re.search(own, x[1])), "py" in x[0]), default=("", ""))
+    return dedent(best[1]).strip()
 
 
 def run_tests(prompt: Any, response: str, answer: str, **line: Any) -> float:
@@ -75,22 +59,19 @@ def run_tests(prompt: Any, response: str, answer: str, **line: Any) -> float:
     sys.set_int_max_str_digits(0)  # of this process, a reward worker
     name, tests = json.loads(answer)
     program = program_of(response, name)
-    return float(bool(program) and all(_passes(program, name, *test) for test in tests))
+    is_given = 0 < len(program) <= 30_000  # an argument of a process has at most 128 KB
+    return float(is_given and all(_passes(program, name, *test) for test in tests))
 
 
 def _passes(program: str, name: str, given: Any, accepted: list[Any]) -> bool:
     command, null = [sys.executable, *OPTIONS, "-c", RUN, program, name], subprocess.DEVNULL
     with tempfile.TemporaryFile() as file, tempfile.TemporaryFile() as output:
-        file.write((json.dumps(given) if name else given).encode())
-        file.seek(0)
         try:
-            if len(program.encode()) >> 17:  # an argument of a process has at most 128 KB
-                return False
+            file.write((json.dumps(given) if name else given).encode())
+            file.seek(0)
             ended = subprocess.run(command, stdin=file, stdout=output, stderr=null, cwd="/")
-            if output.seek(0, 2) > 50 * len(json.dumps(accepted)) + 10_000:
-                return False
             output.seek(0)
-            text = output.read().decode()
+            text = output.read(50 * len(json.dumps(accepted)) + 10_000).decode()
             texts = map(json.dumps, accepted) if name else accepted
             passes = any(_is_equal(_exact(text, name), _exact(x, name)) for x in texts)
         # no UTF-8, no JSON, a null byte, a number that is infinite or beyond Decimal
@@ -149,8 +130,9 @@ def tests_of(value: Any, metadata: Any) -> str:
             if name:  # an argument on each line
                 tests = [[[*map(json.loads, x.splitlines())], [json.loads(*y)]] for x, y in tests]
         if not name:  # text, or lines of text
-            tests = [["\n".join(_lines(x)), ["\n".join(_lines(y[0]))]] for x, y in tests]
-        json.dumps([tests[0], tests], ensure_ascii=False).encode()
+            tests = [[_text(x), [_text(y[0])]] for x, y in tests]
+        if not tests:
+            raise ValueError("it has none")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise InputError(
             "each line must have tests in the form of TACO or LiveCodeBench (--answer-key), got "
@@ -159,5 +141,5 @@ def tests_of(value: Any, metadata: Any) -> str:
     return json.dumps([name, tests])
 
 
-def _lines(text: Any) -> Any:
-    return [text] if isinstance(text, str) else text
+def _text(lines: Any) -> str:
+    return lines if isinstance(lines, str) else "\n".join(lines)

@@ -85,11 +85,8 @@ def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
             except OSError as error:
                 if error.errno != errno.ENAMETOOLONG:
                     raise
-                named = f"{error.filename!s:.60}..., which is too long"
-                print(
-                    f"error: a name of a file must have at most 255 bytes, got {named}",
-                    file=sys.stderr,
-                )
+                wanted = "a name of a file must have at most 255 bytes"
+                print(f"error: {wanted}, got {error.filename!s:.60}...", file=sys.stderr)
                 return 2
         print(version_text())
         return 0

@@ -74,8 +74,10 @@ class DatasetTask(TextTask):
         self._left_out = set() if allow_overlap else held
         for part in parts[:n]:
             part[:] = [x for x in part if tuple(x[0]) not in self._left_out]
-        lines = {"train": [*chain(*read[:n])], **dict(zip(held_out, read[n:], strict=True))}
-        kept = {"train": [*chain(*parts[:n])], **dict(zip(held_out, parts[n:], strict=True))}
+        lines, kept = (
+            {"train": [*chain(*x[:n])], **dict(zip(held_out, x[n:], strict=True))}
+            for x in (read, parts)
+        )
         for split, own in kept.items():
             if not own and (train or split != "train"):
                 why = "; a tenth of different prompts is held out: add some, or give --test-data"
@@ -94,12 +96,8 @@ class DatasetTask(TextTask):
         self.held_out = {name: len(kept[name]) for name in held_out}
         starts = accumulate(self.held_out.values(), initial=0)
         self._starts = dict(zip(held_out, starts, strict=False))
-        self._lines = {
-            "train": [
-                *chain(*(x * (y.number or 1) for x, (y, _) in zip(parts, train, strict=False)))
-            ],
-            TEST: [*chain(*parts[n:])],
-        }
+        times = [x * (source.number or 1) for x, (source, _) in zip(parts, train, strict=False)]
+        self._lines = {"train": [*chain(*times)], TEST: [*chain(*parts[n:])]}
         self.num_train_prompts = len(self._lines["train"])
         self.num_test_prompts = len(self._lines[TEST])
         self.name = (

@@ -19,6 +19,7 @@ from maxrl_fast.runtime.files import check_regular, printable
 from maxrl_fast.tasks.dataset_specs import AsLine, keys_of
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
+CONVERT = "pandas.read_csv or read_json(FILE).to_parquet(NEW) converts a CSV file or an array"
 
 Line = tuple[str, dict[str, Any]]  # its place, for error messages, and its JSON object
 # its place, its prompt (text or messages) and its response (text or the assistant's message)
@@ -39,11 +40,6 @@ def read_demonstrations(path: Path, prompt_key: str) -> list[Demonstration]:
 
 
 def _read_objects(path: Path, option: str) -> list[tuple[str, Any]]:
-    if path.suffix in (".csv", ".tsv", ".yaml", ".yml"):
-        raise InputError(
-            f"{option} must be JSON Lines or Parquet, got {printable(path)}; "
-            "pandas.read_csv(FILE).to_parquet(NEW) converts a CSV file"
-        )
     try:
         check_regular(path)
         lines = [*(_read_parquet if path.suffix == ".parquet" else _read_json_lines)(path)]
@@ -108,17 +104,13 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             location = f"{printable(path)}, line {i}"
             if not line.strip():
                 continue
-            if line.lstrip()[:1] == b"[":
-                raise InputError(
-                    f"{location}: it must be a JSON object, got an array; `jq -c '.[]' FILE` "
-                    "writes the objects of an array on a line each"
-                )
             try:
                 yield location, json.loads(line, object_pairs_hook=_without_duplicates)
             # invalid JSON, invalid UTF-8, an integer of too many digits, or too deep
             except (ValueError, RecursionError) as error:
                 raise InputError(
                     f"{location}: it must be a JSON object in UTF-8, got {line!r:.60}: {error}"
+                    f"; {CONVERT}"
                 ) from error
 
 
@@ -152,13 +144,10 @@ def _shortest(value: Any, kind: Any) -> Any:
     if "float" not in str(kind):
         return value
     if isinstance(value, float):
-        kind = getattr(kind, "value_type", kind)  # of a dictionary
         return float(str(kind.to_pandas_dtype()(value)))
     if isinstance(value, dict):
         return {name: _shortest(x, kind.field(name).type) for name, x in value.items()}
-    if isinstance(value, tuple):  # key and value of a map
-        return tuple(_shortest(x, kind.field(i).type) for i, x in enumerate(value))
-    return [_shortest(x, kind.field(0).type) for x in value] if value else value
+    return [_shortest(x, kind.field(0).type) for x in value] if isinstance(value, list) else value
 
 
 def _checked(fields: Any, place: str, prompt_key: str) -> dict[str, Any]:
@@ -191,7 +180,7 @@ def _demonstration(fields: Any, place: str, prompt_key: str) -> Demonstration:
 
 def _prompt_of(fields: Any, place: str, key: str) -> Any:
     if not isinstance(fields, dict):
-        raise InputError(f"{place}: it must be a JSON object, got {fields!r:.80}")
+        raise InputError(f"{place}: it must be a JSON object, got {fields!r:.80}; {CONVERT}")
     if key not in fields:
         raise InputError(
             f"{place}: the line must have a prompt at {key!r} (--prompt-key), but {keys_of(fields)}"

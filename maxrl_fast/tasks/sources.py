@@ -18,7 +18,7 @@ from maxrl_fast.tasks.dataset_specs import (
 from maxrl_fast.tasks.jsonl import Line, read_hub, read_lines
 
 TEST_SHARE = 10  # about one prompt in this many is held out if no test prompts are given
-MOST_LINES = 10_000_000  # of a file in an epoch, by =INT
+MOST_LINES = 10_000_000  # of a file in an epoch, or samples, by =INT
 TEST = "test"  # the name of a held-out set without others
 
 
@@ -85,9 +85,9 @@ def read_sources(
     names = names if held_out[1:] else [TEST]
     if len({*names}) < len(names):
         raise InputError(f"held-out sets must have different names, got {', '.join(names)}")
-    for source, lines in parts:
-        if source.number and source.number * len(lines) > MOST_LINES:
-            wanted = f"{source}=INT must give at most {MOST_LINES:,} lines in an epoch"
+    for source, lines in (*parts, *held_out):
+        if (source.number or 0) * len(lines) > MOST_LINES:
+            wanted = f"{source}=INT must give at most {MOST_LINES:,} lines or samples"
             raise InputError(f"{wanted}, got {source.number:,} x {len(lines):,}")
     return parts, dict(zip(names, held_out, strict=True))
 
@@ -133,11 +133,8 @@ def _is_test(prompt: object) -> bool:
 
 def _number(text: str) -> tuple[str, int | None]:
     name, _, number = text.rpartition("=")
-    if not name or not number.isdecimal() or not number.strip("0"):
-        return text, None
-    if len(number) > 9:
-        raise InputError(f"{name:.80}=INT must have at most 9 digits, got {len(number)}")
-    return name, int(number)
+    count = int(number[:18]) if name and number.isdecimal() else 0  # more is refused anyway
+    return (name, count) if count else (text, None)
 
 
 def _file(path: Path, key: str) -> Source:

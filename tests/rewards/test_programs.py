@@ -64,9 +64,7 @@ BLOCK = f"```python\n{PROGRAM}\n```"
     [
         BLOCK.replace("\n", "\n   ").replace("```python", "1. ```python"),
         BLOCK.replace("```python", "~~~").replace("\n```", "\n~~~"),
-        "> " + BLOCK.replace("\n", "\n> "),
-        f"````\n{BLOCK}\n````",
-        f"```python\n1 +\n{BLOCK}",
+        f"```python\n1 +\n````md\n{BLOCK}\n````",
         f"{BLOCK}\n```\n7\n```\n```sh\npython x.py\n```",
         BLOCK[:-4] + "```",
     ],
@@ -75,18 +73,16 @@ def test_the_program_is_found(response):
     assert programs.program_of(response) == PROGRAM
 
 
-USUAL = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int'\n"
+USUAL = "@__import__('dataclasses').dataclass\nclass A:\n    x: 'int'\n"
 VALUES = [  # of a function, expected, the reward
     (0.3, "sum([0.1] * 3)", 1),
     (0.333333, "1 / 3", 1),
-    (0.0, "1e-9", 0),
     (10**12, "1e12 + 1", 0),
     (float("inf"), "5.0", 0),
     ([1, 2], "1", 0),
-    (7, "Fraction(7)", 0),
+    ([1, 2], "__import__('numpy').array([1, 2])", 1),
     (7, "reduce(gcd, [14, 21])", 1),
     ("7" * 5000, "7 * (10**5000 // 9)", 1),
-    (1, "{1}", 0),
     (1, "'\\ud800'", 0),
 ]
 
@@ -94,9 +90,7 @@ VALUES = [  # of a function, expected, the reward
 @pytest.mark.parametrize(("value", "code", "reward"), VALUES)
 def test_values_are_equal_but_for_rounding(value, code, reward):
     tests = json.dumps({"fn_name": "f", "inputs": [[]], "outputs": [value]})
-    tests = programs.tests_of(
-        tests.replace(f'"{value}"', str(value)), None
-    )  # a number of any length
+    tests = programs.tests_of(tests.replace(f'"{value}"', str(value)), None)  # of any length
     response = f"```\n{USUAL}def f():\n    return {code}\n```"
     assert programs.run_tests("", response, tests) == reward
 

@@ -92,11 +92,8 @@ def test_every_epoch_has_each_prompt_once_in_a_new_order(tmp_path, policy):
     size = 60 - len(held_out)
     assert 0 < len(held_out) < 20
     first, second = texts(task, "train", 0, size), texts(task, "train", size, size)
-    assert (
-        sorted(first + held_out)
-        == sorted(second + held_out)
-        == sorted(sum["prompt"] for sum in SUMS)
-    )
+    every = sorted(x["prompt"] for x in SUMS)
+    assert sorted(first + held_out) == sorted(second + held_out) == every
     assert first != second
     assert texts(task, "train", size - 3, 6) == first[-3:] + second[:3]
     again = task_of(tmp_path / "sums.jsonl", policy)
@@ -107,27 +104,25 @@ def test_every_epoch_has_each_prompt_once_in_a_new_order(tmp_path, policy):
 
 
 def test_training_leaves_out_what_is_held_out_however_it_is_written(tmp_path, policy):
-    plain, asked = [x["prompt"] for x in SUMS], CHAT_TEXT.format
+    plain = [x["prompt"] for x in SUMS]
     chats = [[{"role": "user", "content": x}] for x in plain]
-    rows = [{"prompt": x} for x in (*map(asked, plain), *chats, *plain * 3)]
+    rows = [{"prompt": x} for x in (*map(CHAT_TEXT.format, plain), *chats, *plain * 3)]
     path = written(tmp_path / "all.jsonl", rows)
     test = written(tmp_path / "test.jsonl", [{"prompt": x} for x in (*chats[:2], plain[5])])
+    options = {"path": path, "policy": policy, "allow_special_tokens": True}
     for given, count in (({}, None), ({"test_data": (test,)}, 2 * 2 + 3)):
-        tasks = [
-            task_of(path, policy, allow_special_tokens=True, allow_overlap=x, **given)
-            for x in (True, False)
-        ]
-        held_out, every, kept = (
-            [task.tokenizer.decode(tokens) for tokens, _ in task._lines[split]]
-            for task, split in ((tasks[0], "test"), (tasks[0], "train"), (tasks[1], "train"))
+        every, kept = (task_of(allow_overlap=x, **options, **given) for x in (True, False))
+        held_out, *train = (
+            [tokens for tokens, _ in x]
+            for x in (every._lines["test"], *(x._lines["train"] for x in (every, kept)))
         )
-        assert sorted(kept) == sorted(x for x in every if x not in held_out)
-        left = len(every) - len(kept)
+        assert sorted(train[1]) == sorted(x for x in train[0] if x not in held_out)
+        left = len(train[0]) - len(train[1])
         assert left == (count or left) > 0
-        for task, what in zip(tasks, ("kept", "left out of training"), strict=True):
-            assert task.name.endswith(f" held out, {left} that are held out too {what}")
+        assert every.name.endswith(f" held out, {left} that are held out too kept")
+        assert kept.name.endswith(f" held out, {left} that are held out too left out of training")
     with refused(r"none in 300 lines that are not held out \(300 are\); --allow-overlap keeps"):
-        task_of(path, policy, allow_special_tokens=True, test_data=(path,))
+        task_of(**options, test_data=(path,))
 
 
 def test_chat_messages_use_the_template_and_columns_are_kept(tmp_path, policy):
@@ -202,11 +197,8 @@ def test_prompts_with_words_spaces_and_think_tags_that_are_tokens_are_accepted(t
         [{"prompt": prompt}, {"prompt": [{"role": "user", "content": prompt}]}],
     )
     task = task_of(path, policy, test_data=(path,), allow_overlap=True)
-    text = CHAT_TEXT.format(prompt)
-    assert [task.tokenizer.decode(task.prompts("test", i, 1).tokens) for i in range(2)] == [
-        prompt,
-        text,
-    ]
+    found = [task.tokenizer.decode(task.prompts("test", i, 1).tokens) for i in range(2)]
+    assert found == [prompt, CHAT_TEXT.format(prompt)]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +208,6 @@ def test_prompts_with_words_spaces_and_think_tags_that_are_tokens_are_accepted(t
         (b'{"prompt": "\xff"}', "line 2: it must be a JSON object in UTF-8"),
         (b'{"prompt": "\\ud800"}', "line 2: prompt must be text in UTF-8"),
         (b'{"prompt": "1", "prompt": "2"}', "line 2: .* a key appears twice"),
-        (b'{"prompt": "1", "answer": ' + b"9" * 10_000 + b"}", "line 2: it must be a JSON object"),
         (b'{"question": "1"}', r"have a prompt at 'prompt' \(--prompt-key\), but it has .* 'quest"),
         (b'{"prompt": null}', "line 2: prompt must be text or a list .* not empty, got None"),
         (b'{"prompt": [{"role": "user"}]}', "line 2: prompt must have a role .* and text as"),
@@ -273,19 +264,19 @@ def test_options_that_do_not_fit_the_task_are_refused(tmp_path, policy):
 @pytest.mark.parametrize(
     ("name", "message"),
     table("""
-    x.csv | --data must be JSON Lines or Parquet, got x.csv; pandas.read_csv
-    x.yaml | --data must be JSON Lines or Parquet, got x.yaml
-    x.json | x.json, line 1: it must be a JSON object, got an array; `jq -c '.[]' FILE`
-    x.jsonl=10000000000 | x.jsonl=INT must have at most 9 digits, got 11
-    x.jsonl=1000000 | x.jsonl=INT must give at most 10,000,000 lines in an epoch, got 1,000,000 x
+    x.csv | x.csv, line 1: .* got b'prompt.*; pandas.read_csv or read_json.* converts a CSV file or
+    x.json | x.json, line 1: it must be a JSON object, got .*; pandas.read_csv or read_json
+    x.jsonl=10000000000 | x.jsonl=INT must give at most 10,000,000 lines or samples, got 10,000,000,
     """),
 )
-def test_other_kinds_of_files_and_huge_numbers_are_refused(tmp_path, policy, name, message):
+@pytest.mark.parametrize("option", ["data", "test_data"])
+def test_other_kinds_of_files_and_huge_numbers_are_refused(tmp_path, policy, option, name, message):
     rows = [{"prompt": f"{i}?"} for i in range(60)]
-    (tmp_path / "x.json").write_text(json.dumps(rows, indent=1))
-    written(tmp_path / "x.jsonl", rows)
-    with refused(re.escape(message).replace("got\\ x", "got .*x")):
-        task_of(tmp_path / name, policy)
+    (tmp_path / "x.json").write_text(json.dumps(rows))
+    (tmp_path / "x.csv").write_text("prompt\n1?\n")
+    data = written(tmp_path / "x.jsonl", rows)
+    with refused(message):
+        DatasetTask(DATASETS["dataset"], 0, policy, **{"data": (data,), option: (tmp_path / name,)})
 
 
 OBJECTIVE = "def advantage(rewards):\n    return rewards - rewards.mean(1, keepdim=True)\n"
@@ -319,24 +310,16 @@ def test_changed_files_are_refused_by_name_on_resume(tmp_path, monkeypatch, caps
     }
     for file, words in changes.items():
         before = file.read_bytes()
-        file.write_bytes(
-            {
-                ".json": b'{"eos_token_id": 5}',
-                ".jsonl": before.partition(b"\n")[2],
-            }.get(file.suffix, before + b"\n")
-        )
+        others = {".json": b'{"eos_token_id": 5}', ".jsonl": before.partition(b"\n")[2]}
+        file.write_bytes(others.get(file.suffix, before + b"\n"))
         assert train.main(["--resume", str(out)]) == 2
-        assert (
-            f"trained with other options or files ({words}); --allow-changes resumes"
-            in capsys.readouterr().err
-        )
+        said = f"trained with other options or files ({words}); --allow-changes resumes"
+        assert said in capsys.readouterr().err
         file.write_bytes(before)
     (model / "chat_template.jinja").unlink()
     assert train.main(["--resume", str(out), "--allow-changes"]) == 0
-    assert (
-        "resumes with other options or files (chat_template.jinja of the tokenizer: missing)"
-        in capsys.readouterr().err
-    )
+    said = "resumes with other options or files (chat_template.jinja of the tokenizer: missing)"
+    assert said in capsys.readouterr().err
 
 
 def test_a_system_prompt_is_the_first_message_of_chats_that_have_none(tmp_path):

@@ -114,24 +114,21 @@ def test_parquet_and_json_lines_give_the_same_prompts(tmp_path, policy):
 
 
 def test_narrow_floats_of_parquet_are_their_shortest_decimals(tmp_path):
-    wide, narrow, half = pyarrow.float64(), pyarrow.float32(), pyarrow.float16()
-    nested = pyarrow.list_(pyarrow.struct({"z": pyarrow.list_(narrow)}))
+    narrow = pyarrow.float32()
     columns = {
         "prompt": ("?", pyarrow.string()),
-        "wide": (0.10000000149011612, wide),
-        "narrow": (0.1, narrow),
-        "half": (0.3, half),
-        "nested": ([{"z": [1e-7, None, 1e30]}], nested),
-        "map": ([("a", 65.44)], pyarrow.map_(pyarrow.string(), narrow)),
+        "wide": (0.10000000149011612, pyarrow.float64()),
+        "half": (0.3, pyarrow.float16()),
+        "nested": (
+            [{"z": [0.1, None]}],
+            pyarrow.list_(pyarrow.struct({"z": pyarrow.list_(narrow)})),
+        ),
         "none": (None, narrow),
     }
     arrays = {name: pyarrow.array([x], kind) for name, (x, kind) in columns.items()}
-    arrays["coded"] = arrays["narrow"].dictionary_encode()
-    table = pyarrow.table(arrays)
-    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    pyarrow.parquet.write_table(pyarrow.table(arrays), tmp_path / "x.parquet")
     ((_, line),) = read_lines(tmp_path / "x.parquet", "prompt")
-    expected = {name: x for name, (x, _) in columns.items()}
-    assert line == expected | {"coded": 0.1, "map": [["a", 65.44]]}
+    assert line == {name: x for name, (x, _) in columns.items()}
 
 
 DEFAULTS = RewardOptions()

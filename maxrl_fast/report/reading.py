@@ -51,7 +51,7 @@ class Folder:
     sets: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # of held-out sets by name
     warnings: list[dict[str, Any]] = field(default_factory=list)
     points: dict[str, list[Any]] = field(
-        default_factory=lambda: {key: [] for key in ("step", "id", "pass_rate", "grad_norm")}
+        default_factory=lambda: {"step": [], "id": [], "pass_rate": [], "grad_norm": []}
     )
     # ids, and for each evaluation the correct samples of each prompt
     prompts: dict[str, Any] = field(default_factory=dict)
@@ -88,11 +88,8 @@ def read_folder(path: Path, name: str) -> Folder:
 
 
 def _read_run(path: Path, folder: Folder) -> None:
-    folder.options = {
-        key: value
-        for key, value in _object(path / "config.json", folder).items()
-        if key not in _NO_OPTIONS
-    }
+    options = _object(path / "config.json", folder)
+    folder.options = {key: options[key] for key in options if key not in _NO_OPTIONS}
     folder.steps, folder.metrics, _ = _columns(path / "metrics.jsonl", folder)
     if not folder.steps:
         raise InputError(
@@ -190,9 +187,8 @@ def _columns(
     steps = sorted(by_step)
     ordered = [by_step[step] for step in steps]
     names = dict.fromkeys(
-        key for record in by_step.values() for key, value in record.items() if _is_number(value)
+        key for own in by_step.values() for key in own if key != "step" and _is_number(own[key])
     )
-    names.pop("step", None)
     return steps, {key: [finite(record.get(key)) for record in ordered] for key in names}, ordered
 
 

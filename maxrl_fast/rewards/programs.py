@@ -133,12 +133,12 @@ def tests_of(value: Any, metadata: Any) -> str:
             tests = [[_text(x), [_text(y[0])]] for x, y in tests]
         if not tests:
             raise ValueError("it has none")
+        return json.dumps([name, tests])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise InputError(
             "each line must have tests in the form of TACO or LiveCodeBench (--answer-key), got "
             f"{value!r:.80}: {type(error).__name__}: {error}"
         ) from error
-    return json.dumps([name, tests])
 
 
 def _text(lines: Any) -> str:

@@ -32,9 +32,7 @@ class UserCode(RewardSource):
     place: str  # of environments, for the start of a run
     concurrency = 1  # calls of an async function that are made at a time
     is_verifier = False  # a built-in one, for which a call that is late has reward 0
-    output: RewardOutput | None = (
-        None  # what workers print; None: it is discarded, or this process's
-    )
+    output: RewardOutput | None = None  # what workers print; None: discarded, or this process's
 
     def request(self, number: int, arguments: Any) -> None:
         """Have a call made. Arguments are JSON values: a tuple arrives as a list. An environment
@@ -98,8 +96,8 @@ class UserCode(RewardSource):
         return takes_raw(self.signature) and not self.is_verifier
 
     def check(self, row: dict[str, Any]) -> None:
-        own = {**row, CUT: False, **({RAW: ""} if self.wants_raw else {})}
-        if sentence := mismatch(self.signature, given_of(self.signature, own)):
+        own = given_of(self.signature, {**row, CUT: False, RAW: ""})
+        if sentence := mismatch(self.signature, own):
             raise InputError(f"--reward {self.name}: {sentence}")
 
 

@@ -82,11 +82,8 @@ def look_up(line: dict[str, Any], key: str) -> Any:
 
 def _answer_text(line: dict[str, Any], key: str) -> str:
     value = look_up(line, key)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (str, int, float))
-        or not str(value).strip()
-    ):
+    is_scalar = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    if not is_scalar or not str(value).strip():
         raise InputError(
             f"each line must have an answer in {key!r}, got {value!r:.80} (--answer-key); "
             f"{keys_of(line)}"
@@ -103,11 +100,8 @@ def gsm8k_answer(line: dict[str, Any], key: str | None) -> str:
 
 def math_answer(line: dict[str, Any], key: str | None) -> str:
     """Return the last boxed answer of the solution, if the line has no answer."""
-    if (
-        key is None
-        and look_up(line, "answer") is None
-        and isinstance(solution := line.get("solution"), str)
-    ):
+    solution = line.get("solution")
+    if key is None and look_up(line, "answer") is None and isinstance(solution, str):
         if answer := boxed(solution):
             return answer
         raise InputError(f"a solution must have its answer in \\boxed{{}}, got {solution!r:.200}")

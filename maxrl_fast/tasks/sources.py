@@ -75,11 +75,10 @@ def read_sources(
     parts = _having(where, parts) if parts else parts
     held_out += [(source, source.read(TEST)[0]) for source in test]
     if not held_out:
-        whole, parts = parts, []
-        for source, lines in whole:
-            parts.append((source, [x for x in lines if not _is_test(x[1][source.key])]))
-            test_lines = [x for x in lines if _is_test(x[1][source.key])]
-            held_out.append((replace(source, number=None, kept=""), test_lines))
+        for i, (source, lines) in enumerate(parts):
+            left = [x for x in lines if _is_test(x[1][source.key])]
+            held_out.append((replace(source, number=None, kept=""), left))
+            parts[i] = source, [x for x in lines if not _is_test(x[1][source.key])]
     # A set has the name of no split.
     names = [x.name + "-set" * (x.name in ("train", TEST)) for x, _ in held_out]
     names = names if held_out[1:] else [TEST]

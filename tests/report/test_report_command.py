@@ -38,11 +38,12 @@ def test_an_existing_page_is_replaced_completely_or_kept(tmp_path, capsys, monke
     write_run(tmp_path / "run")
     out = tmp_path / "report.html"
     out.write_text("the page before")
+
+    def full(path):
+        raise OSError(28, "No space left")
+
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "maxrl_fast.runtime.files.fsync",
-            lambda path: (_ for _ in ()).throw(OSError(28, "No space left")),
-        )
+        patch.setattr("maxrl_fast.runtime.files.fsync", full)
         assert main([str(tmp_path / "run"), "--out", str(out)]) == 1
     assert "No space left" in capsys.readouterr().err
     assert out.read_text() == "the page before"

@@ -96,19 +96,17 @@ def test_the_test_split_of_a_set_is_held_out(policy, hub, tmp_path):
 
 @pytest.mark.parametrize("name", ["train", "test"])
 def test_a_held_out_set_with_the_name_of_a_split_is_beside_it(policy, hub, tmp_path, name):
-    data, other = (
-        written(tmp_path / f"{x}.jsonl", [{"problem": f"{x}{i}?", "answer": x} for i in range(3)])
-        for x in ("some", "other")
-    )
     (tmp_path / name).mkdir()
-    lines = [{"problem": f"held {i}?", "answer": "9"} for i in range(2)]
-    held = written(tmp_path / name / "train.jsonl", lines)
+    data, other, held = (
+        written(tmp_path / x, [{"problem": f"{x}{i}?", "answer": x} for i in range(2)])
+        for x in ("some.jsonl", "other.jsonl", f"{name}/train.jsonl")
+    )
     task = task_of(policy, data=(data,), test_data=(other, held))
-    assert task.held_out == {"other": 3, f"{name}-set": 2}
-    assert sorted(prompts(task, "train")[2]) == ["some"] * 3
-    assert prompts(task, f"{name}-set")[2] == ["9"] * 2
-    batch = task.prompts("test", 0, 5)  # what run.sample() asks for
-    assert [x["answer"] for x in batch.columns] == ["other"] * 3 + ["9"] * 2
+    assert task.held_out == {"other": 2, f"{name}-set": 2}
+    assert prompts(task, "train")[2] == ["some.jsonl"] * 2
+    assert prompts(task, f"{name}-set")[2] == [f"{name}/train.jsonl"] * 2
+    batch = task.prompts("test", 0, 4)  # what run.sample() asks for
+    assert [x["answer"] for x in batch.columns] == ["other.jsonl"] * 2 + [f"{name}/train.jsonl"] * 2
 
 
 def test_where_filters_the_training_sets_that_have_the_column(policy, hub, tmp_path):

@@ -100,10 +100,7 @@ def test_a_line_without_an_answer_is_left_out_and_named(tmp_path, policy):
 def test_parquet_and_json_lines_give_the_same_prompts(tmp_path, policy):
     """The rows have verl's format: chat messages, and the answer in a struct."""
     asked = [[{"role": "user", "content": f"{n}?"}] for n in range(40)]
-    rows = [
-        {"prompt": prompt, "reward_model": {"ground_truth": f"{n}"}}
-        for n, prompt in enumerate(asked)
-    ]
+    rows = [{"prompt": x, "reward_model": {"ground_truth": f"{n}"}} for n, x in enumerate(asked)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "verl.parquet")
     files = tmp_path / "verl.parquet", written(tmp_path / "verl.jsonl", rows)
     options = {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth"}

@@ -4,8 +4,9 @@ import difflib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from maxrl_fast.runtime.output import command, write_directly
 
@@ -50,10 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     if before is signal.default_int_handler:  # not ignored, as in a background job of a shell
         signal.signal(signal.SIGINT, _stop)
     try:
-        run = import_module(COMMANDS[name][0]).main
+        run: Callable[[Sequence[str]], int] = import_module(COMMANDS[name][0]).main
     except ModuleNotFoundError as error:
-        if str(error.name).startswith("maxrl_fast"):
-            raise
         print(
             f"error: {sys.executable} has no package {error.name}: activate the environment of "
             "`make setup` (source .venv/bin/activate), or run `make setup` first",
@@ -63,11 +62,15 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         signal.signal(signal.SIGINT, before)
     try:
-        code: int = run(arguments[1:])
+        return run(arguments[1:])
     except KeyboardInterrupt:
         print("error: stopped by Ctrl-C", file=sys.stderr)
         return 130
-    return code
+
+
+def run_command(name: str) -> NoReturn:
+    """`python -m` of a command's module calls this before imports that may fail or be stopped."""
+    sys.exit(main([name, *sys.argv[1:]]))
 
 
 def _stop(number: int, frame: object) -> None:

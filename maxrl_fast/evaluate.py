@@ -2,14 +2,11 @@
 finished evaluations.
 """
 
+from maxrl_fast.__main__ import run_command
+
 if __name__ == "__main__":
-    import sys
+    run_command("evaluate")
 
-    from maxrl_fast.__main__ import main
-
-    sys.exit(main(["evaluate", *sys.argv[1:]]))
-
-import sys
 from collections.abc import Sequence
 
 import torch

@@ -2,12 +2,10 @@
 requirements and source, every token loss, and every correction for a rollout engine that is not
 the policy."""
 
+from maxrl_fast.__main__ import run_command
+
 if __name__ == "__main__":
-    import sys
-
-    from maxrl_fast.__main__ import main
-
-    sys.exit(main(["objectives", *sys.argv[1:]]))
+    run_command("objectives")
 
 import argparse
 import sys

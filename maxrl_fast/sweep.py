@@ -2,12 +2,10 @@
 one report on them.
 """
 
+from maxrl_fast.__main__ import run_command
+
 if __name__ == "__main__":
-    import sys
-
-    from maxrl_fast.__main__ import main
-
-    sys.exit(main(["sweep", *sys.argv[1:]]))
+    run_command("sweep")
 
 import itertools
 import math

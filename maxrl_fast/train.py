@@ -2,15 +2,12 @@
 training/trainer.py.
 """
 
-if __name__ == "__main__":  # its imports may fail or be interrupted
-    import sys
+from maxrl_fast.__main__ import run_command
 
-    from maxrl_fast.__main__ import main
-
-    sys.exit(main(["train", *sys.argv[1:]]))
+if __name__ == "__main__":
+    run_command("train")
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 

@@ -8,6 +8,7 @@ size-k subsets of its samples, drawn without replacement, in float64.
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import torch
@@ -142,12 +143,12 @@ def bootstrap(values: Tensor, resamples: int, confidence: float, seed: int) -> l
     t = z + (z**3 + z) / (4 * free)
     tail = NormalDist().cdf(-t * math.sqrt(num_prompts / free))
     bounds = np.quantile(torch.cat(means).numpy(), [tail, 1 - tail], axis=0)
+    low, high = torch.from_numpy(bounds)
     common = values.mode(0).values
     is_rare = (values != common).sum(0) < RARE
-    low, high = torch.from_numpy(bounds)
     least, most = _wilson_bounds(values, common, z)
-    low = torch.where(is_rare, torch.minimum(low, least), low)
-    high = torch.where(is_rare, torch.maximum(high, most), high)
+    low = low.minimum(least.where(is_rare, low))
+    high = high.maximum(most.where(is_rare, high))
     return [
         {"mean": float(m), "low": float(a), "high": float(b)}
         for m, a, b in zip(values.mean(0), low, high, strict=True)
@@ -155,19 +156,23 @@ def bootstrap(values: Tensor, resamples: int, confidence: float, seed: int) -> l
 
 
 def _wilson_bounds(values: Tensor, common: Tensor, z: float) -> tuple[Tensor, Tensor]:
-    """Return Wilson's bounds [M] of the means of values [P, M]: of the shares that lie above and
-    below the most common value, as fractions of the farthest that a value can be. That is 0 and 1,
-    or -1 for differences, unless the values go further."""
+    """Return Wilson's bounds [M] of the means of values [P, M]: of how far they lie above and below
+    the most common value, as shares of how far they can: to 1 and 0, -1 for differences, or to the
+    farthest value."""
     least, most = float(values.min()), float(values.max())
-    room = max(most, 1.0) - common, common - (0.0 if least >= 0 else min(least, -1.0))
-    found = []
-    for side, far in zip((values - common, common - values), room, strict=True):
-        share = side.clamp_min(0).mean(0) / far.clamp_min(ROUNDING)
-        more = z * z / len(values)
-        root = (more * share * (1 - share).clamp_min(0) + more * more / 4).sqrt()
-        found += [far * (share + more / 2 + x * root) / (1 + more) for x in (-1, 1)]
-    above, most_above, below, most_below = found
-    return common + above - most_below, common + most_above - below
+    up, down = max(most, 1.0) - common, common - (0.0 if least >= 0 else min(least, -1.0))
+    (above, most_above), (below, most_below) = (
+        wilson(side.clamp_min(0).mean(0) / far.clamp_min(ROUNDING), len(values), z)
+        for side, far in ((values - common, up), (common - values, down))
+    )
+    return common + above * up - most_below * down, common + most_above * up - below * down
+
+
+def wilson(share: Any, n: int, z: float = 1.96) -> tuple[Any, Any]:
+    """Return Wilson's interval of a share, or a tensor of shares, of n."""
+    more = z * z / n
+    middle, half = share + more / 2, (more * (share * (1 - share) + more / 4)) ** 0.5
+    return (middle - half) / (1 + more), (middle + half) / (1 + more)
 
 
 def mean_over_sets(intervals: Sequence[Interval]) -> Interval:

@@ -169,17 +169,12 @@ def broken_rules(
 def verdict(evaluations: Mapping[int, Mapping[str, Any]]) -> str:
     """Return what to do where the score of one sample fell from the first evaluation to the last,
     by more than two standard errors of a rate on so many prompts, a mean reward by a tenth; "" if
-    it did not."""
+    it did not. `evaluations` are by step, in order."""
     score = score_of(evaluations.values())
     rates = {step: record.get(score, record[PASS])["1"] for step, record in evaluations.items()}
-    steps = sorted(rates)
-    fall = rates[steps[0]] - rates[steps[-1]]
-    noise = (
-        (0.25 / evaluations[steps[0]]["num_prompts"]) ** 0.5
-        if score == PASS
-        else 0.05 * abs(rates[steps[0]])
-    )
-    if fall <= 2 * noise:
+    first, *_, last = rates.values()
+    num_prompts = next(iter(evaluations.values()))["num_prompts"]
+    if first - last <= (num_prompts**-0.5 if score == PASS else 0.1 * abs(first)):
         return ""
-    best = max(steps, key=lambda step: rates[step])
-    return f"{label_of(score, 1)} fell by {fall:.3f}: the best step is {best}; lower --lr"
+    best = max(rates, key=rates.__getitem__)
+    return f"{label_of(score, 1)} fell by {first - last:.3f}: the best step is {best}; lower --lr"

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from maxrl_fast.evaluation.coverage import wilson
 from maxrl_fast.evaluation.scores import PASS, score_of
 
 
@@ -28,19 +29,17 @@ def draw_curves(
         axes.set(title=title, xlabel="step", ylabel=unit)
     length.set_ylim(bottom=0)
     entropy.set_ylim(bottom=0)
-
-    shades = ("0.65", "tab:blue")
     # those on a part of the prompts are not comparable
     whole = [x for x in evaluations if x["num_prompts"] == evaluations[0]["num_prompts"]]
     first_and_last, score = [*whole[:1], *whole[1:][-1:]], score_of(whole)
-    for record, shade in zip(first_and_last, shades, strict=False):
+    for record, shade in zip(first_and_last, ("0.65", "tab:blue"), strict=False):
         values = record[score]
         ks = [*map(int, values)]
-        when = f"step {record['step']}"
         if score == PASS:
-            bounds = [_wilson(x, record["num_prompts"]) for x in values.values()]
+            bounds = [wilson(x, record["num_prompts"]) for x in values.values()]
             passes.fill_between(ks, *zip(*bounds, strict=True), color=shade, alpha=0.2, linewidth=0)
-        passes.plot(ks, list(values.values()), marker="o", color=shade, label=when)
+        when = f"step {record['step']}"
+        passes.plot(ks, [*values.values()], marker="o", color=shade, label=when)
         passes.set_xscale("log", base=2)
         passes.set_xticks(ks, [str(k) for k in ks])
     if score == PASS:
@@ -67,12 +66,6 @@ def _plot_smoothed(axes: Any, steps: list[int], values: list[float], color: str)
     means = [fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
     axes.plot(steps, values, color=color, alpha=0.25, label="_")
     axes.plot(steps, means, color=color)
-
-
-def _wilson(rate: float, num_prompts: int) -> tuple[float, float]:
-    z = 1.96**2 / num_prompts
-    middle, half = rate + z / 2, (z * (rate * (1 - rate) + z / 4)) ** 0.5
-    return (middle - half) / (1 + z), (middle + half) / (1 + z)
 
 
 def draw_weights(curves: dict[str, tuple[Tensor, Tensor]], num_rollouts: int, path: Path) -> None:

@@ -139,8 +139,7 @@ class RunFiles:
             for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):
                 is_folder = partial.is_dir() and not partial.is_symlink()
                 shutil.rmtree(partial) if is_folder else partial.unlink()
-            # `locked` keeps both open, so that no other file gets their numbers
-            self._opened = [(path, path.stat()) for path in (out, out / "lock") if path.exists()]
+            self._opened = out.stat()  # `locked` keeps it open: no other folder gets its number
             marks = {log: saved.logs.get(log) if saved else (0, None) for log in LOGS}
             self._logs = {log: LogFile(out / f"{log}.jsonl", marks[log]) for log in LOGS}
             self.missing = [out / f"{log}.jsonl" for log in LOGS if self._logs[log].is_lost]
@@ -205,9 +204,7 @@ class RunFiles:
     def log_marks(self) -> dict[str, tuple[int, str]]:
         """Flush everything to the disk; return each log's size in bytes and SHA-256. RemovedError
         where a file that the run has open, or its folder, is no longer in its place."""
-        for path, opened in self._opened:
-            if path == self.out or path.exists():  # a lock that is only removed harms nothing
-                check_in_place(path, opened)
+        check_in_place(self.out, self._opened)
         if self._tracker is not None:
             self._tracker.flush()
         return {log: file.mark() for log, file in self._logs.items()}

@@ -81,14 +81,9 @@ def group_advantage(
         rewards = torch.tensor(rewards)
     check_tensor("rewards", rewards)
     shape, is_flat = rewards.shape, offsets is not None or group_ids is not None
-    if not shape or (is_flat and len(shape) != 1):
-        wanted = "flat [S] with offsets or group_ids" if is_flat else "[..., N]"
-        raise ValueError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
-    if len(shape) == 1 and not is_flat:
-        raise InputError(
-            "rewards must be [G, N], or flat with group_ids or offsets, got the shape "
-            f"{tuple(shape)} without either; one group is rewards[None]"
-        )
+    if (len(shape) == 1) != is_flat or not shape:
+        wanted = "[..., N], or flat [S] with offsets or group_ids"
+        raise InputError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
     row = find_estimator(estimator)
     is_alone = not is_flat and shape[-1] == 1 and row.centred  # its advantage is 0, for any size
     size = row.resolve_size(None if is_flat or is_alone else shape[-1], k, order)

@@ -113,8 +113,7 @@ class Scorer:
 
         `episodes`, the environments of the responses, end. A source gives the rewards in their
         place, but not of an episode that failed. `beat` is called while responses are scored.
-        With `zero_truncated`, a truncated response has the reward 0, whatever it was given and
-        where it failed too, and so have its components.
+        With `zero_truncated`, a truncated response and its components have 0, also if they failed.
         """
         self.components = [{} for _ in range(len(rollouts))]
         if episodes is None and self._source is None:
@@ -141,11 +140,11 @@ class Scorer:
             rewards = rewards.to(rollouts.tokens.device)
         if self._threshold is not None:
             rewards = rewards.where(rewards.isnan(), (rewards > self._threshold).float())
-        if not zero_truncated:
-            return rewards
-        num_zeroed = (rollouts.truncated & (rewards != 0)).sum()
-        self._metrics.add("rewards_zeroed", float(num_zeroed), len(rewards))
-        return rewards.masked_fill(rollouts.truncated, 0.0)
+        if zero_truncated:
+            num_zeroed = (rollouts.truncated & (rewards != 0)).sum()
+            self._metrics.add("rewards_zeroed", float(num_zeroed), len(rewards))
+            rewards = rewards.masked_fill(rollouts.truncated, 0.0)
+        return rewards
 
     def _ask(
         self,

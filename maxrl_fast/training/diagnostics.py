@@ -51,8 +51,9 @@ def diagnostics_record(
     advantages, draw = step.advantages(sequences), (batch.step, 0)
     given = step.batch, advantages, batch.in_loss(sequences)
     norms = prompt_gradient_norms(learner, *given, beat, draw)
-    known, ends = batch.has_reward, batch.drawn_by
-    known = known if ends is None else known & (ends == ends[:, :1])
+    known = batch.has_reward
+    if (ends := batch.drawn_by) is not None:
+        known = known & (ends == ends[:, :1])
     known = known.double()  # a sum of large rewards overflows float32
     rates = (batch.task_rewards * known).sum(1) / known.sum(1).clamp_min(1)  # [G]
     return {

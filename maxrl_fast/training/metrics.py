@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from maxrl_fast.runtime.device import host_numbers
@@ -41,9 +40,8 @@ def step_metrics(
         "truncated": rollouts.truncated.float().mean(),
     }
     if batch.masks_truncated:
-        lengths = rollouts.lengths
-        masked = torch.where(rollouts.truncated, lengths, 0).sum()
-        means["tokens_masked"] = masked / lengths.sum().clamp_min(1)
+        masked = (rollouts.lengths * rollouts.truncated).sum()
+        means["tokens_masked"] = masked / max(len(rollouts.tokens), 1)
     numbers = host_numbers(means)
     if (drawn := batch.frac_drawn) < 1:
         numbers |= {name: numbers[name] / drawn for name in ("response_length_mean", "truncated")}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from maxrl_fast import train
-from maxrl_fast.job.plots import _wilson
+from maxrl_fast.evaluation.coverage import wilson
 from maxrl_fast.job.run_files import LogFile
 from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Rollouts, Samples
@@ -189,5 +189,5 @@ def test_a_tracker_that_fails_later_is_a_warning(tmp_path, installed, capsys):
 
 @pytest.mark.parametrize(("rate", "n"), [(0.0, 9), (0.25, 256), (1.0, 30)])
 def test_intervals_of_curves_are_where_a_rate_is_196_errors_from_what_was_found(rate, n):
-    for x in _wilson(rate, n):
+    for x in wilson(rate, n):
         assert abs(x - rate) == pytest.approx(1.96 * (x * (1 - x) / n) ** 0.5, abs=1e-9)

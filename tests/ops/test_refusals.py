@@ -145,9 +145,8 @@ PAIRS, ALL = torch.tensor([0, 2, 4]), torch.tensor([0, 4])
     opo |  | opo needs lengths
     opo | lengths=tensor([[1, 2, -4, 3]]) | lengths must be at least 0, got -4
     best |  | estimator must be one of maxpo, .*, got 'best'
-    rloo | rewards=tensor(1.0) | rewards must be \[..., N\], got the shape \(\)
-    rloo | rewards=R[0] | flat with group_ids or offsets, got the shape \(4,\) without
-    rloo | rewards=[], valid=R[0] > 0 | flat with group_ids or offsets, got the shape \(0,\)
+    rloo | rewards=tensor(1.0) | rewards must be \[..., N\], .* got the shape \(\)
+    rloo | rewards=R[0] | or flat \[S\] with offsets or group_ids, got the shape \(4,\)
     rloo | rewards=R[0], offsets=tensor([0, 3]) | must rise from 0 to 4, got from 0 to 3
     qae | rewards=R[0], offsets=tensor([0, 3, 2, 4]) | got 3 followed by 2 at group 1
     rloo | rewards=R[0], group_ids=zeros(3).long() | group_ids must have the shape of rewards

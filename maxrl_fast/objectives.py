@@ -33,12 +33,7 @@ from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES
 # of each list: the title of each attribute of a method, the methods, and a note
 _LISTS: tuple[tuple[dict[str, str], Mapping[str, Method], str], ...] = (
     (
-        {
-            "formula": "advantage A_i",
-            "weight": "weight W_N(p)",
-            "needs": "needs",
-            "source": "source",
-        },
+        {"formula": "advantage A_i", "weight": "weight W_N(p)", "needs": "needs"},
         {**ESTIMATORS, **OBJECTIVE_CLASSES},
         "N rewards r_i per prompt, C of them correct, F = N - C wrong; mu and std: their mean and "
         "standard deviation; p: the pass rate. S_i and S_-i: the mean of the maximum over the "
@@ -48,12 +43,7 @@ _LISTS: tuple[tuple[dict[str, str], Mapping[str, Method], str], ...] = (
         f"Other names: {'; '.join(map(explain_name, ALIASES))}.",
     ),
     (
-        {
-            "formula": "loss of a token",
-            "weight": "weight",
-            "shown_options": "--loss-options",
-            "source": "source",
-        },
+        {"formula": "loss of a token", "weight": "weight", "shown_options": "--loss-options"},
         LOSSES,
         "--loss NAME. A: advantage; rho = pi / pi_old of a token; sg: a constant factor, without a "
         "gradient; weight: the factor of A grad logp, 1 for every loss at rho = 1, except for "
@@ -65,7 +55,6 @@ _LISTS: tuple[tuple[dict[str, str], Mapping[str, Method], str], ...] = (
             "formula": "factor of a token's advantage",
             "needs": "forward passes",
             "shown_options": "--correction-options, or --importance-cap",
-            "source": "source",
         },
         CORRECTIONS,
         "--correction NAME. w_t: a token's probability under the policy before the step's first "
@@ -87,27 +76,13 @@ def main(arguments: Sequence[str]) -> int:
         "With --weights, plot and print W_N(p), the weight of the gradient of a prompt with pass "
         "rate p, exact at finite N.",
     )
-    parser.add_argument(
-        "--weights",
-        type=Path,
-        metavar="OUT.png",
-        help="plot W_N(p) of --estimators to this file, and print it",
-    )
-    parser.add_argument(
-        "--estimators",
-        nargs="+",
-        default=list(_SHOWN),
-        metavar="NAME[:SIZE]",
-        help="names of estimators, with k or the order after a colon (default: "
-        f"{' '.join(_SHOWN)})",
-    )
-    parser.add_argument(
-        "--rollouts",
-        type=int,
-        default=16,
-        metavar="N",
-        help="rollouts per prompt (default: %(default)s)",
-    )
+    add = parser.add_argument
+    what = "plot W_N(p) of --estimators to this file, and print it"
+    add("--weights", type=Path, metavar="OUT.png", help=what)
+    what = f"names of estimators, with k or the order after a colon (default: {' '.join(_SHOWN)})"
+    add("--estimators", nargs="+", default=_SHOWN, metavar="NAME[:SIZE]", help=what)
+    what = "rollouts per prompt (default: %(default)s)"
+    add("--rollouts", type=int, default=16, metavar="N", help=what)
     try:
         return _show(parser.parse_args(arguments))
     except InputError as error:
@@ -120,7 +95,8 @@ def _show(options: argparse.Namespace) -> int:
     if options.weights is None:
         for titles, methods, notation in _LISTS:
             for name, method in methods.items():
-                cells = [f"{t}: {getattr(method, key) or '-'}" for key, t in titles.items()]
+                shown = titles | {"source": "source"}
+                cells = [f"{t}: {getattr(method, key) or '-'}" for key, t in shown.items()]
                 _print(console, "\n  ".join([name, *cells]))
             _print(console, f"\n{notation}\n")
         return 0

@@ -64,16 +64,9 @@ def progress_record(
     ranks: Ranks,
 ) -> str:
     """Return the content of progress.json."""
-    fields = {
-        "progress": dataclasses.asdict(progress),
-        "decoder": dataclasses.asdict(sizes),
-        "logs": logs,
-        "random": random_states(),
-        "options": options,
-        "fingerprints": fingerprints,
-        "machine": machine_of(ranks),
-    }
-    return json.dumps(fields)
+    parts = {"progress": dataclasses.asdict(progress), "decoder": dataclasses.asdict(sizes)}
+    parts |= {"logs": logs, "random": random_states(), "options": options}
+    return json.dumps(parts | {"fingerprints": fingerprints, "machine": machine_of(ranks)})
 
 
 def write_checkpoint(
@@ -110,8 +103,8 @@ def write_checkpoint(
 
 def check_weights(learner: Learner, when: str, ranks: Ranks) -> None:
     """Loss and gradients are checked before the optimizer's step, which may still overflow."""
-    own = learner_tensors(learner).items()
-    name = find_nonfinite({key: x for key, x in own if not key.startswith(OBJECTIVE)})
+    tensors = learner_tensors(learner).items()
+    name = find_nonfinite({key: x for key, x in tensors if not key.startswith(OBJECTIVE)})
     if ranks.any(name is not None, learner.model.lm_head.weight.device):
         raise NonFiniteError(f"{when}: {name or 'a tensor elsewhere'} is NaN or infinite")
 

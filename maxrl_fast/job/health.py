@@ -107,62 +107,62 @@ def broken_rules(
     found: dict[str, tuple[float, str]] = {}
     has_equal_rewards = _has_equal_rewards(last)
     if has_equal_rewards and all(record["reward_mean"] == 0 for record in last):
-        message = (
+        found["no_reward"] = (
+            0.0,
             f"every reward of the last {STEPS} steps was 0, so nothing is learned: look at some "
-            "responses, raise --rollouts, use easier prompts or a longer warm start"
+            "responses, raise --rollouts, use easier prompts or a longer warm start",
         )
-        found["no_reward"] = 0.0, message
     if has_equal_rewards and all(record["pass_at_1"] >= 1 for record in last):
-        message = (
+        found["all_solved"] = (
+            1.0,
             f"every rollout of the last {STEPS} steps was correct, so nothing is learned: use "
-            "harder prompts"
+            "harder prompts",
         )
-        found["all_solved"] = 1.0, message
     truncated = mean("truncated")
     if truncated > 0.5:
-        message = (
+        found["truncated"] = (
+            truncated,
             f"{truncated:.0%} of the responses of the last {STEPS} steps were truncated at "
-            "--max-new-tokens: raise it, or use prompts with shorter solutions"
+            "--max-new-tokens: raise it, or use prompts with shorter solutions",
         )
-        found["truncated"] = truncated, message
     fraction = mean("frac_groups_zero_variance")
     if fraction > 0.9 and not {"no_reward", "all_solved"} & found.keys():
-        message = (
+        found["zero_variance_groups"] = (
+            fraction,
             f"{fraction:.0%} of the groups of the last {STEPS} steps had equal rewards and zero "
             f"advantage (mean reward {mean('reward_mean'):.3f}): raise --rollouts, or use prompts "
-            "that are neither too easy nor too hard for the policy"
+            "that are neither too easy nor too hard for the policy",
         )
-        found["zero_variance_groups"] = fraction, message
     entropy, start = mean("entropy"), mean("entropy", first)
     if entropy < 0.1 * start:
-        message = (
+        found["entropy"] = (
+            entropy,
             f"the entropy fell to {entropy:.3g} nats per token from {start:.3g} in the first "
-            "steps, so rollouts hardly differ: lower --lr, or set --entropy-coef or --kl-coef"
+            "steps, so rollouts hardly differ: lower --lr, or set --entropy-coef or --kl-coef",
         )
-        found["entropy"] = entropy, message
     difference, start = mean("logprob_diff"), mean("logprob_diff", first)
     if difference > max(0.02, 3 * start):
-        message = (
+        found["logprob_diff"] = (
+            difference,
             f"log-probs of rollout and training differ by {difference:.3g} nats per token, "
-            f"{start:.3g} in the first steps: set --correction tis, or --dtype float32"
+            f"{start:.3g} in the first steps: set --correction tis, or --dtype float32",
         )
-        found["logprob_diff"] = difference, message
     *before, norm = (record["grad_norm"] for record in recent)
     usual = median(before)
     if norm > 10 * usual > 0:
-        message = (
+        found["grad_norm"] = (
+            norm,
             f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times the median of the "
-            f"{len(before)} steps before; it is clipped, but if this happens often, lower --lr"
+            f"{len(before)} steps before; it is clipped, but if this happens often, lower --lr",
         )
-        found["grad_norm"] = norm, message
     least = min(record["grad_norm"] for record in last) / clip_grad
     if least > MOST_CLIPPED:
-        message = (
+        found["grad_clipped"] = (
+            least,
             f"in each of the last {STEPS} steps the gradient norm was at least {least:.0f} times "
             f"--clip-grad {clip_grad:g}, so its size no longer counts: lower --lr, or raise "
-            "--clip-grad"
+            "--clip-grad",
         )
-        found["grad_clipped"] = least, message
     return found
 
 

@@ -86,10 +86,7 @@ class Job:
 
     def run(self) -> tuple[ExitStatus, RunContext | None]:
         """Build and train. Return the exit status, and the run with its trained policy; None if it
-        ended before its first step.
-
-        The number of CPU threads is restored.
-        """
+        ended before its first step. The number of CPU threads is restored."""
         task, ranks, screen = self.task, self.ranks, self.screen
         report = self.watch.report_failure if self.watch else lambda message: None
         with contextlib.ExitStack() as held:
@@ -267,9 +264,9 @@ def close(loop: RunLoop, ending: ExitStatus) -> ExitStatus:
             screen.error(f"{error}. {error.advice}")
         else:
             ending = ExitStatus(1, StorageError(f"{error}. {error.advice}"))
-    evaluations = loop.progress.evaluations
-    num_prompts = max((x["num_prompts"] for x in evaluations.values()), default=0)
-    whole = {n: x for n, x in sorted(evaluations.items()) if x["num_prompts"] == num_prompts}
+    evaluations = sorted(loop.progress.evaluations.items())
+    num_prompts = max((x["num_prompts"] for _, x in evaluations), default=0)
+    whole = {n: x for n, x in evaluations if x["num_prompts"] == num_prompts}
     if len(whole) > 1:
         first, *_, last = whole.values()
         screen.console.print(evaluation_table(first, last))

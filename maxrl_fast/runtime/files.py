@@ -45,12 +45,9 @@ def temporary_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_directory(directory: Path) -> Iterator[Path]:
-    """Yield a temporary folder, and rename it to `directory` at the end: a kill leaves the complete
-    folder or none.
-
-    `directory` must not exist yet. The temporary folder is removed on an exception; a killed
-    process's folder is replaced.
-    """
+    """Yield a temporary folder, and rename it to `directory`, which must not exist yet: a kill
+    leaves the complete folder or none. The temporary one is removed on an exception; a killed
+    process's is replaced."""
     temporary = temporary_path(directory)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -95,10 +92,10 @@ def replace_symlink(link: Path, target: Path) -> None:
 
 
 def write_checksums(directory: Path) -> None:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
     sums = {
         str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in files
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
     }
     (directory / CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
 
@@ -119,10 +116,10 @@ def verify_checksums(directory: Path) -> None:
         file = directory / name
         if file.is_symlink() or not file.resolve().is_relative_to(directory.resolve()):
             raise DamagedError(f"{path} lists {name!r}, which is not a file of this folder")
-        if not file.is_file():
-            raise DamagedError(f"{file} is missing")
         try:
             actual, digest = file.stat().st_size, _sha256(file)
+        except FileNotFoundError as error:
+            raise DamagedError(f"{file} is missing") from error
         except OSError as error:
             raise DamagedError(f"{file} cannot be read: {error}") from error
         if actual != size:
@@ -178,24 +175,22 @@ def storing(what: str) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    with contextlib.ExitStack() as held:
-        for path in filter(os.path.lexists, (folder, folder / "lock")):
-            is_file = path != folder
-            descriptor = open_regular(path, os.O_RDWR) if is_file else os.open(path, os.O_RDONLY)
-            held.callback(os.close, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+    for path in filter(os.path.lexists, (folder, folder / "lock")):
+        is_folder = path == folder
+        descriptor = os.open(path, os.O_RDONLY) if is_folder else open_regular(path, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
     return False
 
 
 def check_in_place(path: Path, opened: os.stat_result) -> None:
     """RemovedError where `path` no longer leads to what was opened there."""
     if not (path.exists() and os.path.samestat(path.stat(), opened)):
-        raise RemovedError(
-            f"{path} was removed or replaced during the run, and what the run wrote there is lost"
-        )
+        raise RemovedError(f"{path} was removed or replaced during the run, with what it wrote")
 
 
 @contextlib.contextmanager
@@ -206,23 +201,20 @@ def locked(
     tell: Callable[[str], object] = lambda message: None,
 ) -> Iterator[None]:
     """Hold an exclusive lock on a folder, which is created if needed; do nothing unless `is_owner`.
-    The folder itself is locked, because anybody may remove a file from it, and the file `lock`,
-    because network disks lock only files between machines. `lock` names the owner, and the kernel
-    releases both when it dies. Another owner may be exiting, so this waits up to `limit` seconds,
-    after a message to `tell`."""
+    The folder itself is locked, because its files may be removed, and the file `lock`, which names
+    the owner, because network disks lock only files between machines. The kernel releases both when
+    the owner dies. Another owner may be exiting, so this waits up to `limit` seconds, after a
+    message to `tell`."""
     if not is_owner:
         yield
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in WRITTEN:  # what a link leads to belongs to somebody else
-            check_entry(folder / name, stat.S_IFDIR)
-        of_folder = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise write_error(folder, error) from error
     with contextlib.ExitStack() as held:
-        held.callback(os.close, of_folder)
         try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in WRITTEN:  # what a link leads to belongs to somebody else
+                check_entry(folder / name, stat.S_IFDIR)
+            of_folder = os.open(folder, os.O_RDONLY)
+            held.callback(os.close, of_folder)
             _flock(of_folder, folder, limit, tell)
             descriptor = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
             held.callback(os.close, descriptor)
@@ -237,8 +229,7 @@ def locked(
 
 def _try_writing(folder: Path) -> None:
     """Create a file in a folder and in its checkpoints/."""
-    checkpoints = folder / "checkpoints"
-    for place in (folder, checkpoints) if os.path.lexists(checkpoints) else (folder,):
+    for place in filter(os.path.lexists, (folder, folder / "checkpoints")):
         probe = temporary_path(place / "probe")
         probe.unlink(missing_ok=True)
         os.close(open_regular(probe, os.O_WRONLY | os.O_CREAT))

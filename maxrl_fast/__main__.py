@@ -33,44 +33,43 @@ USAGE = "\n".join(
 @command
 def main(arguments: Sequence[str]) -> int:
     """Run the command that the first argument names, or print the commands. Return its exit code,
-    2 for an unknown command or a missing package, 130 on Ctrl-C.
-    """
+    2 for an unknown command or a missing package, 130 on Ctrl-C."""
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         print(USAGE)
         return 0
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
-        print(
-            "error: the command must be train, sweep, evaluate, report or objectives, got "
-            f"{name}{f'; did you mean {close[0]}?' if close else ''}",
-            file=sys.stderr,
+        return _refuse(
+            "the command must be train, sweep, evaluate, report or objectives, got "
+            f"{name}{f'; did you mean {close[0]}?' if close else ''}"
         )
-        return 2
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # not ignored, as in a background job of a shell
         signal.signal(signal.SIGINT, _stop)
     try:
         run: Callable[[Sequence[str]], int] = import_module(COMMANDS[name][0]).main
     except ModuleNotFoundError as error:
-        print(
-            f"error: {sys.executable} has no package {error.name}: activate the environment of "
-            "`make setup` (source .venv/bin/activate), or run `make setup` first",
-            file=sys.stderr,
+        return _refuse(
+            f"{sys.executable} has no package {error.name}: activate the environment of "
+            "`make setup` (source .venv/bin/activate), or run `make setup` first"
         )
-        return 2
     finally:
         signal.signal(signal.SIGINT, before)
     try:
         return run(arguments[1:])
     except KeyboardInterrupt:
-        print("error: stopped by Ctrl-C", file=sys.stderr)
-        return 130
+        return _refuse("stopped by Ctrl-C", 130)
 
 
 def run_command(name: str) -> NoReturn:
     """`python -m` of a command's module calls this before imports that may fail or be stopped."""
     sys.exit(main([name, *sys.argv[1:]]))
+
+
+def _refuse(sentence: str, code: int = 2) -> int:
+    print(f"error: {sentence}", file=sys.stderr)
+    return code
 
 
 def _stop(number: int, frame: object) -> None:

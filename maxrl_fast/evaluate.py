@@ -1,6 +1,5 @@
 """The command `python -m maxrl_fast.evaluate CHECKPOINT`: sample a policy and report, or compare
-finished evaluations.
-"""
+finished evaluations."""
 
 from maxrl_fast.__main__ import run_command
 
@@ -23,8 +22,7 @@ from maxrl_fast.runtime.ranks import Ranks
 @command
 def main(arguments: Sequence[str]) -> int:
     """Run the command line. Return 0; 1 on failing rewards, a failing engine, non-finite values or
-    a full disk; 2 on bad input; 130 on Ctrl-C.
-    """
+    a full disk; 2 on bad input; 130 on Ctrl-C."""
     screen = Screen()
     try:
         with naming_user_code():

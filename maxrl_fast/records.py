@@ -2,8 +2,7 @@
 
 Shapes everywhere: G prompts (groups), N rollouts per prompt, S = G N sequences, T packed response
 tokens, V vocabulary, H hidden. A packed tensor holds sequences end to end; sequence s is
-`[cu_seqlens[s], cu_seqlens[s + 1])`.
-"""
+`[cu_seqlens[s], cu_seqlens[s + 1])`."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -49,8 +48,7 @@ def sequence_sums(values: Tensor, lengths: Tensor) -> Tensor:
 
 def gather_sequences(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
     """Return the packed positions [T'] of the chosen sequences, concatenated, and their
-    cu_seqlens.
-    """
+    cu_seqlens."""
     lengths = cu_seqlens.diff()[sequences]
     return ranges(cu_seqlens[:-1][sequences], lengths), cumulative(lengths)
 
@@ -89,8 +87,7 @@ class Ragged(ABC):
 
         truncated: Annotated[Tensor, SEQUENCE, torch.bool]
 
-    Such a field is a tensor, a tuple, a record or None. Others belong to the record as a whole.
-    """
+    Such a field is a tensor, a tuple, a record or None. Others belong to the record as a whole."""
 
     @abstractmethod
     def positions(self, items: Tensor) -> dict[str, Tensor]:
@@ -119,8 +116,7 @@ class Ragged(ABC):
 
         Args:
             across: concatenates a tensor with those of other ranks, which do the same with the
-                other tensors of their records. Tuples are then left out.
-        """
+                other tensors of their records. Tuples are then left out."""
         names, joined = [*_fields(cls)], dict[str, Any]()
         columns = [[getattr(part, name) for part in parts] for name in names]
         has_all = torch.tensor([[all(x is not None for x in values) for values in columns]])
@@ -226,8 +222,7 @@ class Inserted(Packed):
 
         sampled     7 2 5 | 8 2 9
         inserted       ^44      ^6       4 4 before 5, and 6 before 9
-        cu_seqlens  0 0 0 2 2 2 3
-    """
+        cu_seqlens  0 0 0 2 2 2 3"""
 
     SPACES = TOKEN, INSERTED
 
@@ -281,8 +276,7 @@ class Rollouts(Packed):
         """Pack right-padded tokens and log-probs [S, width]; lengths and truncated are [S].
 
         given: [S, width] bool, the tokens that environments wrote, which become `inserted`; no row
-        begins or ends with one. Lengths count them.
-        """
+        begins or ends with one. Lengths count them."""
         slots = padded_slots(lengths, tokens.shape[1])
         tokens, logprobs = tokens.flatten()[slots], logprobs.flatten()[slots]
         if given is None or not (is_given := given.flatten()[slots]).any():

@@ -1,6 +1,5 @@
 """The command `python -m maxrl_fast.train --objective maxpo --k 4`: parse, build, run. The step is
-training/trainer.py.
-"""
+training/trainer.py."""
 
 from maxrl_fast.__main__ import run_command
 
@@ -34,8 +33,7 @@ from maxrl_fast.training.sharding import is_sharded
 def main(arguments: Sequence[str]) -> int:
     """Run the command line. Return 0; 1 on non-finite values, failing rewards, a full disk, or a
     failing engine or code of the user's; 2 on bad input, or if such code fails before step 1; 129
-    on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM. A process of torchrun ends instead of returning.
-    """
+    on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM. A process of torchrun ends instead of returning."""
     ranks, code = Ranks.of_environment(), 0
     screen = Screen(is_quiet=not ranks.is_first)
     try:
@@ -89,8 +87,7 @@ def run_job(arguments: Sequence[str], ranks: Ranks, screen: Screen) -> ExitStatu
 
 def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:
     """Return what --dry-run prints, for this machine with so many processes, or for one with GPUs,
-    each with a process of torchrun.
-    """
+    each with a process of torchrun."""
     if name := config.run.dry_run:
         machine = Machine.named(name)
     else:

@@ -2,8 +2,7 @@
 intervals.
 
 Shapes: P prompts, n samples each, c of them correct. Every estimate of a prompt is a mean over
-size-k subsets of its samples, drawn without replacement, in float64.
-"""
+size-k subsets of its samples, drawn without replacement, in float64."""
 
 import math
 from collections.abc import Sequence
@@ -31,15 +30,10 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def max_at_k(rewards: Tensor, k: int) -> Tensor:
-    """Return the mean over size-k subsets of their best reward (MaxPO's S over all samples).
-
-    Shapes: rewards [..., n] -> float64 [...]. In ascending order, r_(i) is the best reward of
+    """Return the mean over size-k subsets, 1 <= k <= n, of their best reward: rewards [..., n] ->
+    float64 [...] (MaxPO's S over all samples). In ascending order, r_(i) is the best reward of
     C(i-1, k-1) of the C(n, k) subsets, a fraction q_i k / i, where q_i = C(i, k) / C(n, k) is
-    computed by recurrence.
-
-    Raises:
-        ValueError: unless 1 <= k <= n.
-    """
+    computed by recurrence."""
     num_samples = rewards.shape[-1]
     _check_k(num_samples, k)
     rank = torch.arange(1, num_samples + 1, dtype=torch.float64)
@@ -54,11 +48,8 @@ def outcomes(num_samples: int, num_correct: Tensor) -> Tensor:
 
 
 def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
-    """Return the unbiased estimate 1 - C(n-c, k) / C(n, k) from c correct of n samples (Chen et al.
-    2021, eq. 1): max@k of rewards of 1 and 0.
-
-    Shapes: num_correct int [...] -> float64 [...].
-    """
+    """Return the unbiased estimate 1 - C(n-c, k) / C(n, k) from c correct of n samples, int [...]
+    -> float64 [...] (Chen et al. 2021, eq. 1): max@k of rewards of 1 and 0."""
     return max_at_k(outcomes(num_samples, num_correct), k)
 
 
@@ -70,22 +61,16 @@ def max_curve(rewards: Tensor) -> Tensor:
 
 def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: int) -> Tensor:
     """Return the probability that the majority answer of k samples is correct (self-consistency,
-    Wang et al. 2023).
+    Wang et al. 2023): float64 [P, len(ks)].
 
     The mean over NUM_DRAWS random subsets of size k; exact for k = 1 (c / n) and for k = n (one
     subset). Tied answers count equally. The value of an answer is the fraction of correct samples
-    among all samples that give it: 0 or 1 if the answer alone decides the reward. Samples without
-    an answer have no vote, unless none of the k samples has an answer; then their own fraction of
-    correct samples counts.
+    among all samples that give it. Samples without an answer have no vote, unless none of the k
+    samples has an answer; then their own fraction of correct samples counts.
 
     Args:
-        answers: integers [P, n], the number of each sample's answer: equal answers to a prompt have
-            equal numbers; -1: no answer.
-        is_correct: bool [P, n].
-
-    Returns:
-        float64 [P, len(ks)].
-    """
+        answers: integers [P, n], equal where the answers to a prompt are; -1: no answer.
+        is_correct: bool [P, n]."""
     num_prompts, num_samples = answers.shape
     for k in ks:
         _check_k(num_samples, k)
@@ -119,22 +104,16 @@ def _check_k(num_samples: int, k: int) -> None:
 
 
 def bootstrap(values: Tensor, resamples: int, confidence: float, seed: int) -> list[Interval]:
-    """Return means over prompts, with intervals from a bootstrap over prompts: percentiles (Efron
-    and Tibshirani 1993, ch. 13), as far out as those of a t distribution with n/(n - 1) times the
-    variance (Hesterberg 2015). Where fewer than RARE prompts differ from the most common value,
-    they reach at least to Wilson's bounds.
-
-    The interval covers the variation between prompts, which includes that of each prompt's samples.
-    All columns use the same draws, so the interval of a difference is the interval of a column of
-    differences.
-
-    Shapes: values [P, M] -> M intervals.
-    """
+    """Return the means of values [P, M] over prompts, with M intervals from a bootstrap over
+    prompts: percentiles (Efron and Tibshirani 1993, ch. 13), as far out as those of a t
+    distribution with n/(n - 1) times the variance (Hesterberg 2015). Where fewer than RARE prompts
+    differ from the most common value, they reach at least to Wilson's bounds. All columns use the
+    same draws, so the interval of a difference is that of a column of differences."""
     num_prompts, values = len(values), values.double().cpu()
     generator = torch.Generator().manual_seed(seed)
-    means = []
-    for start in range(0, resamples, max(1, RESAMPLED // num_prompts)):
-        count = min(resamples - start, max(1, RESAMPLED // num_prompts))
+    means, most_drawn = [], max(1, RESAMPLED // num_prompts)
+    for start in range(0, resamples, most_drawn):
+        count = min(resamples - start, most_drawn)
         drawn = torch.randint(num_prompts, (count, num_prompts), generator=generator)
         times = torch.zeros(count, num_prompts, dtype=torch.float64)
         times.scatter_add_(1, drawn, torch.ones(drawn.shape, dtype=torch.float64))
@@ -187,9 +166,8 @@ def mean_over_sets(intervals: Sequence[Interval]) -> Interval:
 
 
 def support_classes(num_correct: Tensor, num_correct_of_baseline: Tensor) -> dict[str, int]:
-    """Count prompts by which policy solved them at least once in n samples (Wu et al. 2025,
-    empirical support), from the numbers of correct samples int [P] of each policy.
-    """
+    """Count prompts by which policy solved them at least once (Wu et al. 2025, empirical support),
+    from the numbers of correct samples int [P] of each."""
     own, base = num_correct > 0, num_correct_of_baseline > 0
     classes = own & base, own & ~base, ~own & base, ~own & ~base
     names = "preserved", "expanded", "shrunk", "out_of_support"

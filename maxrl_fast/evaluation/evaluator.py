@@ -50,8 +50,7 @@ class Evaluation:
     @cached_property
     def values(self) -> Tensor:
         """The rewards [P, n]; a failed one is the lowest reward or 0: no better than that of a
-        wrong response on any scale.
-        """
+        wrong response on any scale."""
         lowest = self.rewards.nan_to_num().min().clamp_max(0)
         return torch.where(self.rewards.isnan(), lowest, self.rewards)
 
@@ -122,8 +121,7 @@ class Evaluator:
     """Samples responses to the first prompts of a split, and scores them.
 
     The ranks divide the prompts, and each samples `chunk` prompts at a time. If it `shares_engine`,
-    a rank without prompts takes part in sampling for the others.
-    """
+    a rank without prompts takes part in sampling for the others."""
 
     engine: Engine
     task: Task
@@ -147,8 +145,7 @@ class Evaluator:
         Args:
             progress: called with the number of prompts done; may raise.
             keep: called with every chunk of this rank's samples, their rewards [S], NaN where
-                scoring failed, and their components [S].
-        """
+                scoring failed, and their components [S]."""
         ranks, none = self.ranks, torch.zeros(0, dtype=torch.int64, device=self.device)
         places, ids, rewards = [none], [none], [none.float()]  # of this rank's prompts and samples
         counts = torch.zeros(1, 2, dtype=torch.int64, device=self.device)  # tokens and truncated

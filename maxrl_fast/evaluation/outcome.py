@@ -51,8 +51,7 @@ Resample = Callable[[dict[int, Tensor]], dict[int, Interval]]
 
 class SampleTally:
     """Numbers the answers to each prompt, measures the diversity of its correct responses, and
-    passes each line of samples.jsonl to `write`.
-    """
+    passes each line of samples.jsonl to `write`."""
 
     def __init__(
         self, task: Task, diversity: Diversity, write: Callable[[str], object] | None = None
@@ -96,9 +95,7 @@ class Outcome:
     def of(
         cls, name: str, settings: dict[str, Any], evaluation: Evaluation, tally: SampleTally
     ) -> "Outcome":
-        """The diversity is the mean over the prompts with at least two correct responses; None if
-        there are none.
-        """
+        """The diversity is the mean over prompts that have one; None if none has."""
         record, known = evaluation.record(), [x for x in tally.diversities if x is not None]
         numbers = {number: record[number] for number in NUMBERS}
         numbers["diversity"] = sum(known) / len(known) if known else None
@@ -155,8 +152,7 @@ def summary(
     seed: int,
 ) -> dict[str, Any]:
     """Return the estimates of eval.json, with pass@k, max@k and maj@k at `ks`; `seed` is of the
-    subsets for maj@k.
-    """
+    subsets for maj@k."""
     right, answers = is_correct(evaluation.rewards), torch.stack(tally.answers)
     majority = majority_at_k(answers, right, ks, seed)
     values, rewards = tally.diversities, own.rewards.tolist()
@@ -180,7 +176,7 @@ def summary(
             "id": evaluation.ids.tolist(),
             "num_correct": own.num_correct.tolist(),
             "diversity": values,
-            # 9 digits are those of a float32
+            # a float32 has 9 digits
             "rewards": None
             if score == PASS
             else [[float(f"{x:.9g}") for x in row] for row in rewards],

@@ -9,8 +9,7 @@ OUT/checkpoints/step-000090/    warm-start-000040/ during the warm start
     progress.json         step, next prompt, random states, lengths of the logs, options, sizes
     waiting/              with --ahead: batches that are sampled and not learned from
     checksums.json        size and SHA-256 of every file
-OUT/latest, OUT/best            links to the newest checkpoint and to the best one
-"""
+OUT/latest, OUT/best            links to the newest checkpoint and to the best one"""
 
 import dataclasses
 import json
@@ -64,9 +63,10 @@ def progress_record(
     ranks: Ranks,
 ) -> str:
     """Return the content of progress.json."""
-    parts = {"progress": dataclasses.asdict(progress), "decoder": dataclasses.asdict(sizes)}
-    parts |= {"logs": logs, "random": random_states(), "options": options}
-    return json.dumps(parts | {"fingerprints": fingerprints, "machine": machine_of(ranks)})
+    parts: dict[str, Any] = {"progress": dataclasses.asdict(progress)}
+    parts |= {"decoder": dataclasses.asdict(sizes), "logs": logs, "random": random_states()}
+    parts |= {"options": options, "fingerprints": fingerprints, "machine": machine_of(ranks)}
+    return json.dumps(parts)
 
 
 def write_checkpoint(
@@ -110,11 +110,9 @@ def check_weights(learner: Learner, when: str, ranks: Ranks) -> None:
 
 
 class Checkpoints:
-    """Saves the state of a run between steps, and restores it. Every rank must call every method.
-
-    A checkpoint is written every `save_every` steps (0: only at the end and when stopped). The
-    newest `keep` (0: all), the best one and START are kept.
-    """
+    """Saves the state of a run between steps, and restores it: every `save_every` steps (0: only at
+    the end and when stopped). The newest `keep` checkpoints (0: all), the best one and START are
+    kept. Every rank must call every method."""
 
     def __init__(
         self,
@@ -186,13 +184,9 @@ class Checkpoints:
         """Start to write a checkpoint, unless this step already has one.
 
         A thread writes a copy on the host while training continues; the next save, a stop and the
-        end of the run wait for it. With sharded weights (FSDP2) the ranks write together, and this
-        returns when the checkpoint is written.
-
-        Raises:
-            StorageError: if this save or the previous one fails; earlier checkpoints are unchanged.
-            NonFiniteError: if a weight or a moment is NaN or infinite; nothing is written.
-        """
+        end of the run wait for it. With sharded weights (FSDP2) the ranks write together before
+        this returns. StorageError if this save or the previous one fails; NonFiniteError, and
+        nothing is written, if a weight or a moment is NaN or infinite."""
         directory = self.out / "checkpoints" / progress.name
         if directory == self._begun:
             return

@@ -38,11 +38,8 @@ class StoppedNow(KeyboardInterrupt):
 
 class StopSignal:
     """Turns the first Ctrl-C, SIGTERM or SIGHUP into a stop at the next safe point, the same one on
-    all ranks.
-
-    A second signal stops immediately. A SIGHUP that is ignored, as under nohup, stays ignored.
-    Outside the main thread, where Python allows no handlers, signals keep theirs.
-    """
+    all ranks. A second signal stops immediately. A SIGHUP that is ignored, as under nohup, stays
+    ignored. Outside the main thread, where Python allows no handlers, signals keep theirs."""
 
     def __init__(self, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
         self._asked, self._since = 0, 0.0
@@ -86,11 +83,8 @@ class StopSignal:
 
 class StallWatchdog(threading.Thread):
     """Ends this process when a stage makes no progress for `limit` seconds, after the stacks of all
-    threads have been written to standard error.
-
-    `report` sends the message to the other ranks. `ends_process` is False in a notebook, which
-    outlives the run.
-    """
+    threads have been written to standard error. `report` sends the message to the other ranks.
+    `ends_process` is False in a notebook, which outlives the run."""
 
     def __init__(
         self,

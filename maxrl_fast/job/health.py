@@ -66,8 +66,7 @@ MOST_TIMES = 16.0  # the largest speed-up that is proposed
 class SlowRewards:
     """Reports once that rewards take most of the time of the steps.
 
-    `faster` returns the option that speeds rewards up by a factor; "" if there is none.
-    """
+    `faster` returns the option that speeds rewards up by a factor; "" if there is none."""
 
     faster: Callable[[float], str]
     _seconds: Record = field(default_factory=dict)  # total by stage

@@ -69,11 +69,9 @@ class ExitStatus:
 
 @dataclass(frozen=True)
 class Job:
-    """A resolved configuration, its task, and where it runs.
-
-    `functions` are by their names in --reward. A run without progress for --stall-limit seconds
-    ends its process if `ends_process`.
-    """
+    """A resolved configuration, its task, and where it runs; `functions` are by their names in
+    --reward. A run without progress for --stall-limit seconds ends its process if
+    `ends_process`."""
 
     config: ResolvedConfig
     task: Task
@@ -187,11 +185,7 @@ class Job:
 
 def check_rewards(collector: RolloutCollector) -> str:
     """Score two short rollouts of each of the first two prompts; return a warning if some rewards
-    fail, else "". All ranks must call this.
-
-    Raises:
-        RewardError: if all rewards fail.
-    """
+    fail, else "". RewardError if all fail. All ranks must call this."""
     scorer, sampling = collector.scorer.rehearsal(), collector.sampling
     if not scorer.can_fail and not collector.needs.binary:
         return ""
@@ -208,8 +202,7 @@ def check_rewards(collector: RolloutCollector) -> str:
 
 def supervise(loop: RunLoop, is_alone: bool) -> ExitStatus:
     """Run the loop, and return how it ended. With several ranks an error that the others may not
-    have is raised, so that they end too.
-    """
+    have is raised, so that they end too."""
     checkpoints, screen = loop.checkpoints, loop.screen
     try:
         with naming_user_code():

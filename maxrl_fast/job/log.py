@@ -45,8 +45,7 @@ class Log:
         value.
 
         Raises:
-            KeyError: if no row has such a column.
-        """
+            KeyError: if no row has such a column."""
         if isinstance(key, slice):
             return Log(self._rows[key])
         if isinstance(key, int):

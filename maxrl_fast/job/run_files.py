@@ -101,8 +101,7 @@ class RunFiles:
     the numbers too; `warn` is called if it fails later.
 
     Raises:
-        StorageError: if the disk is full; in the methods, if writing fails.
-    """
+        StorageError: if the disk is full; in the methods, if writing fails."""
 
     def __init__(
         self,

@@ -28,8 +28,7 @@ class FittedProgress(Progress):
     """A progress line of one task that fits the terminal's width.
 
     The step, the total and the time left are always shown; then, as far as they fit, the numbers of
-    the task's note, the elapsed time and the bar.
-    """
+    the task's note, the elapsed time and the bar."""
 
     def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
         """Choose the columns for each drawing, because the terminal may have been resized."""

@@ -69,14 +69,13 @@ def group_advantage(
         options: further options of the estimator, such as eps, ddof, quantile, tau.
 
     Returns:
-        Advantages like rewards, float32 if these are not floating; not differentiable. In groups
-        of one, centred estimators give 0. Uneven groups with too few rollouts for k get 0. A custom
+        Advantages like rewards, float32 if these are not floating; not differentiable. Groups of
+        one with centred estimators, and uneven groups with too few rollouts for k, get 0. A custom
         function of rewards [G, N] with `lengths` may return one for each of their tokens, [T].
 
     Uneven groups are padded to the largest, whose size is read from the device (in torch.compile to
     S). On the CPU numbers that are not finite, not allowed for the estimator or beyond 1e150 are
-    errors. A GPU would wait: there the advantages of the group, or the batch, become NaN.
-    """
+    errors. A GPU would wait: there the advantages of the group, or the batch, become NaN."""
     if isinstance(rewards, list):
         rewards = torch.tensor(rewards)
     check_tensor("rewards", rewards)
@@ -241,8 +240,7 @@ def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:
     """Return S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1).
 
     Its mean gradient is (1/k) grad max@k. This and the next functions also take offsets, group_ids
-    and valid, as in `group_advantage`.
-    """
+    and valid, as in `group_advantage`."""
     return group_advantage(rewards, "maxpo", k=k, **layout)
 
 
@@ -259,8 +257,7 @@ def leave_two_out_baseline(rewards: Tensor, k: int, **layout: Any) -> Tensor:
 def maxrl_advantage(rewards: Tensor, order: int | None = None, **layout: Any) -> Tensor:
     """Return the sum of maxpo_advantage over k = 1..order, default N-1, of rewards [..., N].
 
-    For rewards 0 or 1 and order N-1 it is (r - mean)/mean, 0 if mean = 0 (MaxRL, Algorithm 1).
-    """
+    For rewards 0 or 1 and order N-1 it is (r - mean)/mean, 0 if mean = 0 (MaxRL, Algorithm 1)."""
     return group_advantage(rewards, "maxrl", order=order, **layout)
 
 

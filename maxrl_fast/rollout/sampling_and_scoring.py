@@ -1,6 +1,5 @@
 """Samples responses and scores them: those of a training step, its greedy ones, and those of an
-evaluation, in one turn or as episodes.
-"""
+evaluation, in one turn or as episodes."""
 
 import contextlib
 from collections.abc import Callable
@@ -42,8 +41,7 @@ def sample_and_score(
     Args:
         clock: measures the stages "rollout" and "reward".
         shares_engine: whether the engine samples for several ranks, which call it together.
-        zero_truncated: of `Scorer.score`.
-    """
+        zero_truncated: of `Scorer.score`."""
     prompts = request.prompts
     with contextlib.ExitStack() as not_finished:
         if isinstance(task, EpisodeTask):

@@ -2,8 +2,7 @@
 locks, and checks of untrusted files: regular files of a bounded size.
 
 Symbolic links of untrusted files are followed, because the Hugging Face cache stores its files as
-links to ../../blobs. Their targets are read only as JSON, tensors or a tokenizer.
-"""
+links to ../../blobs. Their targets are read only as JSON, tensors or a tokenizer."""
 
 import contextlib
 import errno

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 import torch
@@ -85,9 +86,7 @@ class Scorer:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weights of several rewards, by the names of their components; {} where there is one,
-        or the task scores.
-        """
+        """The weights of several rewards, by the names of their components; else {}."""
         return getattr(self._source, "weights", {})
 
     @property
@@ -96,9 +95,7 @@ class Scorer:
         return self._source is not None or isinstance(self._task, EpisodeTask)
 
     def rehearsal(self) -> "Scorer":
-        """Return a scorer of the same rewards that scores every response, and gives up only if all
-        rewards fail.
-        """
+        """Return a scorer that scores every response, and gives up only if all rewards fail."""
         return Scorer(self._task, self._source, threshold=self._threshold)
 
     def score(
@@ -159,13 +156,13 @@ class Scorer:
         columns = self._columns(prompts)
         responses = response_texts(self._task, rollouts)
         indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]
-        cut = rollouts.truncated.tolist()
-        rows = [
-            {**columns[s // num_rollouts], "response": responses[s], CUT: cut[s]} for s in indices
-        ]
+        given = {"response": responses, CUT: rollouts.truncated.tolist()}
         if source.wants_raw:
-            raw = response_texts(self._task, rollouts, with_special=True)
-            rows = [{**row, RAW: raw[s]} for row, s in zip(rows, indices, strict=True)]
+            given[RAW] = response_texts(self._task, rollouts, with_special=True)
+        rows = [
+            {**columns[s // num_rollouts], **{name: x[s] for name, x in given.items()}}
+            for s in indices
+        ]
         try:
             max_failures = int(self._max_error_rate * len(responses) * self._num_ranks)
             scores = source.score(rows, max_failures, beat, num_rollouts)
@@ -179,8 +176,7 @@ class Scorer:
 
     def _keep(self, scores: Scores, indices: list[int], rewards: Tensor) -> None:
         """Put the scores of these responses into `rewards` [S], and count them; a response that
-        failed before stays failed, and counts once.
-        """
+        failed before stays failed, and counts once."""
         has_failed = rewards[indices].isnan()
         self._num_scored -= scores.num_left
         self._failures += [x for x in scores.failures if not has_failed[x.index]]
@@ -198,10 +194,8 @@ class Scorer:
 
     def _columns(self, prompts: Prompts) -> tuple[dict[str, Any], ...]:
         texts = () if prompts.columns else unpack(prompts.tokens, prompts.lengths)
-        columns = prompts.columns or tuple(
-            {"prompt": self._task.decode(tokens)} for tokens in texts
-        )
-        for name, value in ((name, value) for row in columns for name, value in row.items()):
+        columns = prompts.columns or tuple({"prompt": self._task.decode(x)} for x in texts)
+        for name, value in chain.from_iterable(map(dict.items, columns)):
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as error:  # of a task of the user's own
@@ -224,9 +218,7 @@ class Scorer:
             raise errors[0]
 
     def _needs_scoring(self, response: str) -> bool:
-        """Return whether to call the function: with an answer limit, not for an answer that is
-        missing or too long.
-        """
+        """With an answer limit, an answer that is missing or too long needs no scoring."""
         if self._answer_limit is None:
             return True
         length = len(self._task.answer(response))
@@ -236,19 +228,14 @@ class Scorer:
 
     def pop_metrics(self) -> MetricAccumulator:
         """Return the components of this rank's rewards since the last call, and with an answer
-        limit the fractions of answers that were not compared.
-        """
+        limit the fractions of answers that were not compared."""
         metrics, self._metrics = self._metrics, MetricAccumulator()
         return metrics
 
     def failures(self, ranks: Ranks, when: str) -> tuple[dict[str, int], str]:
         """Return the number of failed rewards on all ranks since the last call, by kind, and a
-        warning with an example, "" if none failed.
-
-        Raises:
-            RewardError: if more than max_error_rate of the rewards failed, or the function can no
-                longer be called.
-        """
+        warning with an example, "" if none failed. RewardError if more than max_error_rate failed,
+        or the function can no longer be called."""
         if not self.can_fail:
             return {}, ""
         failures = self._failures

@@ -49,8 +49,7 @@ class LengthPenalty:
 
         min(0, factor (limit - buffer - length) / buffer)
 
-    It falls linearly to -factor at the limit, the length of the longest response.
-    """
+    It falls linearly to -factor at the limit, the length of the longest response."""
 
     limit: int
     buffer: int
@@ -94,7 +93,7 @@ class RolloutBatch(Samples):
     # [G, N] int64, rollouts of the prompt after the round of each; 0 if it was not drawn
     drawn_by: Annotated[Tensor | None, PROMPT] = None
     masks_truncated: bool = False  # their tokens are not in the loss
-    sampled_after: int | None = None  # the step that made the weights which sampled it; 0: none
+    sampled_after: int | None = None  # the step whose weights sampled it
 
     @property
     def num_sampled(self) -> int:
@@ -160,8 +159,7 @@ class RolloutCollector:
             greedy responses or parts.
         length_penalty: added to the rewards that the objective sees.
         shares_engine: whether the engine samples for several ranks, which call it together.
-        truncated: of --truncated: keep, zero or mask.
-    """
+        truncated: of --truncated: keep, zero or mask."""
 
     task: Task
     engine: Engine
@@ -204,8 +202,7 @@ class RolloutCollector:
         block    0 1 2   3 4   5 6
         table    0 3 - -
                  1 - - -                a row for each prompt; -: not drawn
-                 2 4 5 6
-        """
+                 2 4 5 6"""
         size, prompts = schedule.block, Prompts.none(self.device)
         width, parts, num_blocks = self.num_rollouts // size, list[RolloutBatch](), 0
         table = torch.full((0, width), -1, device=self.device)
@@ -233,10 +230,8 @@ class RolloutCollector:
                 parts.append(part.regrouped(size))
                 blocks = num_blocks + torch.arange(len(asked) * count // size, device=self.device)
                 places = slice(begun // size, (begun + count) // size)
-                table[asked, places], ends[asked, places] = (
-                    blocks.view(len(asked), -1),
-                    begun + count,
-                )
+                table[asked, places] = blocks.view(len(asked), -1)
+                ends[asked, places] = begun + count
                 num_blocks += len(blocks)
             known = torch.cat([part.all_rewards.view(-1, size) for part in parts])
             known = torch.cat([known, known.new_full((1, size), torch.nan)])  # at -1
@@ -266,9 +261,7 @@ class RolloutCollector:
         """Add what only the objective sees: the length penalty, the texts if it needs them, and all
         ranks' components.
 
-        Metrics, kept rollouts and the schedule see the rewards without the penalty. A group whose
-        rollouts all failed therefore still counts as a group of equal rewards.
-        """
+        Metrics, kept rollouts and the schedule see the rewards without the penalty."""
         if self.length_penalty is not None:
             penalties = self.length_penalty(batch.rollouts.lengths).view(batch.rewards.shape)
             rewards = (batch.rewards + penalties).masked_fill(~batch.has_reward, 0.0)
@@ -294,11 +287,9 @@ class RolloutCollector:
         scorer.pop_metrics()  # drop those of an evaluation, or of greedy responses
         part = prompts.take(first, own)
         asked = part, count, self.sampling, self.seed, step
+        has_more = begun + count < self.num_rollouts
         request = RolloutRequest(
-            *asked,
-            first_sample=begun,
-            beat=clock.beat,
-            keeps_prompts=begun + count < self.num_rollouts,
+            *asked, first_sample=begun, beat=clock.beat, keeps_prompts=has_more
         )
         sampled = self._sample_and_score(request)
         with clock("rollout"):
@@ -372,9 +363,8 @@ def check_binary(rewards: Tensor, prompts: Prompts, when: str) -> None:
     if len(broken):
         group, rollout = broken[0].tolist()
         raise InputError(
-            f"{when}: this objective needs rewards of 0 or 1, got "
-            f"{float(rewards[group, rollout]):g} for prompt "
-            f"{int(prompts.ids[group])}; --reward-threshold makes them so"
+            f"{when}: this objective needs rewards of 0 or 1, got {rewards[group, rollout]:g} for "
+            f"prompt {prompts.ids[group]}; --reward-threshold makes them so"
         )
 
 

@@ -24,9 +24,8 @@ def prompt_gradient_norms(
     """Return the norm of each prompt's gradient (figures 6 and 8 of the MaxRL paper), its part of
     the gradient of the loss over all samples; 0 if none of its samples has a gradient.
 
-    All ranks must call this: each runs the backward passes of all prompts. All gradients are zero
-    afterwards. Arguments are as in Learner.update; `beat` is called after each prompt.
-    """
+    Each rank runs the backward passes of all prompts. All gradients are zero afterwards. Arguments
+    are as in Learner.update; `beat` is called after each prompt."""
     packer = learner.packer(samples, advantages)
     plan = learner.plan(packer, samples, sequences, draw)
     group, norms = plan.sequences // samples.num_rollouts, [0.0] * len(samples.prompts)

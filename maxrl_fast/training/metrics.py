@@ -22,8 +22,7 @@ def step_metrics(
     entropy over the rollouts of the step; the loss, the gradient norm and moment_variance over the
     updates; ratios, clip fractions and KL over the tokens trained on; logprob_diff over those of
     the first update. A loss's own metrics are summed over the updates if they are integers, else
-    averaged.
-    """
+    averaged."""
     rewards, rollouts = batch.all_rewards, batch.raw_rollouts
     solved = rewards > 0.5  # False for an unknown reward (NaN)
     known = rewards if batch.valid is None else rewards[~rewards.isnan()]

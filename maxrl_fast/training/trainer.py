@@ -4,8 +4,7 @@
          packed batch --> model (each prompt once) --> loss --> optimizer --> weights back to the
          rollout engine
 
-G prompts, N rollouts per prompt, S = G N sequences.
-"""
+G prompts, N rollouts per prompt, S = G N sequences."""
 
 import atexit
 import time
@@ -51,8 +50,7 @@ class Trainer:
         weights       v0           v1           v2            v_n: after step n
         thread, A = 1 | sample 2   | sample 3   | sample 4    by v0, v1, v2
 
-    `waiting` has the batches of the next steps, which are sampled and not learned from.
-    """
+    `waiting` has the batches of the next steps, which are sampled and not learned from."""
 
     collector: RolloutCollector
     objective: Objective

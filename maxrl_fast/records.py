@@ -47,8 +47,7 @@ def sequence_sums(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def gather_sequences(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the packed positions [T'] of the chosen sequences, concatenated, and their
-    cu_seqlens."""
+    """Return the packed positions [T'] of the chosen sequences, and their cu_seqlens."""
     lengths = cu_seqlens.diff()[sequences]
     return ranges(cu_seqlens[:-1][sequences], lengths), cumulative(lengths)
 

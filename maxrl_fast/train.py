@@ -49,13 +49,10 @@ def main(arguments: Sequence[str]) -> int:
         Screen().error(str(error))
         code = getattr(error, "code", 1)
     except torch.OutOfMemoryError as error:
-        needs_less = (
-            "a lower --token-budget or --kv-cache-gb, --checkpoint-activations or --sharding full "
-            "needs less"
-        )
         Screen().error(
-            f"{str(error).partition('. ')[0]}; {needs_less}; --resume resumes from the last "
-            "checkpoint"
+            f"{str(error).partition('. ')[0]}; a lower --token-budget or --kv-cache-gb, "
+            "--checkpoint-activations or --sharding full needs less; --resume resumes from the "
+            "last checkpoint"
         )
         code = 1
     except InputError as error:

@@ -49,8 +49,7 @@ class Evaluation:
 
     @cached_property
     def values(self) -> Tensor:
-        """The rewards [P, n]; a failed one is the lowest reward or 0: no better than that of a
-        wrong response on any scale."""
+        """The rewards [P, n]; a failed one is the lowest reward or 0, as a wrong response's."""
         lowest = self.rewards.nan_to_num().min().clamp_max(0)
         return torch.where(self.rewards.isnan(), lowest, self.rewards)
 

@@ -210,11 +210,10 @@ def baseline_summary(
 
 def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
     """Return the content of the first prompts of a split as JSON: all columns of a data set, or
-    else the text. Tokens would not identify a prompt, because another model may have another
-    tokenizer."""
+    else the text; tokens differ from model to model."""
     prompts = task.prompts(split, 0, num_prompts)
     parts = unpack(prompts.tokens, prompts.lengths)
-    # The fingerprint tells apart tasks whose prompts have the same text, such as two chains.
+    # the fingerprint tells apart tasks whose prompts have the same text, such as two chains
     texts = ([task.fingerprint, task.decode(tokens)] for tokens in parts)
     return [*map(json.dumps, prompts.columns or texts)]
 

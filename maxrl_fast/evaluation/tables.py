@@ -74,7 +74,7 @@ def numbers_table(rows: Mapping[str, Sequence[float | None]], columns: Sequence[
 
 def outcome_rows(outcomes: Sequence[Outcome]) -> dict[str, Sequence[float | None]]:
     """Return the numbers of evaluations other than pass@k and max@k, for numbers_table."""
-    # Only by the first evaluation's measure of diversity: values by another are not comparable.
+    # values by another measure of diversity than the first's are not comparable
     diversity = [
         x.numbers["diversity"] if x.measure == outcomes[0].measure else None for x in outcomes
     ]
@@ -119,7 +119,7 @@ def draw_coverage(
     for i, (name, curve, intervals) in enumerate(curves):
         color, ks = f"C{i}", [*intervals]
         mean, low, high = ([x[of] for x in intervals.values()] for of in ("mean", "low", "high"))
-        # Escaped, because Matplotlib would typeset text between dollar signs as mathematics.
+        # Matplotlib would typeset text between dollar signs as mathematics
         label = name.replace("$", r"\$")
         axes.plot(range(1, len(curve) + 1), curve.tolist(), color=color, label=label)
         axes.plot(ks, mean, color=color, marker="o", markersize=4, linestyle="none")
@@ -128,11 +128,8 @@ def draw_coverage(
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set(
-        title="Coverage",
-        xlabel="k, samples",
-        ylabel=f"{score.replace('_at_', '@')}, with {confidence:.0%} intervals",
-    )
+    shown = f"{score.replace('_at_', '@')}, with {confidence:.0%} intervals"
+    axes.set(title="Coverage", xlabel="k, samples", ylabel=shown)
     if score == PASS:
         axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)

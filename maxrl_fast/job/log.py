@@ -41,11 +41,8 @@ class Log:
     @overload
     def __getitem__(self, key: slice) -> "Log": ...
     def __getitem__(self, key: str | int | slice) -> Any:
-        """Return a column, a row, or a slice of rows. In a numeric column NaN marks rows without a
-        value.
-
-        Raises:
-            KeyError: if no row has such a column."""
+        """Return a column, a row, or a slice of rows; KeyError if no row has such a column. In a
+        numeric column NaN marks rows without a value."""
         if isinstance(key, slice):
             return Log(self._rows[key])
         if isinstance(key, int):

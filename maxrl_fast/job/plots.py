@@ -11,8 +11,8 @@ from maxrl_fast.evaluation.scores import PASS, score_of
 def draw_curves(
     metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path, title: str = ""
 ) -> None:
-    """Plot metrics as means of a twentieth of the steps, each step's value pale behind; evaluations
-    with the 95% interval of a rate on so many prompts (Wilson)."""
+    """Plot metrics as means of a twentieth of the steps, with each step's value pale behind, and
+    evaluations with the 95% interval of a rate on so many prompts."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -78,19 +78,12 @@ def draw_weights(curves: dict[str, tuple[Tensor, Tensor]], num_rollouts: int, pa
     for name, (pass_rates, weights) in curves.items():
         axes.plot(pass_rates, weights, label=name)
     pass_rates = next(iter(curves.values()))[0]
-    axes.plot(
-        pass_rates, 1 / pass_rates, color="0.5", linestyle="--", label="1/p, maximum likelihood"
-    )
+    likelihood = "1/p, maximum likelihood"
+    axes.plot(pass_rates, 1 / pass_rates, color="0.5", linestyle="--", label=likelihood)
     largest = max(float(weights.max()) for _, weights in curves.values())
-    axes.set(
-        xscale="log",
-        yscale="log",
-        ylim=(1e-2, 3 * max(largest, 1.0)),
-        xlim=(float(pass_rates[0]), 1),
-        title=f"Weight of a prompt's gradient, N = {num_rollouts}",
-        xlabel="pass rate p",
-        ylabel="W_N(p)",
-    )
+    axes.set(xscale="log", xlim=(float(pass_rates[0]), 1), xlabel="pass rate p")
+    axes.set(yscale="log", ylim=(1e-2, 3 * max(largest, 1.0)), ylabel="W_N(p)")
+    axes.set_title(f"Weight of a prompt's gradient, N = {num_rollouts}")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -98,10 +98,7 @@ class RunFiles:
     """Writes the files of one run into its folder; does nothing unless `is_writer`.
 
     The logs are cut to their lengths at the checkpoint `saved`. `log_to` is the tracker that gets
-    the numbers too; `warn` is called if it fails later.
-
-    Raises:
-        StorageError: if the disk is full; in the methods, if writing fails."""
+    the numbers too; `warn` is called if it fails later. StorageError if writing fails."""
 
     def __init__(
         self,

@@ -25,13 +25,11 @@ _BAR_WIDTH = 24
 
 
 class FittedProgress(Progress):
-    """A progress line of one task that fits the terminal's width.
-
-    The step, the total and the time left are always shown; then, as far as they fit, the numbers of
-    the task's note, the elapsed time and the bar."""
+    """A progress line of one task that fits the terminal's width: the step, the total and the time
+    left, then, as far as they fit, the numbers of the task's note, the elapsed time and the bar."""
 
     def make_tasks_table(self, tasks: Iterable[Task]) -> Table:
-        """Choose the columns for each drawing, because the terminal may have been resized."""
+        """Choose the columns for each drawing: the terminal may have been resized."""
         tasks = list(tasks)
         if tasks:  # none yet at the first call
             self.columns = self._fitting(tasks[0])

@@ -1,5 +1,4 @@
-"""Samples responses and scores them: those of a training step, its greedy ones, and those of an
-evaluation, in one turn or as episodes."""
+"""Samples responses and scores them, in one turn or as episodes."""
 
 import contextlib
 from collections.abc import Callable
@@ -58,8 +57,7 @@ def sample_and_score(
             rewards = torch.full((len(rollouts),), torch.nan, device=rollouts.tokens.device)
             return ScoredSamples(prompts, rollouts, rewards, ({},) * len(rollouts))
         with clock("reward"):
-            rewards = scorer.score(
-                prompts, rollouts, request.environments, request.beat, zero_truncated
-            )
+            given = prompts, rollouts, request.environments, request.beat
+            rewards = scorer.score(*given, zero_truncated)
         not_finished.pop_all()
     return ScoredSamples(prompts, rollouts, rewards, tuple(scorer.components))

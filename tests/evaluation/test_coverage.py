@@ -41,8 +41,6 @@ def test_pass_at_k_is_exact():
 def test_a_k_out_of_range_is_refused():
     with pytest.raises(ValueError, match="from 1 to the 8 samples of a prompt, got 9"):
         pass_at_k(8, torch.tensor([1]), 9)
-    with pytest.raises(ValueError, match="got 0"):
-        max_at_k(torch.ones(2, 3), 0)
     with pytest.raises(ValueError, match="got 4"):
         majority_at_k(torch.zeros(2, 3).long(), torch.ones(2, 3) > 0, [1, 4], 0)
 
@@ -78,8 +76,7 @@ def test_max_at_k_is_the_mean_over_all_subsets_of_the_best_reward(rewards):
 
 def majority_by_hand(answers, right, k):
     """Return maj@k as the mean over all subsets of size k. Answers that tie for the most votes
-    share a subset equally.
-    """
+    share a subset equally."""
     pairs = [*zip(answers, right, strict=True)]
     worth = {a: Fraction(sum(r for b, r in pairs if b == a), answers.count(a)) for a in answers}
     total = Fraction(0)
@@ -128,31 +125,25 @@ def test_the_interval_of_a_fraction_is_binomial():
 
 
 @pytest.mark.parametrize(
-    ("alpha", "beta", "num_samples"),
-    [(0.01, 0.99, 1), (0.05, 0.95, 1), (0.3, 0.7, 1), (0.05, 4.95, 16), (0.5, 1.5, 16), (2, 2, 16)],
+    ("a", "b", "n"), [(0.05, 0.95, 1), (0.7, 0.3, 1), (0.05, 4.95, 16), (4.95, 0.05, 16)]
 )
-@pytest.mark.parametrize("is_failure", [False, True])
-def test_intervals_of_30_prompts_cover_the_mean(alpha, beta, num_samples, is_failure):
-    """Each column is an evaluation: pass rates of a beta distribution, with as many samples."""
+def test_intervals_of_30_prompts_cover_the_mean(a, b, n):
+    """Each column is an evaluation: pass rates of a beta distribution, with n samples."""
     draw = numpy.random.default_rng(0)
-    rates = draw.binomial(num_samples, draw.beta(alpha, beta, (2, 30, 400))) / num_samples
-    mean = alpha / (alpha + beta)
-    if is_failure:
-        rates, mean = 1 - rates, 1 - mean
+    rates = draw.binomial(n, draw.beta(a, b, (2, 30, 400))) / n
     sets = [bootstrap(torch.tensor(x), 1000, 0.95, seed=0) for x in rates]
     both = [mean_over_sets(pair) for pair in zip(*sets, strict=True)]
     for intervals in (*sets, both):
-        covered = sum(x["low"] <= mean <= x["high"] for x in intervals) / 400
+        covered = sum(x["low"] <= a / (a + b) <= x["high"] for x in intervals) / 400
         assert covered > 0.92  # two standard errors below .94
 
 
 def test_no_success_is_not_certainty():
-    values = torch.tensor([[0, 1.0, 0.5]]).expand(30, 3)
-    none, all_right, half = bootstrap(values, 100, 0.95, seed=0)
-    wilson = 1.96**2 / (30 + 1.96**2)
-    assert (none["low"], none["high"]) == (0, pytest.approx(wilson, rel=1e-4))
-    assert (all_right["low"], all_right["high"]) == (pytest.approx(1 - wilson, rel=1e-4), 1)
-    assert half["high"] - 0.5 == pytest.approx(wilson / 2, rel=1e-4)
+    values = torch.tensor([[0, 1.0]]).expand(30, 2)
+    none, all_right = bootstrap(values, 100, 0.95, seed=0)
+    most = pytest.approx(1.96**2 / (30 + 1.96**2), rel=1e-4)
+    assert (none["low"], none["high"]) == (0, most)
+    assert (1 - all_right["low"], all_right["high"]) == (most, 1)
     (gain,) = bootstrap(torch.tensor([-1.0, *[0] * 29])[:, None], 100, 0.95, seed=0)
     assert gain["low"] < -0.15  # one is lost, and more may be
     assert gain["high"] > 0.08

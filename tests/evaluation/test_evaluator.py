@@ -20,8 +20,7 @@ from tests import brute_force
 
 class Oracle:
     """An engine that solves every maze with its first `solved` samples and walks into a wall with
-    the others.
-    """
+    the others."""
 
     def __init__(self, task, solved, split="test"):
         self.task, self.solved, self.split = task, solved, split
@@ -79,8 +78,7 @@ def test_pass_counts_are_by_id_and_bounded(monkeypatch):
 
 def test_a_rank_without_prompts_samples_for_the_others_where_they_share_an_engine(monkeypatch):
     """Of 40 prompts in chunks of 13 on three ranks, the last is alone in its chunk: only the last
-    rank has it.
-    """
+    rank has it."""
     task, oracle, counts = MazeTask(7), Oracle(MazeTask(7), 3), []
     generate = oracle.generate
     oracle.generate = lambda request: counts.append(len(request.prompts)) or generate(request)

@@ -143,9 +143,7 @@ def test_a_link_in_the_place_of_a_temporary_file_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "kind"),
-    [(errno.EROFS, InputError), (errno.ENOSPC, StorageError)],
-    ids=["read", "full"],
+    ("code", "kind"), [(errno.EROFS, InputError), (errno.ENOSPC, StorageError)]
 )
 def test_a_folder_that_cannot_be_written_is_refused_with_the_lock(
     code, kind, tmp_path, monkeypatch

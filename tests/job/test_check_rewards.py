@@ -1,6 +1,5 @@
 """What is wrong with a reward is found before the warm start, and a run that ended before its first
-step can be begun again.
-"""
+step can be begun again."""
 
 import itertools
 

@@ -38,7 +38,7 @@ def test_the_first_signal_asks_to_stop_and_a_later_one_exits(number, monkeypatch
 
 
 def test_the_watchdog_of_a_process_that_is_not_the_runs_own_does_not_end_it(capfd, monkeypatch):
-    """The process is also stopped for 100 s, which do not count."""
+    """A stop of the process for 100 s does not count."""
     told, clock, now = [], Stopwatch(), time.monotonic
     start = now() + 0.03
     monkeypatch.setattr(time, "monotonic", lambda: now() + 100 * (now() > start))

@@ -1,6 +1,5 @@
 """Runs whose policy transformers runs: they resume bitwise, and several ranks compute what one
-does.
-"""
+does."""
 
 import json
 

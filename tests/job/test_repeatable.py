@@ -1,6 +1,5 @@
 """The same job on the same machine has the same bits, whatever the clock, Python's hash seed and
-the order of directories.
-"""
+the order of directories."""
 
 import os
 import subprocess

@@ -1,6 +1,5 @@
 """A run that is stopped and resumed has bitwise the same samples, metrics and weights as a run that
-was not stopped.
-"""
+was not stopped."""
 
 import contextlib
 import functools
@@ -379,8 +378,7 @@ def test_a_run_and_its_resumption_keep_the_configuration_that_was_loaded(maze_ru
 
 def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd, monkeypatch):
     """The warning comes before the code: the objective's file is loaded while options are
-    parsed.
-    """
+    parsed."""
     objective = tmp_path / "objective.py"
     objective.write_text("import sys\nprint('it runs', file=sys.stderr)\nraise SystemExit('x')\n")
     reward, out = f"{tmp_path / 'reward.py'}:score", tmp_path / "run"
@@ -432,11 +430,10 @@ def test_the_best_evaluation_is_the_earliest_with_the_highest_mean_reward():
 
 def test_a_run_evaluates_on_a_part_of_the_prompts_at_each_quarter(tmp_path, monkeypatch):
     """33 of 64 prompts, 3 x 33 x 1 of at most 100 samples. The first evaluation's samples of these
-    prompts have the same random numbers, and a stopped run resumes with the same evaluations.
-    """
-    few = "--maze-size 7 --layers 1 --hidden-size 16 --intermediate-size 16 --heads 2 --kv-heads 1"
-    job = [*few.split(), *"--sft-steps 2 --steps 5 --prompts 50 --rollouts 8 --k 2".split()]
-    job += [*"--eval-prompts 64 --eval-samples 1 --threads 1 --lr 1e-9 --save-every 1".split()]
+    prompts have the same random numbers, and a stopped run resumes with the same evaluations."""
+    job = "--maze-size 7 --layers 1 --hidden-size 16 --intermediate-size 16 --heads 2".split()
+    job += "--kv-heads 1 --sft-steps 2 --steps 5 --prompts 50 --rollouts 8 --k 2".split()
+    job += "--eval-prompts 64 --eval-samples 1 --threads 1 --lr 1e-9 --save-every 1".split()
     assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
     evaluations = read(tmp_path / "whole" / "eval.jsonl")
     sizes = [(x["step"], x["num_prompts"]) for x in evaluations]

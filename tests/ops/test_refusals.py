@@ -1,7 +1,6 @@
 """What the operators refuse, in one sentence: each argument at the function that checks it.
 
-The fuzz tests replace every argument by wrong objects, and find values that pass.
-"""
+The fuzz tests replace every argument by wrong objects, and find values that pass."""
 
 import math
 
@@ -88,7 +87,6 @@ def test_losses_and_logprobs_from_hidden_states(change, message):
     ("change", "message"),
     table(r"""
     beta=1 - 9e-8 | beta must be from 1e-7 to 1 - 1e-7, got 0.9
-    temperature=0.0 | temperature must be a finite number above 0, got 0.0
     teacher_softcap=INF | teacher_softcap must be finite and at least 0, got inf
     teacher_hidden=ones(5, 16) | ^teacher_hidden \[T, H\] and teacher_weight \[V, H\] must have
       one H and device
@@ -106,7 +104,6 @@ def test_linear_divergence(change, message):
     ("change", "message"),
     table(r"""
     groups=5 | groups must be a number of rollouts that divides S = 24, or offsets, got 5
-    groups=tensor([0, 9]) | cu_seqlens must rise from 0 to T = 24
     labels=full((24,), 0.5) | labels must be 0 or 1, got 0.5 for rollout 0
     """),
 )
@@ -136,7 +133,6 @@ PAIRS, ALL = torch.tensor([0, 2, 4]), torch.tensor([0, 4])
     maxpo | k=4 | maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4
     maxpo | k=2.0 | maxpo needs an integer as k, got 2.0
     maxpo |  | maxpo needs k, 1 <= k <= N-1
-    maxpo | K=2 | maxpo needs k, 1 <=
     grpo | k=2 | grpo does not use k, got k=2
     rloo | eps=1.0 | rloo takes no options, got .eps.
     grpo | eps=10**400 | eps of grpo must be a finite number of at least 0
@@ -158,7 +154,6 @@ PAIRS, ALL = torch.tensor([0, 2, 4]), torch.tensor([0, 4])
     unlikeliness | logprobs=R - INF | must be finite, got -inf in group 0
     grpo | rewards=R.double() * 1e160 | at most 1e\+150 in magnitude .*, got 1e\+160
     w_reinforce | correct_weight=1e300 | advantages .* must be finite in torch.float32
-    rloo | rewards=(2 * R - 1).half() * 65504 | finite in torch.float16, got -inf at
     """),
 )
 def test_bad_input_is_refused_by_name(name, change, message):

@@ -83,7 +83,6 @@ def test_steps_are_those_of_a_loop_with_old_weights(ahead, flags, tmp_path):
         inserted = record.batch.rollouts.inserted
         turns += 0 if inserted is None else len(inserted.tokens)
         versions.append(deepcopy(by_hand.learner.model))
-        # updates between the weights that sampled it and the policy
         assert record.metrics["lag"] == min(ahead, n - 1) * trainer.updates_per_step
         assert record.metrics["loss"] == expected.metrics["loss"]
         both = trainer.learner.model, versions[-1]

@@ -1,6 +1,5 @@
 """Group objectives: which inputs an estimator gets from the rollouts, and which objective the
-options choose.
-"""
+options choose."""
 
 import pytest
 import torch
@@ -48,9 +47,7 @@ def test_an_estimator_gets_its_inputs_from_the_rollouts():
 
 
 @pytest.mark.parametrize("objective", ["rloo", "ppo"])
-def test_mask_leaves_out_tokens_of_truncated_responses_that_count_in_their_groups(
-    objective, monkeypatch
-):
+def test_mask_leaves_out_tokens_of_truncated_responses_of_groups(objective, monkeypatch):
     learned = []
     monkeypatch.setattr(
         ppo, "update_critic", lambda *given, when: (learned.append(given[-1]), (0.0, 0.0))[1]

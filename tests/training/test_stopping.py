@@ -1,6 +1,5 @@
 """MaxRL that stops: the gradient by enumeration in rationals, and rounds that are a prefix of one
-draw.
-"""
+draw."""
 
 from dataclasses import replace
 from fractions import Fraction as F
@@ -164,7 +163,7 @@ def test_rounds_are_drawn_until_enough_succeed(monkeypatch):
     assert record["pass_rate"] == [0, 1, 0.5]
 
 
-@pytest.mark.parametrize(("truncated", "drawn"), [("keep", 2), ("mask", 2), ("zero", 8)])
+@pytest.mark.parametrize(("truncated", "drawn"), [("mask", 2), ("zero", 8)])
 def test_a_truncated_success_is_none_with_zero(truncated, drawn):
     task, engine = CoinTask(5), Coins()
     task.table, generate = [[1.0] * 4 + [0.0] * 4 + [1.0] * 8], engine.generate

@@ -3,6 +3,7 @@ called."""
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -83,6 +84,8 @@ def test_what_ends_the_import_of_a_command(words, content, code, message, tmp_pa
     paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
     command, options = [sys.executable, "-m", module, *arguments], {"timeout": 60, "check": False}
     options["env"] = {**os.environ, "PYTHONPATH": paths}
+    # which a background job ignores
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     process = subprocess.run(command, capture_output=True, text=True, **options)
     assert process.returncode == code
     assert re.fullmatch(message, process.stderr.strip())

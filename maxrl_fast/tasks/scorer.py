@@ -131,7 +131,8 @@ class Scorer:
             if zero_truncated:
                 for s in rollouts.truncated.nonzero()[:, 0].tolist():
                     self.components[s] = dict.fromkeys(self.components[s] or self.weights, 0.0)
-            for s in (~rewards.isnan()).nonzero()[:, 0].tolist():
+            is_known = ~rewards.isnan() | (rollouts.truncated.cpu() & zero_truncated)
+            for s in is_known.nonzero()[:, 0].tolist():
                 for name, value in self.components[s].items():
                     self._metrics.add(f"reward/{name}", value)
             rewards = rewards.to(rollouts.tokens.device)

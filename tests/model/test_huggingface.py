@@ -278,10 +278,10 @@ def test_wrong_configurations_are_refused(changes, message, tmp_path):
 def test_weights_that_are_no_safetensors_are_refused(tmp_path):
     file = saved_model("gemma2", tmp_path) / "model.safetensors"
     pickled = file.rename(tmp_path / "pytorch_model.bin")
-    with refused("transformers cannot load"):
+    with refused("cannot read the weights"):
         load_huggingface(tmp_path, 64)
     pickled.rename(file).write_bytes(b"PK\x03\x04")
-    with refused("transformers cannot load"):
+    with refused("cannot read the weights"):
         load_huggingface(tmp_path, 64)
 
 

@@ -30,7 +30,7 @@ from bench.measure import (
     run_command,
 )
 from bench.whole_step import warm_started
-from maxrl_fast.config.parse import parse_options
+from maxrl_fast.config.read import parse_options
 from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.records import Prompts

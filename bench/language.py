@@ -31,7 +31,7 @@ from bench import peers, rollout
 from bench.measure import argument_parser, describe, keep, machine, prepare, run_command
 from bench.whole_step import time_steps, warm_started
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.read import parse
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build_policy import dtype_of
 from maxrl_fast.model.decoder import Decoder
@@ -58,8 +58,8 @@ def sampling(config: Config, rounds: int, names: list[str]) -> dict[str, Any]:
     resolved, task, model = warm_started(config)
     if not isinstance(model, Decoder):
         raise InputError("bench.language needs a model of the native engine")
-    prompts = task.prompts("train", 0, resolved.rollout.prompts)
-    options = resolved.rollout
+    prompts = task.prompts("train", 0, resolved.sampling.prompts)
+    options = resolved.sampling
     *_, figures = rollout.measure(
         model, task, prompts, options.rollouts, options.max_new_tokens, names, False, rounds,
         dtype_of(resolved),

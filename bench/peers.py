@@ -33,8 +33,8 @@ from bench.measure import (
     synchronize,
 )
 from bench.whole_step import FIRST_PROMPT, timed_trainer, warm_started
-from maxrl_fast.config.options import Config, ResolvedConfig
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.options import Config
+from maxrl_fast.config.read import parse
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.records import Rollouts
@@ -65,7 +65,7 @@ TURN = 3  # steps of one trainer before the other's turn
 
 
 def trl_trainer(
-    config: ResolvedConfig,
+    config: Config,
     task: Task,
     scorer: Scorer,
     checkpoint: Path,
@@ -82,7 +82,7 @@ def trl_trainer(
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     tokenizer.eos_token = task.decode([task.stop_ids[0]], with_special=True)
-    options = config.rollout
+    options = config.sampling
     prompts = task.prompts("train", FIRST_PROMPT, steps * options.prompts)
     lists = [
         prompts.tokens[a:b].tolist()
@@ -186,8 +186,8 @@ def measure(config: Config, steps: int, max_rows: int) -> dict[str, Any]:
         | {
             name: importlib.metadata.version(name) for name in ("trl", "transformers", "accelerate")
         },
-        "prompts": config.rollout.prompts,
-        "rollouts": config.rollout.rollouts,
+        "prompts": config.sampling.prompts,
+        "rollouts": config.sampling.rollouts,
         "task": task.name,
         "parameters": sum(p.numel() for p in model.parameters()),
         "response_tokens": ours.tokens(),

@@ -49,7 +49,7 @@ from bench.measure import (
 )
 from bench.whole_step import FIRST_PROMPT, timed_trainer, warm_started, whole_step
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.read import parse, parse_options
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.flash_choice import first_correct
 from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences
@@ -186,20 +186,13 @@ def step17(
     """Return the configuration of the MaxRL paper's policy and batch, with GRPO; on a GPU one pass
     holds the whole batch.
     """
-    return Config().replace(
-        objective="grpo",
-        maze_size=17,
-        prompts=num_prompts,
-        rollouts=num_rollouts,
-        hidden_size=256,
-        intermediate_size=1024,
-        heads=4,
-        kv_heads=2,
-        sft_steps=warm_up,
-        token_budget=4096 if device.type == "cpu" else 131072,
-        dtype=str(dtype).removeprefix("torch."),
-        device=device.type,
-    )
+    options = {
+        **{"objective": "grpo", "maze_size": 17, "prompts": num_prompts, "rollouts": num_rollouts},
+        **{"hidden_size": 256, "intermediate_size": 1024, "heads": 4, "kv_heads": 2},
+        **{"sft_steps": warm_up, "token_budget": 4096 if device.type == "cpu" else 131072},
+        **{"dtype": str(dtype).removeprefix("torch."), "device": device.type},
+    }
+    return parse_options(options)
 
 
 def made_up(tokens: Tensor, cu_seqlens: Tensor) -> Rollouts:

@@ -12,9 +12,9 @@ import torch
 
 from bench.layouts import update_flops
 from bench.measure import DeviceStopwatch, gemm_throughput, milliseconds
-from maxrl_fast.config.checks import check, objective_of
-from maxrl_fast.config.options import Config, ResolvedConfig
+from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.rules import objective_of
 from maxrl_fast.job.build import RunContext, build_trainer, build_warm_start
 from maxrl_fast.job.build_policy import build_policy, build_run_engine
 from maxrl_fast.job.build_task import build_run_task, build_scorer
@@ -73,14 +73,13 @@ class TimedTrainer:
         }
 
 
-def warm_started(config: Config) -> tuple[ResolvedConfig, Task, PolicyModel]:
+def warm_started(config: Config) -> tuple[Config, Task, PolicyModel]:
     """Return the resolved configuration, its task, and its policy after the warm start, on its
     device.
 
     Raises:
         InputError: if the configuration is wrong.
     """
-    check(config)
     task = build_run_task(config)
     resolved = resolve(config, task)
     model = build_policy(resolved, task).to(torch.device(resolved.run.device))
@@ -90,7 +89,7 @@ def warm_started(config: Config) -> tuple[ResolvedConfig, Task, PolicyModel]:
 
 
 def timed_trainer(
-    config: ResolvedConfig, task: Task, model: PolicyModel, *, trains: bool = True
+    config: Config, task: Task, model: PolicyModel, *, trains: bool = True
 ) -> TimedTrainer:
     """Return the trainer of a run, with a clock that waits for the device and has a separate stage
     for prompts.
@@ -132,9 +131,7 @@ def floor_milliseconds(trainer: Trainer) -> float:
     return 4 / 3 * update_flops(model.config, batch) / throughput * 1e3
 
 
-def time_steps(
-    config: ResolvedConfig, task: Task, model: PolicyModel, rounds: int
-) -> dict[str, Any]:
+def time_steps(config: Config, task: Task, model: PolicyModel, rounds: int) -> dict[str, Any]:
     """Return the milliseconds of a GRPO step, whole and by stage; every rollout has a gradient."""
     timed = timed_trainer(config, task, model, trains=False)
     timed.trainer.objective = RandomAdvantages("grpo", {})
@@ -148,7 +145,7 @@ def time_steps(
         "response_tokens": tokens,
         "reward_mean": timed.metric("reward_mean", rounds),
         "share_with_gradient": timed.metric("num_sequences_trained", rounds)
-        / (config.rollout.prompts * config.rollout.rollouts),
+        / (config.sampling.prompts * config.sampling.rollouts),
         "step_milliseconds": step_milliseconds,
         "floor_milliseconds": floor_milliseconds(timed.trainer),
         "step_tokens_per_second": tokens / step_milliseconds * 1e3,
@@ -163,9 +160,9 @@ def whole_step(config: Config, rounds: int, *, compiles: bool) -> Iterator[dict[
     resolved, task, model = warm_started(config)
     result: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "maze_size": config.task.maze_size,
-        "prompts": config.rollout.prompts,
-        "rollouts": config.rollout.rollouts,
+        "maze_size": config.parts["task"]["maze_size"],
+        "prompts": config.sampling.prompts,
+        "rollouts": config.sampling.rollouts,
     }
     result |= time_steps(resolved, task, model, rounds)
     yield result

@@ -1,8 +1,8 @@
 """Write the generated parts of these pages: `python docs/pages.py`, from the root of the project.
 
-options.md is written from the options of a configuration and of the objectives. A page of
-docs/objectives gets its section "Facts" from the registry: the objectives that its title names,
-each with formula, weight, needs, options and source.
+options.md is written from the options of the groups and of the parts, and from other_names.txt. A
+page of docs/objectives gets its section "Facts" from the registry: the objectives that its title
+names, each with formula, weight, needs, options and source.
 """
 
 import inspect
@@ -13,16 +13,11 @@ from pathlib import Path
 
 from maxrl_fast.algorithms.estimators import ESTIMATORS
 from maxrl_fast.algorithms.method import Method
-from maxrl_fast.algorithms.options import Default, Option
-from maxrl_fast.config.aliases import OTHER_NAMES
-from maxrl_fast.config.help_page import default_text, grouped, metavar
-from maxrl_fast.config.metadata import Note
-from maxrl_fast.config.options import Config, known_options, objective_table
-from maxrl_fast.training.objectives.registry import (
-    OBJECTIVE_CLASSES,
-    OBJECTIVES,
-    objective_options,
-)
+from maxrl_fast.algorithms.options import Option, options_of
+from maxrl_fast.config.help_page import metavar
+from maxrl_fast.config.options import Config, fields_of
+from maxrl_fast.config.parts import SECTIONS, options_of_part, owners_by_option
+from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES, OBJECTIVES
 
 OTHER_LIBRARIES = """## Names in other libraries
 
@@ -41,9 +36,12 @@ COLUMNS = ("name", "advantage", "weight W_N(p)", "needs", "options", "source")
 HEAD = """# Options
 
 `python docs/pages.py` writes this page from `maxrl_fast/config/options.py` and the signatures of
-the objectives. `python -m maxrl_fast.train --help` prints the options of the default job, and with
-`--task chain` or `--objective pacs` before `--help` those of that task or objective, your own
-included.
+the parts. A run has five parts that are chosen by name: objective, loss, correction, task and
+rollout engine. Each brings the options of its own signature, your own parts included: `--loss sapo
+--tau-negative 1.1`, `--task mine.py:Sort --length 7`. Where another part has an option of the same
+name, it follows the name of the part: `--simko-k`. `python -m maxrl_fast.train --help` prints the
+options of the default job, and with `--task chain` or `--objective pacs` before `--help` those of
+that task or objective.
 
 Every option is a flag, and a key of the TOML file of `--config`. The key is the flag's name with
 `_` for `-`: `--maze-size 11` is `maze_size = 11`, and `--compile` is `compile = true`. Keys stand
@@ -56,9 +54,13 @@ OpenRLHF and others, are answered with the name here: `--num-generations 8` by
 
 def facts(name: str) -> list[str]:
     """Return the cells of the row of an objective, or of an estimator that is only a baseline."""
-    row = METHODS[name]
-    options = objective_options(name) if name in OBJECTIVES else {}
-    flags = [f"`{option.flag}` ({default_text(option)})" for option in options.values()]
+    row, options = METHODS[name], dict[str, Option]()
+    if name in OBJECTIVES:
+        options = options_of_part("objective", name, fields_of(Config))
+    flags = [
+        f"`{option.flag}`" + f" ({option.shown_default})" * bool(option.shown_default)
+        for option in options.values()
+    ]
     texts = [escaped(text) for text in (row.formula, row.weight, row.needs)]
     return [f"`{name}`", *texts, ", ".join(flags) or "-", escaped(row.source)]
 
@@ -78,50 +80,50 @@ def with_facts(page: str) -> str:
 
 def options_page() -> str:
     """Return docs/options.md."""
-    table, parts = objective_table(), [HEAD]
-    for name, group, members in grouped(Config, known_options()):
+    parts, taken = [HEAD], fields_of(Config)
+    head = "| flag | key | value | default | |\n|---|---|---|---|---|"
+    for name, group in Config.groups().items():
         title, purpose = name.replace("_", " ").capitalize(), escaped(inspect.getdoc(group) or "")
-        rows = [option_row(x, table.get(x.name, {"": x})) for x in members]
-        head = "| flag | key | value | default | |\n|---|---|---|---|---|"
+        rows = [option_row(x) for x in options_of(group).values()]
         parts.append("\n".join([f"## {title} options\n\n{purpose}\n", head, *rows, ""]))
+    for section in SECTIONS:
+        rows = []
+        for flag, owners in owners_by_option(section, taken).items():
+            options = {name: options_of_part(section, name, taken)[flag] for name in owners}
+            rows.append(option_row(options[owners[0]], options))
+        if rows:
+            parts.append("\n".join([f"## Options of --{section} NAME\n", head, *rows, ""]))
     parts.append(OTHER_LIBRARIES)
-    for option in known_options().values():
-        names = [f"`{x}`" for x, meant in OTHER_NAMES.items() if meant == option.name]
-        for x, meant in OTHER_NAMES.items():
-            name, _, value = meant.partition(" ")
-            names += [f"`{x}` (`{value}`)"] * (name == option.name and value != "")
-        if names:
-            parts.append(f"| **`{option.flag}`** | {', '.join(names)} |")
+    table = (Path(__file__).parent / "other_names.txt").read_text().partition("\n\n")[2]
+    names: dict[str, list[str]] = {}
+    for line in re.sub(r"\n +", " ", table.strip()).splitlines():
+        option, others = line.split(": ")
+        option, _, value = option.partition(" ")
+        shown = [f"`{x}`" + f" (`{value}`)" * bool(value) for x in others.split()]
+        names.setdefault(option, []).extend(shown)
+    for option, others in names.items():
+        parts.append(f"| **`--{option.replace('_', '-')}`** | {', '.join(others)} |")
     return "\n".join([*parts, ""])
 
 
-def option_row(option: Option, owners: Mapping[str, Option]) -> str:
-    """Return the row of an option that these objectives have, each with its own help and
-    default.
-    """
+def option_row(option: Option, owners: Mapping[str, Option] | None = None) -> str:
+    """Return the row of an option, of the parts by name that have it."""
     flag, is_flag = f"`{option.flag}`", option.kind is bool
     choices = ", ".join(f"`{choice}`" for choice in option.choices)
-    defaults = {default_cell(x) for x in owners.values()}
-    helps = {
-        x.help: [name for name, y in owners.items() if y.help == x.help] for x in owners.values()
-    }
-    said = option.help
-    if "" not in owners:
-        said = " ".join(f"{text[:-1]} ({', '.join(names)})." for text, names in helps.items())
+    all_of_it = (owners or {"": option}).values()
+    defaults = {x.shown_default for x in all_of_it}
+    shown = defaults.pop() if len(defaults) == 1 else "the part's"
+    said = " ".join(dict.fromkeys(x.help for x in all_of_it if x.help))
+    if owners:
+        said = f"{said} Of {', '.join(f'`{name}`' for name in owners)}.".strip()
     cells = (
         f"{flag}, `--no-{option.flag[2:]}`" if is_flag else flag,
-        "none" if Note.NOT_IN_A_FILE in option.notes else f"`{option.name}`",
+        "none" if option.name in ("config", "resume") else f"`{option.name}`",
         "flag" if is_flag else choices or f"`{metavar(option)}`",
-        defaults.pop() if len(defaults) == 1 else "the objective's",
+        f"`{shown}`" if shown not in ("", "on", "off", "the part's") else shown,
         escaped(said),
     )
     return f"| {' | '.join(cells)} |"
-
-
-def default_cell(option: Option) -> str:
-    is_code = option.kind is not bool and option.default not in (None, "")
-    text = default_text(option)
-    return f"`{text}`" if is_code and not option.of(Default) else escaped(text)
 
 
 def escaped(text: str) -> str:

@@ -79,7 +79,7 @@ def main() -> int:
     flags = {
         "objective": "maxrl",
         "task": f"gym:{TASK}",
-        "gym-config": json.dumps(OPTIONS),
+        **OPTIONS,
         # the checker gives part of the reward for each letter in its place
         "reward-threshold": 0.99,
         "model": model,

@@ -2,7 +2,7 @@
 
 The guide docs/adding_a_task.md explains it.
 
-    python -m maxrl_fast.train --task examples/sort_task.py:SortTask --task-args '{"length": 4}'
+    python -m maxrl_fast.train --task examples/sort_task.py:SortTask --length 4
 """
 
 import random

@@ -15,8 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from maxrl_fast.config.checks import check
-from maxrl_fast.config.parse import parse_options
+from maxrl_fast.config.read import parse_options
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.kept_samples import sample_records
@@ -198,7 +197,6 @@ def run(
     objects = {"environment": own_class, "task": own_task, "reward": reward if functions else None}
     objects = {name: x for name, x in objects.items() if x is not None}
     parsed = parse_options(given)
-    check(parsed)
     if parsed.run.dry_run is not None:
         command = "python -m maxrl_fast.train --dry-run"
         raise InputError(f"dry_run works only on the command line: {command}")

@@ -43,7 +43,11 @@ _LISTS: tuple[tuple[dict[str, str], Mapping[str, Method], str], ...] = (
         f"Other names: {'; '.join(map(explain_name, ALIASES))}.",
     ),
     (
-        {"formula": "loss of a token", "weight": "weight", "shown_options": "--loss-options"},
+        {
+            "formula": "loss of a token",
+            "weight": "weight",
+            "shown_options": "options",
+        },
         LOSSES,
         "--loss NAME. A: advantage; rho = pi / pi_old of a token; sg: a constant factor, without a "
         "gradient; weight: the factor of A grad logp, 1 for every loss at rho = 1, except for "
@@ -54,7 +58,7 @@ _LISTS: tuple[tuple[dict[str, str], Mapping[str, Method], str], ...] = (
         {
             "formula": "factor of a token's advantage",
             "needs": "forward passes",
-            "shown_options": "--correction-options, or --importance-cap",
+            "shown_options": "options",
         },
         CORRECTIONS,
         "--correction NAME. w_t: a token's probability under the policy before the step's first "

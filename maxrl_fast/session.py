@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.config.changes import checkpoints_of
-from maxrl_fast.config.checks import check
-from maxrl_fast.config.conditions import loss_of
-from maxrl_fast.config.options import Config, LossOptions, ModelOptions, TaskOptions, known_options
-from maxrl_fast.config.parse import RawOption, parse_options, refuse_unknown
-from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.options import SHAPE, Config, Loss, Model
+from maxrl_fast.config.parts import loss_of
+from maxrl_fast.config.read import hint, parse_options
+from maxrl_fast.config.resolve import resolve, tensor_parallel
+from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build import build_context, build_learner, build_policies
 from maxrl_fast.job.build_policy import build_policy_files, build_sampling, find_policy
@@ -50,13 +50,16 @@ from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.tasks.words import word_tokenizer_files
 from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 
-_OPTIONS = {field.name for group in (ModelOptions, LossOptions) for field in fields(group)} | {
-    *("lr", "beta2", "weight_decay", "clip_grad", "token_budget", "checkpoint_activations"),
+_OPTIONS = {field.name for group in (Model, Loss) for field in fields(group)} | {
+    *("loss", "lr", "beta2", "weight_decay", "clip_grad", "token_budget", "checkpoint_activations"),
     *("rollout", "vllm_url", "vllm_tensor_parallel", "kv_cache_gb", "max_new_tokens", "top_p"),
     *("temperature", "stop", "plain_prompts", "system_prompt", "allow_special_tokens"),
     *("chat_template", "chat_template_kwargs", "template_date"),
     *("seed", "device", "dtype", "compile", "sharding", "threads"),
 } - {"model", "teacher_prompt"}
+
+
+_SIZES = SHAPE - {"lora_rank", "lora_targets", "model_backend"}
 
 
 class _GivenTexts(TextTask):
@@ -127,16 +130,16 @@ class Session:
         if saved is None:
             raise InputError(f"folder must be of a run with a checkpoint, or of save, got {folder}")
         config = parse_options({"resume": str(path), **options})
-        values = {name: x for group in vars(config).values() for name, x in vars(group).items()}
-        own = {name: values[name] for name in (*_OPTIONS, "prompts", "rollouts")}
-        own["model"] = str(saved.directory)  # a checkpoint is also the folder of a model
         # objective and rewards are the caller's; a session has no data of text
-        whole, session = Config(task=TaskOptions("dataset")), cls.__new__(cls)
-        if dataset_spec(config.task.task) is None:
-            kept = {name: getattr(config, name) for name in ("task", "warm_start", "evaluation")}
-            whole = replace(whole, **kept)
-        session._start(whole.replace(**own))
-        session._base = saved.options["model"]
+        kept = {*_OPTIONS, *config.parts["loss"], *config.parts["rollout"], "prompts", "rollouts"}
+        if dataset_spec(config.chosen.task) is None:
+            kept |= {"task", *config.parts["task"], *vars(config.warm_start), "eval_prompts"}
+        # a checkpoint is also the folder of a model, with sizes of its own
+        values = {name: x for name, x in config.flat().items() if name in kept - _SIZES}
+        session = cls.__new__(cls)
+        of_run = {"task": "dataset", **values, "model": str(saved.directory)}
+        session._start(parse_options(of_run))
+        session._base = saved.options.get("model")
         load_learner(saved.directory / "state", session.learner, session._ranks)
         session._draws = saved.progress.step
         return session
@@ -159,17 +162,16 @@ class Session:
         return session
 
     def _start(self, config: Config) -> None:
-        check(config)
         self._ranks, device = Ranks.of_environment(), resolve_device(config.run.device)
         _connect(device)
         config = find_policy(config, self._ranks, _warn)
         self._base = config.model.model  # what adapters are trained on
         folder = config.model.directory
         self.task: Any  # a Task
-        if dataset_spec(config.task.task) is None or folder is None:
+        if dataset_spec(config.chosen.task) is None or folder is None:
             self.task = build_run_task(config)
         else:
-            self.task = _GivenTexts(folder, "", False, **text_options(config.task))
+            self.task = _GivenTexts(folder, "", False, **text_options(own_options(config, "task")))
         resolved = resolve(config, self.task, self._ranks, warn=_warn)
         torch.set_num_threads(resolved.run.threads)
         place = self._ranks, device
@@ -197,7 +199,7 @@ class Session:
         elif responses is not None or not len(prompts):
             raise InputError("prompts must be at least one, of text where responses are given")
         device, rollouts = self.learner.model.lm_head.weight.device, Rollouts.given(given)
-        temperature = self.config.rollout.temperature
+        temperature = self.config.sampling.temperature
         made = prompts.to(device), rollouts.to(device), self.task, temperature
         return self._checked(SessionSamples(*made, is_given=True))
 
@@ -270,7 +272,7 @@ class Session:
             self._is_new = False
         part = own.take(*self._ranks.part(len(own)))
         asked = part, n, sampling, self.config.run.seed, self._draws + 1
-        shared = self.config.rollout.vllm_tensor_parallel > 1
+        shared = tensor_parallel(self.config) > 1
         found = sample_and_score(
             self.engine, self.task, None, RolloutRequest(*asked), shares_engine=shared
         )
@@ -421,8 +423,9 @@ def _places(name: str, folder: Any) -> list[Path]:
 
 
 def _refuse_others(options: Mapping[str, Any]) -> None:
-    known = {name: x for name, x in known_options().items() if name in _OPTIONS}
-    refuse_unknown({name: RawOption(x, name) for name, x in options.items()}, [], known)
+    for name in options:
+        if name not in _OPTIONS:
+            raise InputError(f"unknown option {name:.80}{hint(name, _OPTIONS, is_flag=False)}")
 
 
 def _warn(message: str) -> None:

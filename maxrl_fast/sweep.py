@@ -21,13 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from maxrl_fast.config.changes import changes, in_place
-from maxrl_fast.config.checks import check
+from maxrl_fast.algorithms.options import options_of
+from maxrl_fast.config.changes import changes
 from maxrl_fast.config.help_page import print_help, split_help
-from maxrl_fast.config.metadata import options_of
 from maxrl_fast.config.names import OF_ONE_START
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.read import parse
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.evaluation.seeds import last_record, over_seeds, seeds_table
 from maxrl_fast.job.control import SIGNALS
@@ -36,6 +35,7 @@ from maxrl_fast.report import command as report
 from maxrl_fast.runtime.files import locked, read_json, storing, write_json
 from maxrl_fast.runtime.output import command
 from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.tasks.dataset import DatasetOptions
 
 HELP = """Train one run for every combination of values, one after another, and report mean and
 standard error over seeds. All options of maxrl_fast.train are accepted: one with several values is
@@ -125,7 +125,13 @@ def values_of(arguments: Sequence[str]) -> dict[str, list[str]]:
 def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     """Return the runs of all combinations of values, the seeds of one combination one after
     another."""
-    several = {option.name for option in options_of(Config).values() if option.takes_several}
+    several = {
+        name
+        for group in Config.groups().values()
+        for name, x in options_of(group).items()
+        if x.takes_several
+    }
+    several |= {name for name, x in options_of(DatasetOptions).items() if x.takes_several}
     sides = [name for name, values in options.items() if len(values) > 1 and name not in several]
     sides.sort(key=lambda name: name == "seed")
     if (count := math.prod(len(options[name]) for name in sides)) > MOST_RUNS:
@@ -142,7 +148,6 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
             arguments += [f"{flag}={texts[0]}"] if is_one_word else [flag, *texts]
         try:
             config = parse(arguments)
-            check(config)
             if config.run.dry_run is not None or config.run.resume is not None:
                 raise InputError("the file of --config must not have dry_run or resume")
         except InputError as error:
@@ -151,7 +156,7 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
         if (shown := repr(config)) in seen:
             continue
         seen.add(shown)
-        parts = [config.objective.short_name]
+        parts = [config.chosen.short_name]
         for name in sides:
             if name not in ("objective", "seed"):
                 parts.append(f"{name.replace('_', '-')}-{chosen[name][0].strip('/')}")
@@ -186,8 +191,7 @@ class Sweep:
                 )
             options = {x: value for x, value in run.config.flat().items() if x not in OF_ONE_START}
             before = self._states[name]["options"] if run.has_begun else {}
-            found = changes(before, in_place(before, options))
-            if changed := [*found.policy, *found.semantic]:
+            if changed := changes(before, options):
                 raise InputError(
                     f"{run.folder} was begun with other options ({'; '.join(changed)}); use "
                     "another --out"

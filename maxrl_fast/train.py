@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from maxrl_fast.config.checks import check, objective_of
 from maxrl_fast.config.estimates import estimate
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import parse, source_location
+from maxrl_fast.config.read import located, parse
 from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.rules import objective_of
 from maxrl_fast.errors import EngineError, InputError, StorageError, UserCodeError
 from maxrl_fast.job.build_policy import build_policy, build_reference, find_policy
 from maxrl_fast.job.build_task import build_run_task, closing_task
@@ -59,8 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         # Under torchrun all ranks find the same; once the first has said so and ended, torchrun
         # ends the others.
         time.sleep(0 if ranks.is_first else FIRST_RANK_GRACE_SECONDS)
-        sentence = f"{error}{source_location(error, arguments)}"
-        Screen().error(sentence if ranks.size == 1 else f"rank {ranks.rank}: {sentence}")
+        Screen().error(str(error) if ranks.size == 1 else f"rank {ranks.rank}: {error}")
         code = 2
     return code if ranks.size == 1 else exit_process(code)
 
@@ -70,12 +69,12 @@ def run_job(arguments: Sequence[str], ranks: Ranks, screen: Screen) -> ExitStatu
     """Parse, build and run."""
     with rank0_reports(ranks):
         config = parse(arguments)
-    check(config)
     if config.run.dry_run is not None:
-        screen.info(dry_run(config, ranks.size, screen.warning))
+        with located(config):
+            screen.info(dry_run(config, ranks.size, screen.warning))
         return ExitStatus()
     device = resolve_device(config.run.device)
-    with ranks.connected(device) as watch:
+    with ranks.connected(device) as watch, located(config):
         config = find_policy(config, ranks, screen.warning)
         task = build_run_task(config)
         resolved = resolve(config, task, ranks, warn=screen.warning)

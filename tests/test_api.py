@@ -122,7 +122,7 @@ def test_a_closure_scores_responses_in_this_process(tmp_path, capsys):
 
     def score(prompt, response):
         seen.append(response)
-        return len(response.split()) / 8
+        return len(response.split()) / 32
 
     ratio = {**OPTIONS, "objective": "maxrl_ratio", "k": None}
     run = maxrl_fast.run(ratio, reward=score, out=tmp_path / "run")
@@ -130,7 +130,7 @@ def test_a_closure_scores_responses_in_this_process(tmp_path, capsys):
     assert (warned["step"], "made for rewards of 0 or 1" in warned["message"]) == (1, True)
     assert "3 steps, mean reward 0." in repr(run)
     assert run.metrics["reward_mean"] == pytest.approx(
-        run.metrics["response_length_mean"] / 8, rel=1e-6
+        run.metrics["response_length_mean"] / 32, rel=1e-6
     )
     assert len(seen) == 4 + 3 * 16 + 2 * 24  # the rehearsal, three steps, two evaluations
     said = capsys.readouterr().out.replace("\n", " ")

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from maxrl_fast import train
-from maxrl_fast.config.checks import check
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.tasks.maze import MazeTask
@@ -102,8 +101,7 @@ def test_grpo_loop(tmp_path, capsys, monkeypatch):
 
 def test_the_maze_config_is_valid():
     config = parse(["--config", str(EXAMPLES / "maze.toml")])
-    check(config)
-    resolve(config, MazeTask(config.task.maze_size))
+    resolve(config, MazeTask(config.parts["task"]["maze_size"]))
 
 
 def test_word_problems_have_answers_and_hold_out_numbers():

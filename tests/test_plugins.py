@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from maxrl_fast import evaluate, train
-from maxrl_fast.config.checks import check
-from maxrl_fast.config.options import RolloutOptions, TaskOptions
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.options import Decoding
+from maxrl_fast.config.read import parse
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build_policy import build_engine
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.runtime.loading import load_code
+from maxrl_fast.tasks.maze import MazeTask
 from tests.models import tiny_decoder
 from tests.runs import base, read
 from tests.tables import table
 
 ROOT = Path(__file__).parents[1]
 SORT, NAIVE = ROOT / "examples" / "sort_task.py", ROOT / "examples" / "naive_engine.py"
-ARGS = ("--task-args", '{"length": 3}')
+ARGS = ("--length", "3")
 SIZES = [*base()[2:], "--objective", "maxrl"]  # without --maze-size
 OWN = """
 
@@ -59,16 +59,15 @@ def refused(capsys, *flags):
     return lines[0]
 
 
-def test_a_class_is_a_task_and_a_function_a_reward_and_neither_runs_to_find_out(tmp_path):
+def test_a_class_is_a_task_and_a_function_a_reward_that_is_not_run_to_find_out(tmp_path):
     text = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Mine: pass\n"
     file = written(tmp_path / "mine.py", text + "def score(prompt, response): return 1.0\n")
-    check(parse(["--task", f"{file}:Mine", "--task-args", "{}"]))
-    with pytest.raises(InputError, match=r"--data is not used by task .*mine\.py:Mine, a class"):
-        parse(["--task", f"{file}:Mine", "--data", "d.jsonl"])
-    check(parse(["--task", f"{file}:score", "--data", "d.jsonl"]))
-    with pytest.raises(InputError, match=r"--task-args is not used by task .*mine\.py:score"):
-        parse(["--task", f"{file}:score", "--task-args", "{}"])
+    parse(["--task", f"{file}:score", "--data", "d.jsonl"])
+    with pytest.raises(InputError, match="unknown option --length"):
+        parse(["--task", f"{file}:score", "--length", "3"])
     assert not (tmp_path / "ran").exists()
+    with pytest.raises(InputError, match=r"--data is not used by task .*mine\.py:Mine, but by"):
+        parse(["--task", f"{file}:Mine", "--data", "d.jsonl"])
 
 
 def own_task(tmp_path, body):
@@ -102,10 +101,10 @@ def test_a_task_gets_its_arguments_the_seed_and_the_model(tmp_path):
     body = "def __init__(self, model=None, **more):\n        super().__init__(**more)\n"
     body += "        self.seen = model, more"
     file = own_task(tmp_path, body)[1]
-    assert build_task(TaskOptions(task=file), seed=5).seen == (None, {})
-    task = build_task(TaskOptions(task=file, task_args='{"length": 4}'), seed=5, model=tmp_path)
+    assert build_task(file, {}, seed=5).seen == (None, {})
+    task = build_task(file, {"length": 4}, seed=5, model=tmp_path)
     assert (task.seen, task.name) == ((tmp_path, {"length": 4}), "sort 4 digits")
-    assert build_task(TaskOptions(task=f"{SORT}:SortTask"), seed=5).seed == 5
+    assert build_task(f"{SORT}:SortTask", {}, seed=5).seed == 5
 
 
 BAD = """
@@ -119,8 +118,8 @@ def right(t, *, tau: float = 1.0): return -t.advantages * tau * t.logprobs
     ("flags", "message"),
     table(r"""
     constant | loss constant must have a gradient in the logprobs or the entropy
-    right --loss-options tua=2 | loss right takes the options tau, got 'tua'; did you mean 'tau'?
-    right --clip-low .1 | clip_low is not used by loss right, got 0.1
+    right --tauu 2 | unknown option --tauu; did you mean --tau\?
+    right --clip-low .1 | --clip-low is not used by loss .*right, but by ppo, cispo
     """),
 )
 def test_a_function_that_is_no_loss_is_refused_before_any_work(tmp_path, capsys, flags, message):
@@ -130,9 +129,8 @@ def test_a_function_that_is_no_loss_is_refused_before_any_work(tmp_path, capsys,
 
 
 def engine_of(name, **options):
-    task = build_task(TaskOptions(maze_size=5), 0)
-    options = RolloutOptions(rollout=name, max_new_tokens=8, **options)
-    return build_engine(options, tiny_decoder(), task, torch.float32, 4)
+    sampling = Decoding(max_new_tokens=8, **options)
+    return build_engine(name, {}, sampling, tiny_decoder(), MazeTask(5), torch.float32, 4)
 
 
 def test_a_class_that_is_no_engine_is_refused(tmp_path):
@@ -151,7 +149,7 @@ def test_modules_train_as_their_files_do_and_resume(site, tmp_path, capsys):
     files = SORT, site / "sorting_plugin.py", NAIVE
     for name, (task, objective, engine) in (("modules", modules), ("files", files)):
         flags = f"--task {task}:SortTask --objective {objective}:centred --sft-steps 120"
-        flags += f" --loss {objective}:soft --loss-options tau=.8"
+        flags += f" --loss {objective}:soft --soft-tau .8"  # an objective has tau
         flags += f" --rollout {engine}:NaiveEngine --out {tmp_path / name}"
         assert train.main([*SIZES, *ARGS, *flags.split()]) == 0
     weights = (tmp_path / x / "latest" / "model.safetensors" for x in ("modules", "files"))
@@ -162,16 +160,16 @@ def test_modules_train_as_their_files_do_and_resume(site, tmp_path, capsys):
     flags += ["--out", str(tmp_path / "evaluated")]
     assert evaluate.main([str(tmp_path / "files"), *flags]) == 0
     result = json.loads((tmp_path / "evaluated" / "eval.json").read_text())
-    assert result["settings"]["task_args"] == ARGS[1]
+    assert result["options"]["length"] == 3
     resume = ["--resume", str(tmp_path / "modules")]
     more = "--steps 4 --lr-schedule constant --allow-changes".split()
     assert train.main([*resume, *more]) == 0
     for name in ("sorting_plugin.py", "naive_plugin.py"):
         (site / name).write_text((site / name).read_text() + "\n")
     capsys.readouterr()
-    assert train.main([*resume, "--task-args", '{"length": 4}']) == 2
+    assert train.main([*resume, "--length", "4"]) == 2
     said = capsys.readouterr().err
-    assert "task_args: " in said
+    assert "length: " in said
     for name in ("task", "objective", "loss", "rollout"):
         assert f"the file of --{name}: changed" in said
 

@@ -29,7 +29,7 @@ config, task = session.config, session.task
 rate = LearningRate(config.optimizer.lr, steps, warmup)
 first = config.warm_start.sft_steps * config.warm_start.sft_batch
 for step in range(1, steps + 1):
-    G, N = config.rollout.prompts, config.rollout.rollouts
+    G, N = config.sampling.prompts, config.sampling.rollouts
     samples = session.sample(task.prompts("train", first + (step - 1) * G, G), n=N)
     rewards = task.score(samples.prompts, samples.rollouts).view(G, N)
     session.forward_backward(samples, group_advantage(rewards, "maxpo", k=2))
@@ -273,7 +273,7 @@ def test_a_run_goes_on_as_a_session(shared_run, name):
     session = Session.from_run(run := shared_run(name), threads=1)
     saved = load_file(run / "latest" / "model.safetensors")
     assert all(torch.allclose(x, saved[y], atol=1e-6) for y, x in session.learner.model.weights())
-    assert session.config.rollout.rollouts == 4
+    assert session.config.sampling.rollouts == 4
     assert "checkpoints" not in session._base
 
 

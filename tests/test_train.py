@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from maxrl_fast import train
-from maxrl_fast.config.checks import correction_of
 from maxrl_fast.config.names import PASS_RATES
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.read import parse
+from maxrl_fast.config.rules import correction_of
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.tasks.maze import MazeTask
@@ -89,7 +89,7 @@ def test_a_run_resumes_with_another_correction(maze_run, tmp_path):
         return name, numbers.get("importance_cap")
 
     capped = own | {"correction": "tis", "importance_cap": 3.0}
-    icepop = "--correction icepop --correction-options low=0.4".split()
+    icepop = "--correction icepop --icepop-low 0.4".split()
     assert resumed(capped) == ("tis", 3.0)
     assert resumed(capped, *icepop) == ("icepop", None)
     assert resumed(capped, "--correction", "none") == ("none", None)
@@ -108,6 +108,7 @@ def test_a_run_resumes_with_another_correction(maze_run, tmp_path):
 )
 def test_other_options_train(tmp_path, flags):
     flags = [*base(), "--out", str(tmp_path / "run"), "--objective", *flags.split()]
+    flags += "--sft-steps 150 --sft-batch 16 --sft-lr 1e-2 --max-new-tokens 17".split()
     assert train.main(flags) == 0
     assert max(record["reward_mean"] for record in read(tmp_path / "run" / "metrics.jsonl")) > 0
     folders = (tmp_path / "run" / "checkpoints" / f"step-00000{i}" for i in (0, 3))
@@ -135,7 +136,7 @@ def test_a_checkpoint_of_another_family_is_trained(tmp_path, monkeypatch):
     ("flags", "sentence"),
     table("""
     --k 4 | maxpo needs 1 <= k <= N-1 = 3 for N = 4 rollouts, got 4
-    --hidden-size 800000000 | GB of weights, this machine
+    --hidden-size 800000000 | hidden_size must be an integer from 1 to
     --kv-cache-gb 1e-6 | kv_cache_gb must hold the longest prompt and a response
     --model /nowhere | --model requires --task: gsm8k,
     --maze-size 31 --task maze --model {policy} | positions
@@ -166,6 +167,6 @@ def test_a_response_limit_beyond_the_positions_is_refused_on_resuming(maze_run, 
 def test_a_dry_run_prints_its_options_and_writes_nothing(tmp_path, capsys):
     assert run(tmp_path / "run", "--dry-run") == 0
     text = capsys.readouterr().out
-    asked = "objective = maxpo|k = 2|max_new_tokens = 18|Adam moments|key/value cache|GFLOP"
+    asked = "objective = maxpo|k = 2|max_new_tokens = 18|Adam moments|KV cache|most at a time"
     assert all(words in text for words in asked.split("|"))
     assert not (tmp_path / "run").exists()

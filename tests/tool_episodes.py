@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from maxrl_fast.config.options import RewardOptions, TaskOptions
+from maxrl_fast.config.options import Reward
 from maxrl_fast.job.build_task import build_task
 from tests.tasks.test_dataset import CHAT_TOKENS, save_byte_level_policy, written
 
@@ -47,11 +47,9 @@ def tool_task(
     """Return the task of an environment of `environments.py`, with limits for tests."""
     options = {"reward_workers": 2, "reward_seconds": 5.0, "reward": rewards, **options}
     name = environment if ":" in environment else f"{ENVIRONMENTS}:{environment}"
-    task = TaskOptions(
-        "dataset", data=(data,), environment=name, max_turns=max_turns, max_prompt_tokens=2000
-    )
-    rewards = RewardOptions(**options)
-    return build_task(task, 0, policy, rewards, environment=cls, needs_reward=needs_reward)
+    own = {"data": (data,), "environment": name, "max_turns": max_turns, "max_prompt_tokens": 2000}
+    rewards, needs = Reward(**options), {"needs_reward": needs_reward}
+    return build_task("dataset", own, 0, policy, rewards, environment=cls, **needs)
 
 
 SUBMITTED = '<tool_call>\n{"name": "submit", "arguments": {"number": 2}}\n</tool_call><|im_end|>'

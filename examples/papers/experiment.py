@@ -27,9 +27,9 @@ from rich.progress import (
 )
 from torch import Tensor
 
+from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.help_page import help_row, print_help, split_help
-from maxrl_fast.config.metadata import read_options
-from maxrl_fast.config.parse import convert, read_flags, refuse_unknown
+from maxrl_fast.config.read import convert, hint, read_flags
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file
@@ -104,13 +104,15 @@ def read_settings(
 ) -> Settings:
     """Return the settings that flags give; --help prints them, and exits."""
     kind: Any = settings_type
-    options = {option.name: option for option in read_options(kind)}
+    options = options_of(kind)
     words, asks_for_help = split_help(sys.argv[1:] if arguments is None else arguments)
     if asks_for_help:
-        rows = [help_row(option, {}) for option in options.values()]
+        rows = [help_row(option) for option in options.values()]
         print_help(f"{name}.py", inspect.getdoc(settings_type) or "", [("options", "", rows)])
-    flags, others = read_flags(words, options)
-    refuse_unknown(flags, others, options)
+    flags = read_flags(words)
+    for name, x in flags.items():
+        if name not in options:
+            raise InputError(f"unknown option {x.name:.80}{hint(name, options)}")
     return settings_type(**{key: convert(options[key], x) for key, x in flags.items()})
 
 

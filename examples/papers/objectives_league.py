@@ -29,9 +29,9 @@ from rich.table import Table
 from torch import Tensor
 from training_runs import train_all, workers
 
-from maxrl_fast.config.checks import check, objective_of
-from maxrl_fast.config.parse import parse_options
+from maxrl_fast.config.read import parse_options
 from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.rules import objective_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build import RunContext, build_evaluators, build_trainer
@@ -271,7 +271,6 @@ def build(options: dict[str, Any]) -> tuple[Trainer, Evaluator]:
         InputError: where an option does not fit the objective.
     """
     parsed = parse_options(options)
-    check(parsed)
     task = build_run_task(parsed)
     config = resolve(parsed, task)
     model = build_policy(config, task)

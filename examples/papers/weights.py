@@ -71,9 +71,7 @@ def estimator_weights(p: Tensor, n: int, k: int) -> dict[str, Tensor]:
             options: dict[str, Any] = (
                 {"k": k} if row.size is not None and row.size.name == "k" else {}
             )
-            options |= {
-                key: REQUIRED[key] for key, option in row.options.items() if option.default is None
-            }
+            options |= {key: REQUIRED[key] for key in row.options if key in REQUIRED}
             weights[name] = effective_weight(name, n, p, **options)
     return weights
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from maxrl_fast.algorithms.group import Group
 from maxrl_fast.algorithms.method import Method, Registry, name_of
 from maxrl_fast.algorithms.options import (
-    Default,
+    REQUIRED,
     Help,
     Limit,
     NotNegative,
@@ -66,7 +66,7 @@ class Size:
         what, default = "Order at which the series of maxrl is truncated", "N-1"
         if self.name == "k":
             what, default = "Size of max@k, in rollouts", "4, or the largest that fits N"
-        return Option(self.name, int, None, f"{what}: {self.wanted()}.", (Default(default),))
+        return Option(self.name, int, None, f"{what}: {self.wanted()}. By default {default}.")
 
     def wanted(self, n: int | None = None) -> str:
         largest = f"N-{self.below_n}" if self.below_n else "N"
@@ -159,7 +159,7 @@ class Estimator(Method):
             raise ValueError(f"{name} asks for reward_parts, so it must ask for reward_weights too")
         inputs = tuple(key for key in asked if key in INPUTS)
         needs = [size.wanted() if size else f"N >= {fields.get('min_rollouts', 2)}", *inputs]
-        needs += [key for key, option in options.items() if option.default is None]
+        needs += [key for key, option in options.items() if option.default is REQUIRED]
         needs += ["rewards 0 or 1"] * fields.get("binary", False)
         needs += ["made for rewards 0 or 1"] * fields.get("for_binary", False)
         return super().of(

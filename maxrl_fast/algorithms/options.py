@@ -1,28 +1,35 @@
-"""What an option says of itself in its `Annotated[...]`, at a field of a configuration or in the
-signature of a function.
+"""Options: the fields of a dataclass, or the keyword-only parameters of a function or class.
+
+    lr: Positive | None = None
+    \"\"\"Peak learning rate. By default 3e-4; with --model 1e-6.\"\"\"
 
     def w_reinforce(g: Group, *, correct_weight: Annotated[float, Help("Weight of correct
     rollouts.")] = 0.1) -> Tensor:
 
-An estimator, a loss or an objective has options: the keyword-only parameters of its function.
+A part of a run that is chosen by name (an objective, a loss, a correction, a task, an engine, your
+own ones too) has the options of its signature: they are flags while it is chosen.
 """
 
+import ast
 import contextlib
+import dataclasses
 import difflib
+import enum
 import inspect
+import itertools
+import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from string import Formatter
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from maxrl_fast.algorithms.arguments import check_choice, check_number
 from maxrl_fast.errors import InputError
-
-AnyNote = TypeVar("AnyNote")
-# a default that depends on other options; resolving the configuration replaces it
-DERIVED: Any = None
 
 
 @dataclass(frozen=True)
@@ -34,18 +41,20 @@ class Limit:
 
 
 FINITE = Limit("a finite number", math.isfinite)
-AT_LEAST_1 = Limit("at least 1", lambda x: x >= 1)
-_FITS_INT32 = Limit("below 2^31", lambda x: x < 2**31)
-Count = Annotated[int, AT_LEAST_1, _FITS_INT32]
-CountOrZero = Annotated[int, Limit("at least 0", lambda x: x >= 0), _FITS_INT32]
+Count = Annotated[int, Limit("from 1 to 2^31 - 1", lambda x: 1 <= x < 2**31)]
+CountOrZero = Annotated[int, Limit("from 0 to 2^31 - 1", lambda x: 0 <= x < 2**31)]
 Seed = Annotated[int, Limit("in [0, 2^63)", lambda x: 0 <= x < 2**63)]
-Finite = Annotated[float, FINITE]
 NotNegative = Annotated[float, Limit("a finite number of at least 0", lambda x: 0 <= x < math.inf)]
 Positive = Annotated[float, Limit("a finite number above 0", lambda x: 0 < x < math.inf)]
 Share = Annotated[float, Limit("a number above 0 and at most 1", lambda x: 0 < x <= 1)]
 UnitInterval = Annotated[float, Limit("a number from 0 to 1", lambda x: 0 <= x <= 1)]
 BetweenZeroAndOne = Annotated[float, Limit("above 0 and below 1", lambda x: 0 < x < 1)]
 BelowOne = Annotated[float, Limit("a number of at least 0 and below 1", lambda x: 0 <= x < 1)]
+REQUIRED: Any = inspect.Parameter.empty
+_WANTED: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false"}
+_WANTED |= {str: "text without null bytes or half characters", Path: "a path", dict: "a JSON value"}
+# as other libraries call a choice
+_SAME = {"bf16": "bfloat16", "fp32": "float32", "gpu": "cuda"}
 
 
 @dataclass(frozen=True)
@@ -56,42 +65,30 @@ class Help:
 
 
 @dataclass(frozen=True)
-class Default:
-    """A default that is worked out when the run starts.
+class Rule:
+    """Options that do not go together.
 
     Args:
-        text: as --help shows it.
-        metavar: what --help shows in the value's place.
-        chosen: returns the text for a run of these options by name.
+        sentence: a format of the options by name. Those that it shows are the wrong ones.
+        is_wrong: whether these options by name are refused.
     """
 
-    text: str
-    metavar: str = ""
-    chosen: Callable[[Mapping[str, Any]], str] | None = None
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Options that do not go together; it stands at the row of one of them, or of a method.
-
-    Args:
-        message: a format of the options by name. Those that it shows are the wrong ones.
-        holds: whether these options by name are refused.
-    """
-
-    message: str
-    holds: Callable[[Mapping[str, Any]], Any]
+    sentence: str
+    is_wrong: Callable[[Mapping[str, Any]], Any]
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Raise InputError where the options are refused."""
-        if self.holds(options):
-            shown = [name for _, name, *_ in Formatter().parse(self.message) if name]
-            raise InputError(self.message.format_map(options), *shown)
+        if self.is_wrong(options):
+            shown = [name for _, name, *_ in Formatter().parse(self.sentence) if name]
+            values = {name: options[name] for name in shown}
+            for name, value in values.items():
+                values[name] = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise InputError(self.sentence.format_map(values), *shown)
 
 
-def multiple_of(part: str, whole: str) -> Refusal:
+def multiple_of(part: str, whole: str) -> Rule:
     """Return the refusal of a `whole` that is not a multiple of `part`, both names of options."""
-    return Refusal(
+    return Rule(
         f"{whole} must be a multiple of {part}, got {{{whole}}} and {{{part}}}",
         lambda options: options[whole] % options[part],
     )
@@ -99,55 +96,79 @@ def multiple_of(part: str, whole: str) -> Refusal:
 
 @dataclass(frozen=True)
 class Option:
-    """An option; required if it has neither a default nor a `Default`."""
-
     name: str
-    kind: Any  # its type, without notes and without `| None`
-    default: Any
-    help: str  # on one line
-    notes: tuple[Any, ...]
-
-    def of(self, kind: type[AnyNote]) -> list[AnyNote]:
-        return [note for note in self.notes if isinstance(note, kind)]
-
-    def find(self, kind: type[AnyNote]) -> AnyNote | None:
-        return next(iter(self.of(kind)), None)
+    kind: Any  # int, float, bool, str, Path, or dict: a JSON value
+    default: Any  # None: derived when the run starts, or nothing; REQUIRED: must be given
+    help: str = ""  # on one line
+    choices: tuple[str, ...] = ()
+    limit: Limit | None = None
+    takes_several: bool = False
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
     @property
-    def limits(self) -> list[Limit]:
-        return self.of(Limit) or [FINITE]
+    def shown_default(self) -> str:
+        """The default as help shows it; "" where the help says it."""
+        if self.default is REQUIRED:
+            return "must be given"
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        if isinstance(self.default, tuple):
+            return " ".join(map(str, self.default))
+        return "" if self.default is None else str(self.default)
 
     @property
-    def takes_several(self) -> bool:
-        return get_origin(self.kind) is tuple
+    def wanted(self) -> str:
+        return self.limit.wanted if self.limit else _WANTED[self.kind]
 
-    @property
-    def choices(self) -> tuple[str, ...]:
-        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+    def convert(self, value: Any, name: str) -> Any:
+        """Return a value of a flag, TOML, JSON or Python as the option's. name: for messages."""
+        if self.takes_several:
+            one = dataclasses.replace(self, takes_several=False)
+            values = value if isinstance(value, list | tuple) else [value]
+            return tuple(one.convert(x, name) for x in values)
+        if value is None or (isinstance(value, str) and value == "None" and self.default is None):
+            return None
+        try:
+            found = self._converted(value)
+        except (ValueError, RecursionError):
+            wanted = _WANTED[self.kind]
+            if self.choices:
+                wanted = f"one of {', '.join(self.choices)}"
+            elif callable(value):
+                wanted = "a name: put the function into a file and give FILE.py:NAME"
+            raise InputError(
+                f"{name} must be {wanted}, got {value!r:.80}{nearest(str(value), self.choices)}"
+            ) from None
+        limit = self.limit or (FINITE if self.kind is float else None)
+        if limit and not limit.holds(found):
+            raise InputError(f"{self.name} must be {limit.wanted}, got {found!s:.80}", self.name)
+        return found
+
+    def _converted(self, value: Any) -> Any:
+        if self.kind is dict:
+            return json.loads(value) if isinstance(value, str) else value
+        if self.kind is bool and isinstance(value, bool):
+            return value
+        is_plain = isinstance(value, int | float | str | Path) and not isinstance(value, bool)
+        if self.kind is bool or not is_plain:
+            raise ValueError
+        text = str(value)
+        if self.choices:
+            text = _SAME.get(text, text) if _SAME.get(text) in self.choices else text
+            if text not in self.choices:
+                raise ValueError
+        # which raises on half characters
+        elif self.kind in (str, Path) and b"\0" in os.fsencode(text):
+            raise ValueError
+        return self.kind(text)
 
 
-def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
-    notes = tuple(notes_of(hint))
-    help_text = next((note.text for note in notes if isinstance(note, Help)), text)
-    while get_origin(hint) is Annotated or get_origin(hint) in (Union, UnionType):  # of X | None
-        hint = next(part for part in get_args(hint) if part is not NoneType)
-    return Option(name, hint, default, " ".join(help_text.split()), notes)
-
-
-def notes_of(hint: Any) -> Iterator[Any]:
-    """Yield the notes of a type hint, also those of the X in `X | None`."""
-    if get_origin(hint) is Annotated:
-        yield from hint.__metadata__
-    yield from (note for part in get_args(hint) for note in notes_of(part))
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
+def nearest(word: str, words: Iterable[str], cutoff: float = 0.4) -> str:
     begin = [x for x in words if x[:1] == word[:1]]
-    close = difflib.get_close_matches(word, begin, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(word, begin, n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -164,17 +185,70 @@ def formula_of(function: Callable[..., Any]) -> str:
     return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()).rstrip(".")
 
 
-def options_of(function: Callable[..., Any]) -> dict[str, Option]:
-    """Return a function's keyword-only parameters that are numbers or one of several texts."""
-    options = {}
-    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        hint = float if parameter.annotation is parameter.empty else parameter.annotation
-        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        is_option = plain in (int, float) or get_origin(plain) is Literal
-        if is_option and parameter.kind is parameter.KEYWORD_ONLY:
-            default = None if parameter.default is parameter.empty else parameter.default
-            options[name] = make_option(name, hint, default)
-    return options
+def notes_of(hint: Any) -> Iterator[Any]:
+    """Yield the notes of a type hint, also those of the X in `X | None`."""
+    if get_origin(hint) is Annotated:
+        yield from hint.__metadata__
+    yield from (note for part in get_args(hint) for note in notes_of(part))
+
+
+def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
+    """Return the option of a type hint; one that is no number, text, path or choice is JSON."""
+    notes, several = [*notes_of(hint)], False
+    choices: tuple[str, ...] = ()
+    limit = next((note for note in notes if isinstance(note, Limit)), None)
+    text = next((note.text for note in notes if isinstance(note, Help)), text)
+    while origin := get_origin(hint):
+        if origin in (Annotated, Union, UnionType):  # of X | None
+            hint = next(part for part in get_args(hint) if part is not NoneType)
+        elif origin is Literal:
+            hint, choices = str, get_args(hint)
+        elif origin in (tuple, list) and not several and get_args(hint)[0] in _WANTED:
+            hint, several = get_args(hint)[0], True
+        else:
+            hint = dict
+    if inspect.isclass(hint) and issubclass(hint, enum.Enum):
+        hint, choices = str, tuple(str(x.value) for x in hint)
+    kind = hint if hint in _WANTED else dict
+    return Option(name, kind, default, " ".join(text.split()), choices, limit, several)
+
+
+@lru_cache
+def options_of(part: Any) -> dict[str, Option]:
+    """Return the options of a dataclass of options, or of a function's keyword-only parameters that
+    are numbers or one of several texts."""
+    if dataclasses.is_dataclass(part):
+        cls: Any = part
+        hints, helps = get_type_hints(part, include_extras=True), _helps(cls)
+        return {
+            x.name: make_option(x.name, hints[x.name], x.default, helps.get(x.name, ""))
+            for x in dataclasses.fields(part)
+            if x.init
+        }
+    own = {}
+    for x in inspect.signature(part, eval_str=True).parameters.values():
+        if x.kind is x.KEYWORD_ONLY:
+            hint = float if x.annotation is x.empty else x.annotation
+            option = make_option(x.name, hint, x.default)
+            if option.kind in (int, float) or option.choices:
+                own[x.name] = option
+    return own
+
+
+def _helps(cls: type) -> dict[str, str]:
+    """Return the docstrings below the fields of a dataclass and of those it derives from."""
+    helps: dict[str, str] = {}
+    for base in cls.__mro__[-2::-1]:
+        with contextlib.suppress(OSError, TypeError, SyntaxError):  # without a source
+            (definition,) = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
+            for field, below in itertools.pairwise(getattr(definition, "body", ())):
+                match field, below:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ):
+                        helps[name] = text
+    return helps
 
 
 def check_options(
@@ -188,14 +262,14 @@ def check_options(
             raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{advice}")
     checked: dict[str, Any] = {}
     for name, option in options.items():
-        value = given.get(name, option.default)
-        if value is None and option.of(Default):
+        value, limit = given.get(name, option.default), option.limit or FINITE
+        if value is None and option.default is None:
             continue
-        if value is None:
-            raise ValueError(f"{owner} needs {name}, {option.limits[0].wanted}")
+        if value is REQUIRED or value is None:
+            raise ValueError(f"{owner} needs {name}, {limit.wanted}")
         if option.choices:
             check_choice(f"{name} of {owner}", value, option.choices)
             checked[name] = value
-        for limit in () if option.choices else option.limits:
+        else:
             checked[name] = check_number(f"{name} of {owner}", value, limit.wanted, limit.holds)
     return checked

@@ -5,46 +5,45 @@ from the run's before.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.metadata import Resume, options_of
-from maxrl_fast.config.options import Config
+from maxrl_fast.config.names import OF_ONE_START
+
+# What a resumed run may change: nothing that is learned depends on it. Those of ROUNDING change how
+# numbers round.
+_ROUNDING = """threads device token_budget sharding kv_cache_gb vllm_tensor_parallel compile
+checkpoint_activations"""
+_FREE = """reward_workers reward_concurrency reward_seconds reward_memory_gb reward_env
+max_reward_error_rate vllm_url eval_every diagnose_every keep_rollouts log_to save_every
+keep_checkpoints stall_limit"""
+ROUNDING = frozenset(_ROUNDING.split())
+FREE = ROUNDING.union(OF_ONE_START, _FREE.split())
 
 
-@dataclass(frozen=True)
-class Changes:
-    """Options that differ, each as "lr: 0.1 before, 0.2 now"."""
-
-    policy: tuple[str, ...]  # of the policy's shape
-    semantic: tuple[str, ...]  # of what is computed
-    rounding: tuple[str, ...]
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
-    said = {name: _describe(name, before, now) for name in _differing(before, now)}
-    schedule = now["lr_schedule"]
-    if schedule == "constant":
-        said.pop("steps", None)  # otherwise the learning rate depends on the number of steps
-    elif "steps" in said:
-        said["steps"] += f", on which the learning rate of --lr-schedule {schedule} depends"
-    kinds = Resume.POLICY, Resume.SEMANTIC, Resume.ROUNDING
-    return Changes(
-        *(tuple(text for name, text in said.items() if _meaning(name) == kind) for kind in kinds)
-    )
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the options outside FREE that differ, each as "lr: 0.1 before, 0.2 now"."""
+    changed = [name for name in differing(before, now) if name not in FREE]
+    if now.get("lr_schedule") == "constant":  # otherwise the learning rate depends on the steps
+        changed = [name for name in changed if name != "steps"]
+    return [describe(name, before, now) for name in changed]
 
 
-def in_place(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options `now` with the paths `before` where only a folder differs: fingerprints
-    compare the files.
-    """
-    return {
-        name: before[name]
-        if name in before and _without_folders(value) == _without_folders(before[name])
-        else value
-        for name, value in now.items()
-    }
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the options that both have, with other values; paths of which only the folder differs
+    are equal: fingerprints compare the files."""
+    return [
+        name
+        for name in now
+        if name in before and _without_folders(before[name]) != _without_folders(now[name])
+    ]
+
+
+def describe(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    said = f"{name}: {before[name]} before, {now[name]} now"
+    if name == "steps" and now.get("lr_schedule") == "cosine":
+        said += ", on which the learning rate of --lr-schedule cosine depends"
+    return said
 
 
 def _without_folders(value: Any) -> Any:
@@ -54,26 +53,10 @@ def _without_folders(value: Any) -> Any:
 
 
 def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return a line on the options that a resumed run takes from its start, and on those that now
-    differ."""
-    others = "; ".join(_describe(name, before, now) for name in _differing(before, now))
-    but = f", but for {others}" if others else ""
+    """Return a line on the options that a resumed run takes from its start."""
+    others = [name for name in differing(before, now) if name not in OF_ONE_START]
+    but = f", but for {'; '.join(describe(x, before, now) for x in others)}" if others else ""
     return f"options: the run's own, from its config.json{but}"
-
-
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    common = (name for name in now if name in before and _meaning(name) != Resume.NOT_COMPARED)
-    return [name for name in common if before[name] != now[name]]
-
-
-def _meaning(name: str) -> Resume:
-    """An option of another version changes what is computed."""
-    option = options_of(Config).get(name)
-    return (option and option.find(Resume)) or Resume.SEMANTIC
-
-
-def _describe(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    return f"{name}: {before[name]} before, {now[name]} now"
 
 
 def checkpoint_order(directory: Path) -> tuple[bool, int]:
@@ -103,9 +86,7 @@ def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> boo
         log = out / "metrics.jsonl"
         has_begun = log.exists() and log.stat().st_size > 0
         # config.json has no option without a value
-        changed = changes(dict.fromkeys(now) | options, now) if found and now is not None else None
+        changed = changes(dict.fromkeys(now) | options, now) if found and now is not None else []
     except (OSError, ValueError, TypeError, RecursionError):
         return False
-    if changed and (changed.policy or changed.semantic):
-        return False
-    return has_steps and not has_begun and found[-1:] in ([], ["step-000000"])
+    return not changed and has_steps and not has_begun and found[-1:] in ([], ["step-000000"])

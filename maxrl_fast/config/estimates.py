@@ -1,6 +1,4 @@
-"""What a configuration comes to: the first lines of a run, and for --dry-run its memory and
-work.
-"""
+"""What a configuration comes to: the first lines of a run, and the text of --dry-run."""
 
 from pathlib import Path
 
@@ -9,12 +7,10 @@ import torch
 import maxrl_fast
 from maxrl_fast.algorithms.known import explain_name
 from maxrl_fast.algorithms.losses import ALIASES
-from maxrl_fast.config.checks import objective_of
-from maxrl_fast.config.conditions import loss_of
 from maxrl_fast.config.memory import count, estimate_memory, memory_table
-from maxrl_fast.config.metadata import inapplicable_options
-from maxrl_fast.config.options import Config, ResolvedConfig
+from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import default_rates, evaluation_schedule
+from maxrl_fast.config.rules import objective_of
 from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.flash import kernel_for
 from maxrl_fast.model.policy_model import PolicyModel
@@ -26,23 +22,22 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.training.critic import num_critic_weights
 from maxrl_fast.training.optimizer import LearningRate
-from maxrl_fast.training.policy_reward import LIKELIHOODS
 
 
 def describe_run(
-    config: ResolvedConfig, task: Task, model: PolicyModel, ranks: Ranks, saved: Path | None
+    config: Config, task: Task, model: PolicyModel, ranks: Ranks, saved: Path | None
 ) -> list[str]:
     """Return what runs on what, for the start of a run."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
-    options = config.objective.options
+    options = config.parts["objective"]
     sizes = [f"{name}={options[name]}" for name in ("k", "order", "beta") if name in options]
-    counts = f"{config.rollout.rollouts} rollouts a step"
-    if m := config.rollout.stop_at:
-        sizes = [f"order={config.rollout.rollouts}"]
-        counts = f"{config.rollout.first_rollouts} to {counts}, until {m} succeed"
-    method = " ".join([explain_name(config.objective.objective), *sizes])
-    if config.loss.loss in ALIASES:
-        method += f", loss {explain_name(config.loss.loss)}"
+    counts = f"{config.sampling.rollouts} rollouts a step"
+    if m := config.sampling.stop_at:
+        sizes = [f"order={config.sampling.rollouts}"]
+        counts = f"{config.sampling.first_rollouts} to {counts}, until {m} succeed"
+    method = " ".join([explain_name(config.chosen.objective), *sizes])
+    if config.chosen.loss in ALIASES:
+        method += f", loss {explain_name(config.chosen.loss)}"
     threads = f"{config.run.threads} thread{'s' * (config.run.threads != 1)}"
     where = f"cpu ({threads}, {torch.backends.cpu.get_cpu_capability()})"
     if device.type == "cuda":
@@ -68,7 +63,7 @@ def describe_run(
         f"policy: {model.config.num_hidden_layers}-layer {model.config.model_type} decoder "
         f"({model.backend}), {_parameters(model)}, {start}",
         *_describe_critic(config, model),
-        f"{config.rollout.prompts} prompts x {counts}; results in {config.run.out}",
+        f"{config.sampling.prompts} prompts x {counts}; results in {config.run.out}",
         *([f"responses end with {task.stops}"] if isinstance(task, TextTask) else []),
         *_describe_ahead(config),
         str(evaluation_schedule(config, task)),
@@ -76,13 +71,13 @@ def describe_run(
     ]
 
 
-def _describe_ahead(config: ResolvedConfig) -> list[str]:
-    options, a = config.rollout, config.rollout.ahead
-    if not a:
+def _describe_ahead(config: Config) -> list[str]:
+    if not (a := config.sampling.ahead):
         return []
     told = f"step n is sampled with the weights after step n - {a + 1}; correction: "
     shared = "; sampling shares the processor with training, so that only waits are saved"
-    return [told + options.correction + shared * (options.vllm_url is None)]
+    has_server = config.parts["rollout"].get("vllm_url")
+    return [told + config.chosen.correction + shared * (not has_server)]
 
 
 def _parameters(model: PolicyModel) -> str:
@@ -91,18 +86,18 @@ def _parameters(model: PolicyModel) -> str:
     return f"{count(model):,} parameters{adapters}"
 
 
-def _describe_critic(config: ResolvedConfig, model: PolicyModel) -> list[str]:
+def _describe_critic(config: Config, model: PolicyModel) -> list[str]:
     if not objective_of(config).needs.critic:
         return []
     what = "its adapters" if config.model.lora_rank else "all its weights"
-    number, rate = num_critic_weights(model), config.objective.options["critic_lr"]
+    number, rate = num_critic_weights(model), config.parts["objective"]["critic_lr"]
     return [
         f"critic: a copy of the policy with a value head, {number:,} parameters trained ({what}), "
         f"learning rate {rate:g}"
     ]
 
 
-def _describe_rates(config: ResolvedConfig, *, has_warm_start: bool) -> str:
+def _describe_rates(config: Config, *, has_warm_start: bool) -> str:
     """Return the learning rates with their course, and whose default they are where a checkpoint
     changes the default."""
     kind = "LoRA on a checkpoint" if config.model.lora_rank else "full fine-tuning of a checkpoint"
@@ -127,52 +122,22 @@ def _describe_rates(config: ResolvedConfig, *, has_warm_start: bool) -> str:
 
 
 def estimate(
-    config: ResolvedConfig,
+    config: Config,
     task: Task,
     model: PolicyModel,
     machine: Machine,
     teacher: PolicyModel | None = None,
 ) -> str:
-    """Return the options that the run uses, and estimates of its memory (`estimate_memory`) on a
-    machine and of the work of a step."""
-    flat, rollout, loss = config.flat(), config.rollout, config.loss
-    hidden = {*inapplicable_options(Config, flat), "dry_run"}
-    memory = estimate_memory(config, task, model, machine, teacher)
-    *table, answer = memory_table(memory, machine, config)
-    lines = [answer, "configuration"]
-    lines += [
-        f"  {name} = {value}"
-        for name, value in flat.items()
-        if value is not None and name not in hidden
-    ]
-    lines += [f"policy: {_parameters(model)}", *_describe_critic(config, model), *table]
-    if rollout.rollout not in ENGINES:
-        lines.append(
-            f"  The memory of the engine {rollout.rollout} is not known and not in the table."
-        )
-    needs, prompt_tokens = objective_of(config).needs, rollout.prompts * task.prompt_length
-    response_tokens = rollout.prompts * rollout.rollouts * rollout.max_new_tokens
-    more_passes = (
-        needs.logprob_passes
-        + (config.shaping.reward_source in LIKELIHOODS)
-        + (rollout.correction != "none")
-        + (loss_of(loss.loss).over_batch or loss.top_entropy < 1 or bool(loss.siren))
-        + bool(loss.kl_coef)
+    """Return the options that the run uses, and an estimate of its memory on a machine."""
+    chosen = config.chosen
+    answer, *table = memory_table(
+        estimate_memory(config, task, model, machine, teacher), machine, config
     )
-    tokens = prompt_tokens + response_tokens
-    # The greedy responses are sampled by another call, which reads the prompts again.
-    greedy = needs.greedy * rollout.prompts * (task.prompt_length + rollout.max_new_tokens)
-    # A critic computes its values before the step, and is updated separately.
-    work = {
-        "rollout": 2 * (tokens + greedy),
-        "update": (6 + 2 * more_passes + 8 * needs.critic) * tokens,
-    }
-    lines += [
-        "work per step, estimated (multiplications with weights; all responses at their limit)",
-        f"  prompt tokens: {prompt_tokens:,}, response tokens: up to {response_tokens:,}",
-    ]
-    lines += [
-        f"  {name}: {count(model) * multiplications / 1e9:,.1f} GFLOP"
-        for name, multiplications in work.items()
-    ]
+    lines = [answer, "configuration"]
+    lines += [f"  {name} = {x}" for name, x in config.flat().items() if name != "dry_run"]
+    lines += [f"policy: {_parameters(model)}", *_describe_critic(config, model), *table]
+    if chosen.rollout not in ENGINES:
+        lines.append(
+            f"  The memory of the engine {chosen.rollout} is not known and not in the table."
+        )
     return "\n".join(lines)

@@ -6,229 +6,204 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from maxrl_fast.algorithms.options import (
-    AT_LEAST_1,
-    DERIVED,
     BetweenZeroAndOne,
     Count,
     CountOrZero,
-    Default,
     NotNegative,
-    Refusal,
     Seed,
     UnitInterval,
+    options_of,
 )
-from maxrl_fast.config.checks import check_options
 from maxrl_fast.config.help_page import show_help, split_help
-from maxrl_fast.config.metadata import Groups, Note, options_of, read_options
 from maxrl_fast.config.options import (
-    CacheLimit,
+    DERIVED,
     Config,
-    Device,
-    Dtype,
-    EngineName,
-    RewardOptions,
-    TaskOptions,
-    Threads,
-    TopP,
+    Decoding,
+    Options,
+    Place,
+    Reward,
+    TaskAndEngine,
+    fields_of,
 )
-from maxrl_fast.config.parse import (
+from maxrl_fast.config.parts import options_of_part
+from maxrl_fast.config.read import (
     TASK_IS_MISSING,
-    configure,
-    convert,
+    Given,
+    absolute_function,
+    build,
+    hint,
     read_flags,
     read_run,
-    refuse_unknown,
 )
-from maxrl_fast.config.resolve import (
-    absolute_function,
-    num_held_out,
-    resolve_place,
-    response_limit,
-)
+from maxrl_fast.config.resolve import num_held_out, resolve_place, response_limit
+from maxrl_fast.config.rules import check_shared
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.source import Source, find_source, free_folder
 from maxrl_fast.tasks import Task, held_out_sets
+from maxrl_fast.tasks.dataset import DatasetOptions
 
 PROG = "python -m maxrl_fast.evaluate"
-# options that an evaluation takes from the run
-OF_RUN = [option.name for group in (TaskOptions, RewardOptions) for option in read_options(group)]
 
 
 @dataclass(frozen=True)
-class MeasureOptions:
+class Measure:
     """What is measured."""
 
-    checkpoint: Annotated[str | None, Note.POSITIONAL, Default("", "CHECKPOINT")] = None
-    """Checkpoint directory, hf://ORG/NAME of the hub, or the folder of a run."""
-    eval_prompts: Annotated[Count, Default("256, or all that are held out")] = DERIVED
-    """Number of prompts: the first of the split, or of each held-out set."""
-    samples: Annotated[
-        int,
-        AT_LEAST_1,
-        Refusal(
-            "greedy decoding gives one response: samples must be 1 at temperature {temperature:g}, "
-            "got {samples}",
-            lambda c: c["temperature"] == 0 and c["samples"] > 1,
-        ),
-    ] = 256
+    eval_prompts: Count = DERIVED
+    """Number of prompts: the first of the split, or of each held-out set. By default 256, or all
+    that are held out."""
+    samples: Count = 256
     """Responses to each prompt (n)."""
-    k: Annotated[
-        tuple[int, ...],
-        Default("1 2 4 ... up to --samples", "INT ..."),
-        Refusal(
-            "k must be from 1 to the {samples} samples, got {k}",
-            lambda c: any(not 1 <= k <= (k if c["compare"] else c["samples"]) for k in c["k"]),
-        ),
-    ] = ()
-    """Sizes at which pass@k, max@k and maj@k are reported, each from 1 to --samples."""
+    k: tuple[int, ...] = ()
+    """Sizes at which pass@k, max@k and maj@k are reported, each from 1 to --samples. By default 1 2
+    4 ... up to --samples."""
     split: Literal["test", "train"] = "test"
     """Held-out prompts, or training prompts, which repeat where a file has fewer."""
-    baseline: Annotated[str | None, Default("none", "DIR")] = None
-    """Compare with this: another CHECKPOINT, which is then sampled too, or the folder of a finished
-    evaluation of the same prompts, samples and sampling."""
-    bootstrap: Annotated[int, AT_LEAST_1] = 1000
+    baseline: str | None = None
+    """Compare with this: another CHECKPOINT, which is sampled too, or a finished evaluation of the
+    same prompts, samples and sampling."""
+    bootstrap: Count = 1000
     """Bootstrap resamples of the prompts for the intervals."""
     confidence: BetweenZeroAndOne = 0.95
     """Confidence of the intervals."""
-    embeddings: Annotated[Path | None, Default("none, counts of token n-grams", "DIR")] = None
-    """Local embedding model (transformers, safetensors) by which diversity is measured."""
-    compare: Annotated[tuple[Path, ...], Default("none", "RUN ...")] = ()
-    """Compare these folders of finished evaluations, in a table and a picture, without
-    CHECKPOINT.
-    """
+    embeddings: Path | None = None
+    """Local embedding model that measures diversity. By default counts of token n-grams."""
+    compare: tuple[Path, ...] = ()
+    """Compare these finished evaluations, in a table and a picture, without CHECKPOINT."""
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
-    """How responses are sampled. The papers evaluate language models with --temperature .6 --top-p
-    .95.
-    """
+class EvaluatedDecoding(Decoding):
+    """How responses are sampled; the papers' language models with --temperature .6 --top-p .95."""
 
+    max_new_tokens: Count = DERIVED
+    """Response limit, in tokens. By default the run's, else the task's."""
     temperature: NotNegative = 1.0
     """Sampling temperature; 0: greedy decoding, with one sample."""
     top_k: CountOrZero = 0
-    """Top-k sampling: sample from this many of the most probable tokens; 0: from all."""
-    top_p: TopP = 1.0
+    """Top-k sampling: from this many of the most probable tokens; 0: from all."""
     min_p: UnitInterval = 0.0
-    """Min-p sampling: sample from tokens with at least this fraction of the most probable token's
-    probability.
-    """
-    max_new_tokens: Annotated[Count, Default("the run's, else the task's")] = DERIVED
-    """Response limit, in tokens."""
-    rollout: EngineName = "native"
-    kv_cache_gb: CacheLimit = None
-    seed: Annotated[Seed, Default("the run's, else 0")] = DERIVED
-    """Seed of the sampling and the bootstrap: a sample depends on it, its prompt and its number
-    alone (vllm: on the batch).
-    """
+    """Min-p sampling: from tokens with at least this share of the greatest probability."""
+    seed: Seed = DERIVED
+    """Seed of the sampling and the bootstrap. By default the run's, else 0."""
 
 
 @dataclass(frozen=True)
-class PlaceOptions:
+class EvaluationPlace(Place):
     """Where it is computed and written."""
 
-    out: Annotated[Path, Default("evaluations/<name>-<time>", "DIR")] = DERIVED
-    """Folder of results, new or empty."""
-    task_seed: Annotated[Seed, Default("the run's, else 0")] = DERIVED
-    """Seed of the mazes and of the order of training prompts."""
-    device: Device = "auto"
-    dtype: Dtype = "auto"
-    threads: Threads = DERIVED
+    out: Path = DERIVED
+    """Folder of results, new or empty. By default evaluations/<name>-<time>."""
+    task_seed: Seed = DERIVED
+    """Seed of the mazes and of the order of training prompts. By default the run's, else 0."""
 
 
 @dataclass(frozen=True)
-class EvaluationConfig(Groups):
+class EvaluationConfig(Options):
     """Sample many responses to each held-out prompt, and report pass@k, max@k, maj@k and diversity.
 
     CHECKPOINT is a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub, or
-    the folder of a run of maxrl_fast.train: its latest checkpoint; RUN/best is the one with the
-    highest mean reward. Of a run, and of a checkpoint in its folder, the task's options are the
-    run's, unless others are given.
+    the folder of a run: its latest checkpoint; RUN/best has the highest mean reward. The task's
+    options are the run's, unless others are given.
 
     Examples:
         python -m maxrl_fast.evaluate runs/maxpo-... --samples 256
-        python -m maxrl_fast.evaluate runs/A --baseline runs/A/checkpoints/step-000000
         python -m maxrl_fast.evaluate DIR --task gsm8k --temperature .6 --top-p .95
         python -m maxrl_fast.evaluate --compare evaluations/one evaluations/other
     """
 
-    measure: MeasureOptions = MeasureOptions()
-    sampling: SamplingOptions = SamplingOptions()
-    task: TaskOptions = field(default_factory=TaskOptions)
-    reward: RewardOptions = field(default_factory=RewardOptions)
-    place: PlaceOptions = PlaceOptions()
+    chosen: TaskAndEngine = field(default_factory=TaskAndEngine)
+    measure: Measure = Measure()
+    sampling: EvaluatedDecoding = EvaluatedDecoding()
+    reward: Reward = field(default_factory=Reward)
+    place: EvaluationPlace = EvaluationPlace()
 
     def flat(self) -> dict[str, Any]:
-        """All options by flag name, in the types of JSON; several values are always a list, but for
-        rewards.
-        """
-        return super().flat() | {
-            "k": [*self.measure.k],
-            "compare": [*map(str, self.measure.compare)],
-        }
-
-
-class ResolvedEvaluationConfig(EvaluationConfig):
-    """A checked configuration whose defaults are all worked out."""
+        """Several values are always a list, but for rewards."""
+        own = {"k": [*self.measure.k], "compare": [*map(str, self.measure.compare)]}
+        return super().flat() | own
 
 
 def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
     """--help prints the options that this task uses, and exits."""
-    options, (words, asks_for_help) = options_of(EvaluationConfig), split_help(arguments)
-    flags, words = read_flags(words, options)
+    words, asks_for_help = split_help(arguments)
+    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    others, flags = words[:first], read_flags(words[first:])
     if flag := flags.get("model", flags.get("checkpoint")):
         raise InputError(f"CHECKPOINT is given without a flag, as in `{PROG} DIR`, got {flag.name}")
-    for name, x in flags.items():  # CHECKPOINT after several values; rewards have a colon
-        several = isinstance(x.value, list) and name != "compare" and x.value[1:]
-        if several and not words and (name != "reward" or ":" not in several[-1]):
-            words = [x.value.pop()] if name == "reward" or Path(several[-1]).is_dir() else []
-    refuse_unknown(flags, words[1:], options)
+    several = ("k", "compare", "reward", "reward_weights", "data", "hub", "test_data", "test_hub")
+    for name, x in flags.items():  # CHECKPOINT after the value of a flag; rewards have a colon
+        if x.value[1:] and name != "compare" and not others:
+            is_path = ":" not in x.value[-1] if name == "reward" else Path(x.value[-1]).is_dir()
+            others = [x.value.pop()] if is_path or name not in several else []
+    for word in others[1:]:
+        raise InputError(
+            f"unknown option {word:.80}: options begin with two dashes{hint(word, flags)}"
+        )
     if asks_for_help or "compare" in flags:
-        config = configure(EvaluationConfig(), options, flags, flags)
+        config, known = build(EvaluationConfig, flags, {})
         if asks_for_help:
-            show_help(config, options, PROG)
-        if words or config.measure.baseline is not None:
+            show_help(config, known, PROG)
+        if others or config.measure.baseline is not None:
             what = "--compare compares finished evaluations"
             raise InputError(f"{what}, without CHECKPOINT and --baseline")
         return config, None
-    if not words:
+    if not others:
         raise InputError(
             "CHECKPOINT is missing: a Hugging Face checkpoint directory or the folder of a run (or "
             "--compare)"
         )
-    source = find_source(words[0])
+    source = find_source(others[0])
     if source.run is None and "task" not in flags:
         raise InputError(f"a checkpoint that is not in the folder of a run {TASK_IS_MISSING}")
     of_run = {} if source.run is None else read_run(source.run, flags)
-    of_run = {name: of_run[name] for name in (*OF_RUN, "max_new_tokens", "seed") if name in of_run}
-    values = {name: convert(options_of(Config)[name], x) for name, x in of_run.items()}
-    run = Config().replace(**values)
-    shared = {name: x for name, x in of_run.items() if name in OF_RUN}
-    if (sets := {"test_data", "test_hub"}) & flags.keys():  # in place of all of the run
-        shared = {name: shared[name] for name in shared.keys() - sets}
-    if {"data", "hub"} & flags.keys():  # the run's filter is about its own training sets
-        shared.pop("where", None)
-    if "task" in flags and absolute_function(str(flags["task"].value)) != run.task.task:
-        shared = {}  # another task uses none of its options
-    config = configure(EvaluationConfig(), options, {**shared, **flags}, flags)
-    defaults: dict[str, Any] = dict.fromkeys(("seed", "task_seed"), run.run.seed)
+    shared = _of_task(of_run, flags)
+    config, _ = build(EvaluationConfig, flags, shared)
+    seed = of_run["seed"].value if "seed" in of_run else None
+    defaults: dict[str, Any] = dict.fromkeys(("seed", "task_seed"), seed)
     # a task of another size has its own limit
-    sizes = ("maze_size", "chain_length", "gym_config", "task_args")
-    if shared and all(getattr(config.task, x) == getattr(run.task, x) for x in sizes):
-        defaults["max_new_tokens"] = run.rollout.max_new_tokens
-    flat = config.flat()
-    defaults = {name: value for name, value in defaults.items() if flat[name] is None}
-    return config.replace(checkpoint=str(source.checkpoint), **defaults), source
+    sizes = config.parts["task"].keys() - options_of(DatasetOptions).keys()
+    if shared and not flags.keys() & sizes:
+        limit = of_run.get("max_new_tokens")
+        defaults["max_new_tokens"] = limit and int(limit.value)
+    defaults = {name: value for name, value in defaults.items() if config.values()[name] is None}
+    return config.replace(**defaults), source
+
+
+def _of_task(of_run: dict[str, Given], flags: dict[str, Given]) -> dict[str, Given]:
+    """Return the options of a run that decide its prompts and rewards; with another task none."""
+    chosen = of_run.get("task", Given("maze", "task"))
+    if "task" in flags and absolute_function("".join(flags["task"].value)) != chosen.value:
+        return {}
+    kept = {"task", *options_of(Reward), *_task_names(str(chosen.value))}
+    if (sets := {"test_data", "test_hub"}) & flags.keys():  # in place of all of the run
+        kept -= sets
+    if {"data", "hub"} & flags.keys():  # the run's filter is about its own training sets
+        kept.discard("where")
+    return {name: x for name, x in of_run.items() if name in kept}
+
+
+def _task_names(task: str) -> set[str]:
+    return {*options_of_part("task", task, fields_of(Config))} - {"sft_data"}
 
 
 def check(config: EvaluationConfig) -> None:
-    check_options(EvaluationConfig, config.flat())
+    """Refuse options that are wrong by themselves or do not go together."""
+    measure, temperature = config.measure, config.sampling.temperature
+    if temperature == 0 and measure.samples > 1:
+        raise InputError(
+            f"greedy decoding gives one response: samples must be 1 at temperature {temperature:g},"
+            f" got {measure.samples}"
+        )
+    if any(not 1 <= k <= (k if measure.compare else measure.samples) for k in measure.k):
+        raise InputError(f"k must be from 1 to the {measure.samples} samples, got {[*measure.k]}")
+    check_shared(config)
 
 
 def resolve(
@@ -236,14 +211,14 @@ def resolve(
     source: Source,
     task: Task,
     warn: Callable[[str], None] = warnings.warn,
-) -> ResolvedEvaluationConfig:
+) -> EvaluationConfig:
     """Return the checked configuration with every default worked out."""
     measure, sampling, place = config.measure, config.sampling, config.place
     device, dtype = resolve_place(place.device, place.dtype)
     num_prompts = measure.eval_prompts or 256
     if measure.split == "test":
         num_prompts = num_held_out(measure.eval_prompts, task)
-    worked_out = {
+    derived = {
         "eval_prompts": num_prompts,
         "k": tuple(sorted(set(measure.k))),
         "max_new_tokens": response_limit(sampling.max_new_tokens, task, source.checkpoint, warn),
@@ -254,10 +229,10 @@ def resolve(
         "dtype": dtype,
         "threads": place.threads or torch.get_num_threads(),
     }
-    return ResolvedEvaluationConfig(**vars(config.replace(**worked_out)))
+    return config.replace(**derived)
 
 
-def set_configs(config: ResolvedEvaluationConfig, task: Task) -> list[ResolvedEvaluationConfig]:
+def set_configs(config: EvaluationConfig, task: Task) -> list[EvaluationConfig]:
     """Return that of each set; of several, with its name as a folder."""
     measure = config.measure
     sets = {"train": (measure.eval_prompts, measure.samples)}

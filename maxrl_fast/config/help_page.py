@@ -3,9 +3,9 @@
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import NoReturn
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -13,49 +13,33 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from maxrl_fast.algorithms.options import Default, Option
-from maxrl_fast.config.metadata import Groups, Note, inapplicable_options, options_of, read_options
+from maxrl_fast.algorithms.options import Option
+from maxrl_fast.config.options import Options
 
 # of --help: the widest page in columns, and the widest flag with its help on the same line
 WIDEST, FLAG_WIDTH = 110, 20
-_METAVARS = {int: "INT", float: "FLOAT", Path: "PATH"}
+_METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", dict: "JSON"}
 
 
-def grouped(
-    config: type, options: Mapping[str, Option]
-) -> Iterator[tuple[str, type, list[Option]]]:
-    static = options_of(config)
-    for name, group in get_type_hints(config).items():
-        names = {option.name for option in read_options(group)}
-        if name == "objective":
-            names |= options.keys() - static.keys()  # those of its function
-        yield name, group, [option for option in options.values() if option.name in names]
-
-
-def show_help(config: Groups, options: Mapping[str, Option], prog: str) -> NoReturn:
+def show_help(config: Options, known: Mapping[str, Mapping[str, Option]], prog: str) -> NoReturn:
     """Print the options that a run of this configuration uses, and exit."""
-    values, groups, advanced = config.flat(), [], []
-    hidden = inapplicable_options(type(config), values)
-    for name, group, members in grouped(type(config), options):
-        used = [option for option in members if option.name not in hidden]
-        advanced += [option.flag for option in used if Note.ADVANCED in option.notes]
-        rows = [help_row(x, values) for x in used if Note.ADVANCED not in x.notes]
-        groups.append((f"{name.replace('_', ' ')} options", inspect.getdoc(group) or "", rows))
-    description = inspect.getdoc(type(config)) or ""
-    if advanced:
-        description += f"\n\nMore, in docs/options.md: {', '.join(advanced)}."
-    print_help(prog, description, groups)
+    pages = []
+    for name, options in known.items():
+        kind, title = config.groups().get(name), f"{name.replace('_', ' ')} options"
+        if kind is None:
+            title = f"options of {name} {getattr(config.chosen, name[2:])}"
+        rows = [help_row(x, flag) for flag, x in options.items() if flag not in config.unused]
+        pages.append((title, inspect.getdoc(kind) or "" if kind else "", rows))
+    print_help(prog, inspect.getdoc(type(config)) or "", pages)
 
 
-def help_row(option: Option, values: Mapping[str, Any]) -> tuple[str, str]:
+def help_row(option: Option, name: str = "") -> tuple[str, str]:
     """Return the flag with what it takes, and the help with the default."""
-    default = option.find(Default)
-    text = default.chosen(values) if default and default.chosen else default_text(option)
+    flag = f"--{(name or option.name).replace('_', '-')}"
+    default = f" (default: {option.shown_default})" if option.shown_default else ""
     if option.kind is bool:
-        return f"{option.flag}, --no-{option.flag[2:]}", f"{option.help} (default: {text})"
-    if Note.POSITIONAL in option.notes:
-        return metavar(option), option.help
-    return f"{option.flag} {metavar(option)}", f"{option.help} (default: {text})"
+        return f"{flag}, --no-{flag[2:]}", option.help + default
+    return f"{flag} {metavar(option)}", option.help + default
 
 
 def print_help(
@@ -91,21 +75,6 @@ def split_help(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 def metavar(option: Option) -> str:
     """Return what --help shows in the value's place."""
-    default = option.find(Default)
-    if default and default.metavar:
-        return default.metavar
     if option.choices:
         return "{" + ",".join(option.choices) + "}"
-    kind = (get_args(option.kind) or [option.kind])[0]
-    return _METAVARS.get(kind, "STR") + " ..." * option.takes_several
-
-
-def default_text(option: Option) -> str:
-    default = option.find(Default)
-    if default is not None:
-        return default.text
-    if isinstance(option.default, bool):
-        return "on" if option.default else "off"
-    if option.takes_several:
-        return " ".join(map(str, option.default))
-    return "must be given" if option.default is None else str(option.default) or "none"
+    return _METAVARS.get(option.kind, "STR") + " ..." * option.takes_several

@@ -14,17 +14,15 @@ from typing import Any
 import torch
 
 from maxrl_fast.config.changes import ended_before_first_step
-from maxrl_fast.config.checks import correction_of, objective_of
-from maxrl_fast.config.conditions import loss_of
-from maxrl_fast.config.metadata import Note, Resume, options_of
-from maxrl_fast.config.options import Config, ModelOptions, ResolvedConfig
+from maxrl_fast.config.options import Config, Model
+from maxrl_fast.config.parts import loss_of
+from maxrl_fast.config.read import NAMES_CODE, absolute_function
+from maxrl_fast.config.rules import objective_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import HUB
 from maxrl_fast.model.policy import backend_of, read_sizes
-from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.device import memory_bytes, resolve_device, resolve_dtype
 from maxrl_fast.runtime.files import is_locked, temporary_path
-from maxrl_fast.runtime.loading import is_file
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task, held_out_sets
 from maxrl_fast.tasks.dataset import DatasetTask
@@ -43,14 +41,14 @@ def resolve(
     ranks: Ranks | None = None,
     has_gpus: bool = False,
     warn: Callable[[str], None] = warnings.warn,
-) -> ResolvedConfig:
+) -> Config:
     """Return the checked configuration with every default worked out.
 
     Args:
         has_gpus: it is for another machine, with GPUs that compute in bfloat16.
     """
     ranks = ranks or Ranks()
-    prompts, number = config.rollout.prompts, config.rollout.vllm_tensor_parallel
+    prompts, number = config.sampling.prompts, tensor_parallel(config)
     processes = f"the number of processes, {ranks.size}"
     if prompts < ranks.size:
         raise InputError(f"prompts must be at least {processes}, got {prompts}", "prompts")
@@ -60,12 +58,12 @@ def resolve(
     config = config.replace(**_absolute(config))
     # A run that resumes has its own checkpoint and response limit.
     directory = None if config.run.resume is not None else config.model.directory
-    limit = response_limit(config.rollout.max_new_tokens, task, directory, warn)
-    if (buffer := config.shaping.overlong_buffer) > limit:
+    limit = response_limit(config.sampling.max_new_tokens, task, directory, warn)
+    if (buffer := config.reward.overlong_buffer) > limit:
         names = "overlong_buffer", "max_new_tokens"
         wanted = f"{names[0]} must be at most {names[1]}"
         raise InputError(f"{wanted}, got {buffer} and {limit}", *names)
-    options, machine = config.rollout, memory_bytes(torch.device("cpu"))
+    options, machine = config.sampling, memory_bytes(torch.device("cpu"))
     sampled = options.prompts * options.rollouts * max(options.dynamic_sampling, 1)
     if not has_gpus and (needed := KEPT_BYTES * sampled * limit) > machine:
         warn(
@@ -73,35 +71,33 @@ def resolve(
             f"{needed / 1e9:,.0f} GB in each process, and this machine has {machine / 1e9:,.0f}: "
             "lower --prompts or --rollouts"
         )
-    objective, (correction, numbers) = objective_of(config), correction_of(config)
-    loss = config.loss.loss or objective.loss
-    aggregations = config.loss.aggregation, loss_of(loss).aggregation, objective.aggregation
+    objective, loss = objective_of(config), loss_of(config.chosen.loss)
     sft_lr, lr = default_rates(config.model)
     beta2, sft_beta2 = config.optimizer.beta2, config.warm_start.sft_beta2
-    defaults = objective_defaults(config.objective.objective, config.rollout.rollouts)
-    if "critic_lr" in defaults:
-        defaults["critic_lr"] = sft_lr
-    worked_out = {
-        **{name: value for name, value in defaults.items() if name not in options_of(Config)},
-        **config.objective.options,
+    own, rollouts = config.parts["objective"], config.sampling.rollouts
+    defaults = objective_defaults(config.chosen.objective, rollouts) | {"critic_lr": sft_lr}
+    derived = {
+        **{name: defaults.get(name) for name, value in own.items() if value is None},
         "max_new_tokens": limit,
-        "template_date": task.conversation.clock if isinstance(task, TextTask) else None,
-        "correction": correction,
-        "importance_cap": numbers.get("importance_cap"),
         "sft_steps": _sft_steps(config, task),
         "sft_lr": config.warm_start.sft_lr or sft_lr,
         "sft_beta2": beta2 if sft_beta2 is None else sft_beta2,
         "lr": config.optimizer.lr or lr,
-        "loss": loss,
-        "aggregation": next(filter(None, aggregations)),
+        "aggregation": config.loss.aggregation or loss.aggregation or objective.aggregation,
         "model_backend": _backend(config.model),
         "eval_prompts": num_held_out(config.evaluation.eval_prompts, task),
         **_run(config, ranks, has_gpus),
     }
-    return ResolvedConfig(**vars(config.replace(**worked_out)))
+    if isinstance(task, TextTask):
+        derived["template_date"] = task.conversation.clock
+    return config.replace(**derived)
 
 
-def _backend(model: ModelOptions) -> str:
+def tensor_parallel(config: Config) -> int:
+    return int(config.parts["rollout"].get("vllm_tensor_parallel", 1))
+
+
+def _backend(model: Model) -> str:
     if model.model_backend != "auto":
         return model.model_backend
     directory = model.directory
@@ -144,7 +140,7 @@ def response_limit(
 
 def _sft_steps(config: Config, task: Task) -> int:
     options, steps = config.warm_start, config.warm_start.sft_steps
-    if steps is None and options.sft_data is not None and isinstance(task, DatasetTask):
+    if steps is None and config.parts["task"].get("sft_data") and isinstance(task, DatasetTask):
         steps = math.ceil(task.num_demonstrations / options.sft_batch)
     elif steps is None:
         steps = 100 if config.model.model is None and task.has_demonstrations else 0
@@ -155,7 +151,7 @@ def _sft_steps(config: Config, task: Task) -> int:
     return steps
 
 
-def default_rates(model: ModelOptions) -> tuple[float, float]:
+def default_rates(model: Model) -> tuple[float, float]:
     """Return the default learning rates of the warm start and of reinforcement learning.
 
     That of a new policy was found on mazes; a checkpoint has that of publications, and adapters ten
@@ -190,14 +186,14 @@ class EvaluationSchedule:
         return f"evaluations before the first step, after the last, and {between}"
 
 
-def evaluation_schedule(config: ResolvedConfig, task: Task) -> EvaluationSchedule:
+def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
     """Return the schedule of --eval-every, or the default one, whose cost is counted in samples: a
     sample of training costs more than one of an evaluation, because it is also learned from.
     """
     options, steps = config.evaluation, config.optimizer.steps
     if options.eval_every is not None:
         return EvaluationSchedule(options.eval_every, options.eval_prompts)
-    trained = steps * config.rollout.prompts * config.rollout.rollouts
+    trained = steps * config.sampling.prompts * config.sampling.rollouts
     samples = sum(n for _, n in held_out_sets(task, 1, options.eval_samples).values())
     affordable = int(EVALUATION_SHARE * trained / (3 * samples))
     if affordable < min(FEWEST_EVALUATED, options.eval_prompts):
@@ -208,7 +204,7 @@ def evaluation_schedule(config: ResolvedConfig, task: Task) -> EvaluationSchedul
 def _run(config: Config, ranks: Ranks, has_gpus: bool) -> dict[str, Any]:
     options, out = config.run, config.run.resume or config.run.out
     if out is None:  # with a number where a run of the same second has the folder
-        name = f"{config.objective.short_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = f"{config.chosen.short_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         names = (Path("runs", name if i == 1 else f"{name}-{i}") for i in itertools.count(1))
         out = next(folder for folder in names if not folder.exists())
     # it alone writes; the others may come after it has begun
@@ -231,27 +227,22 @@ def _absolute(config: Config) -> dict[str, Any]:
     """Return the files that a run reads again when it is resumed, perhaps from another folder, by
     absolute path.
     """
-    values = {name: value for group in vars(config).values() for name, value in vars(group).items()}
-    found: dict[str, Any] = {"reward": tuple(map(absolute_function, config.reward.reward))}
-    for name, option in options_of(Config).items():
-        value = values[name]
-        if isinstance(value, Path) and option.find(Resume) != Resume.NOT_COMPARED:
+    found: dict[str, Any] = {}
+    for name, value in config.values().items():
+        if name in ("out", "resume", "config"):
+            continue
+        if isinstance(value, Path):
             found[name] = value.absolute()
-        elif option.kind == tuple[Path, ...]:
+        elif isinstance(value, tuple) and value and isinstance(value[0], Path):
             found[name] = tuple(path.absolute() for path in value)
-        elif value is not None and Note.MAY_NAME_CODE in option.notes:
-            found[name] = absolute_function(value)
+        elif name in NAMES_CODE and value:
+            several = isinstance(value, tuple)
+            found[name] = (
+                tuple(map(absolute_function, value)) if several else absolute_function(value)
+            )
     if config.model.model is not None and not config.model.model.startswith(HUB):
         found["model"] = str(Path(config.model.model).absolute())
     return found
-
-
-def absolute_function(name: str) -> str:
-    """Return the name of a function by the absolute path of its file, if it has one."""
-    if name.startswith(CLASSIFIER):
-        return f"{CLASSIFIER}{Path(name.removeprefix(CLASSIFIER)).absolute()}"
-    file, _, function = name.rpartition(":")
-    return f"{Path(file).absolute()}:{function}" if is_file(name) else name
 
 
 def _refuse_used(out: Path) -> None:

@@ -36,11 +36,9 @@ RESULTS_BYTES = 1 << 28
 # Options that must be equal for two evaluations to be compared prompt by prompt.
 MATCHED = (
     *("eval_prompts", "samples", "split", "temperature", "top_k", "top_p", "min_p"),
-    *("max_new_tokens", "task", "maze_size", "chain_length", "gym_config", "reward"),
-    "reward_threshold",
+    *("max_new_tokens", "task", "maze_size", "chain_length", "reward", "reward_threshold"),
+    *("reward_weights", "environment", "max_turns"),
 )
-# Options that must be equal too, and are settings only where they are given.
-GIVEN = ("reward_weights", "task_args", "environment", "max_turns")
 DIGEST = "prompts_sha256"  # the digest of the prompts must be equal too
 NUMBERS = ("response_length_mean", "truncated", "reward_errors")  # of Evaluation.record
 
@@ -87,7 +85,7 @@ class SampleTally:
 class Outcome:
     name: str
     rewards: Tensor  # [P, n], as Evaluation.values
-    settings: dict[str, Any]  # MATCHED, GIVEN and DIGEST
+    settings: dict[str, Any]  # MATCHED and DIGEST
     numbers: dict[str, float | None]  # NUMBERS and diversity
     measure: str  # name of the diversity measure
 
@@ -220,10 +218,7 @@ def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
 
 def settings_of(options: dict[str, Any], contents: list[str]) -> dict[str, Any]:
     """Return what evaluations must share to be compared by prompt; contents: of contents_of."""
-    given = [name for name in GIVEN if options[name] not in (None, "")]
-    if options["environment"] is None:
-        given.remove("max_turns")
-    settings = {name: options[name] for name in (*MATCHED, *given)}
+    settings = {name: options[name] for name in MATCHED if name in options}
     if options["split"] != "train":
         settings["split"] = "test"
     # Custom tasks, rewards and environments by the name of their file, wherever it is.
@@ -263,8 +258,7 @@ def read_outcome(folder: Path) -> Outcome:
         return Outcome(
             name=folder.resolve().name,
             rewards=values.float(),
-            settings={name: settings[name] for name in (*MATCHED, DIGEST)}
-            | {name: settings[name] for name in GIVEN if name in settings},
+            settings={name: settings[name] for name in (*MATCHED, DIGEST) if name in settings},
             numbers={**numbers, "diversity": mean},
             measure=str(diversity["of"]),
         )

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.config.checks import correction_of, objective_of
-from maxrl_fast.config.conditions import loss_of
-from maxrl_fast.config.options import ResolvedConfig
+from maxrl_fast.config.options import Config
+from maxrl_fast.config.parts import loss_of
+from maxrl_fast.config.resolve import tensor_parallel
+from maxrl_fast.config.rules import correction_of, loss_options, objective_of, own_options
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build_policy import (
     build_policy,
@@ -44,7 +45,7 @@ from maxrl_fast.training.teacher_prompts import TeacherPrompts
 from maxrl_fast.training.trainer import Trainer
 from maxrl_fast.training.warm_start import WarmStart
 
-NOT_OF_LOSS = ("reference", "teacher_prompt")  # of LossOptions
+NOT_OF_LOSS = ("reference", "teacher_prompt", "jsd_beta")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class RunContext:
     checkpoint of --reference. copies: `build_copies` of a sharded policy.
     """
 
-    config: ResolvedConfig
+    config: Config
     task: Task
     objective: Objective
     policy: PolicyModel
@@ -72,8 +73,8 @@ class RunContext:
 
 
 def build_policies(
-    config: ResolvedConfig, task: Task, ranks: Ranks, device: torch.device, saved: Saved | None
-) -> tuple[ResolvedConfig, PolicyModel, PolicyModel | None]:
+    config: Config, task: Task, ranks: Ranks, device: torch.device, saved: Saved | None
+) -> tuple[Config, PolicyModel, PolicyModel | None]:
     """Return the configuration, which says whether they will be sharded, the policy and its
     teacher, on the CPU."""
     needs = objective_of(config).needs
@@ -85,7 +86,7 @@ def build_policies(
 
 
 def build_context(
-    config: ResolvedConfig,
+    config: Config,
     task: Task,
     policy: PolicyModel,
     teacher: PolicyModel | None,
@@ -116,7 +117,7 @@ def build_context(
         check_exact(teacher)
     engine = build_run_engine(config, policy, task, ranks)
     if saved is None or saved.decoder is None:  # otherwise its weights are loaded later
-        lines.append(compare_engine(policy, engine, config.rollout.rollout))
+        lines.append(compare_engine(policy, engine, config.chosen.rollout))
     own = output if ranks.is_first else None
     scorer = build_scorer(config.reward, task, device, dtype, functions, ranks.size, own)
     clock = Stopwatch(saved.progress.seconds if saved else None)
@@ -125,16 +126,17 @@ def build_context(
     return RunContext(*whole), [*lines, f"rollout engine: {engine.describe()}"]
 
 
-def build_loss_settings(config: ResolvedConfig) -> LossSettings:
-    options = config.loss
+def build_loss_settings(config: Config) -> LossSettings:
+    options, own = config.loss, own_options(config, "loss")
     values: dict[str, Any] = {
         **{name: value for name, value in vars(options).items() if name not in NOT_OF_LOSS},
-        "loss": loss_of(options.loss).function,
-        "loss_options": options.own_numbers(),
-        "beta": options.beta(),
+        **{name: own[name] for name in ("clip_low", "clip_high") if name in own},
+        "loss": loss_of(config.chosen.loss).function,
+        "loss_options": loss_options(config),
+        "beta": options.jsd_beta,
         "sequence_mask": correction_of(config)[1].get("delta"),
-        "temperature": config.rollout.temperature,
-        "max_new_tokens": config.rollout.max_new_tokens,
+        "temperature": config.sampling.temperature,
+        "max_new_tokens": config.sampling.max_new_tokens,
         "seed": config.run.seed,
     }
     if options.kl == "full":
@@ -143,7 +145,7 @@ def build_loss_settings(config: ResolvedConfig) -> LossSettings:
 
 
 def build_warm_start(
-    config: ResolvedConfig,
+    config: Config,
     task: Task,
     policy: PolicyModel,
     ranks: Ranks | None = None,
@@ -161,7 +163,8 @@ def build_warm_start(
         module=module,
     )
     rate = LearningRate(options.sft_lr, options.sft_steps, warmup_steps=10)
-    device, takes_prompts = torch.device(config.run.device), options.sft_data is None
+    device = torch.device(config.run.device)
+    takes_prompts = not config.parts["task"].get("sft_data")
     return WarmStart(task, learner, rate, options.sft_batch, device, takes_prompts)
 
 
@@ -170,12 +173,12 @@ def build_collector(context: RunContext, learner: Learner | None = None) -> Roll
     majority votes and rewards from the policy."""
     config, task, needs = context.config, context.task, context.objective.needs
     policy_reward = build_policy_reward(config, task, context.objective, learner)
-    is_vote, scorer = config.shaping.reward_source == "vote", context.scorer
+    is_vote, scorer = config.reward.reward_source == "vote", context.scorer
     if policy_reward is not None:
         scorer = Scorer(task, None)
     elif is_vote and learner is not None:
         scorer = Scorer(task, MajorityVote(task.answer))
-    options, std_filter, state = config.rollout, None, learner.objective_state if learner else {}
+    options, std_filter, state = config.sampling, None, learner.objective_state if learner else {}
     if "reward_std" in state:
         std_filter = StdFilter(options.std_filter, state["reward_std"])
     schedule: Schedule | None = options.stopping()
@@ -202,23 +205,23 @@ def build_collector(context: RunContext, learner: Learner | None = None) -> Roll
         length_penalty=build_length_penalty(config),
         clock=clock,
         ranks=ranks,
-        shares_engine=options.vllm_tensor_parallel > 1,
-        truncated=config.shaping.truncated,
+        shares_engine=tensor_parallel(config) > 1,
+        truncated=config.reward.truncated,
     )
 
 
 def build_teacher_prompts(
-    config: ResolvedConfig, task: Task, teacher: PolicyModel
+    config: Config, task: Task, teacher: PolicyModel
 ) -> TeacherPrompts | None:
     source = config.loss.teacher_prompt
     if source is None:
         return None
-    limit = teacher.config.max_position_embeddings - config.rollout.max_new_tokens
+    limit = teacher.config.max_position_embeddings - config.sampling.max_new_tokens
     return TeacherPrompts(task, source, limit)
 
 
 def build_copies(
-    config: ResolvedConfig, policy: PolicyModel, teacher: PolicyModel | None, make: Change = None
+    config: Config, policy: PolicyModel, teacher: PolicyModel | None, make: Change = None
 ) -> tuple[PolicyModel | None, PolicyModel | None]:
     """Return the reference policy and the critic's model; `make` as for PolicyModel.copied."""
     needs, reference = objective_of(config).needs, teacher
@@ -234,7 +237,7 @@ def build_learner(context: RunContext) -> Learner:
     options, dtype, critic = config.optimizer, dtype_of(config), None
     reference, trained = context.copies or build_copies(config, policy, teacher)
     if trained is not None:
-        of_critic, module = config.objective.options, distribute(trained, ranks, dtype)
+        of_critic, module = config.parts["objective"], distribute(trained, ranks, dtype)
         optimizer = make_optimizer(trained, options.beta2, options.weight_decay)
         critic = Critic(trained, optimizer, of_critic["critic_lr"], of_critic["value_clip"], module)
     learner = Learner(
@@ -249,7 +252,10 @@ def build_learner(context: RunContext) -> Learner:
         distribute(policy, ranks, dtype),
     )
     learner.objective_state = dict(context.objective.state)
-    for name, x in (("siren_anchor", config.loss.siren), ("reward_std", config.rollout.std_filter)):
+    for name, x in (
+        ("siren_anchor", config.loss.siren),
+        ("reward_std", config.sampling.std_filter),
+    ):
         if x:
             learner.objective_state[name] = torch.full((1,), torch.nan, dtype=torch.float64)
     learner.critic, learner.copies_policy = critic, teacher is None
@@ -273,7 +279,7 @@ def build_trainer(context: RunContext) -> tuple[Trainer, WarmStart]:
         CORRECTIONS[correction].function(**numbers),
         context.clock,
         build_teacher_prompts(config, task, context.teacher or policy),
-        config.rollout.ahead,
+        config.sampling.ahead,
     )
     return trainer, build_warm_start(config, task, policy, context.ranks, learner.module)
 
@@ -292,7 +298,7 @@ def build_evaluators(context: RunContext) -> dict[str, Evaluator]:
             device=context.device,
             split=name,
             ranks=context.ranks,
-            shares_engine=config.rollout.vllm_tensor_parallel > 1,
+            shares_engine=tensor_parallel(config) > 1,
             beat=context.clock.beat,
         )
         for name, sizes in sets.items()

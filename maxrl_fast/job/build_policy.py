@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.config.options import Config, ResolvedConfig, RolloutOptions
+from maxrl_fast.config.options import Config, Decoding
+from maxrl_fast.config.parts import part_options
+from maxrl_fast.config.resolve import tensor_parallel
+from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.model.checkpoint import (
@@ -40,14 +43,14 @@ CPU = torch.device("cpu")
 
 
 def build_policy(
-    config: ResolvedConfig, task: Task, saved: Saved | None = None, is_empty: bool = False
+    config: Config, task: Task, saved: Saved | None = None, is_empty: bool = False
 ) -> PolicyModel:
     """Build the policy on the CPU, in float32, with adapters if requested.
 
     A resumed run loads the weights of `saved` later. With `is_empty` the weights stay on the meta
     device.
     """
-    options, limit = config.model, config.rollout.max_new_tokens
+    options, limit = config.model, config.sampling.max_new_tokens
     start = saved.directory if saved is not None else options.directory
     if options.model is not None and saved is None and not is_empty:
         start = directory_of(options.model, with_weights=True)
@@ -59,7 +62,7 @@ def build_policy(
         model = load_policy(
             start,
             backend=options.model_backend,
-            task=config.task.task,
+            task=config.chosen.task,
             vocab_size=task.vocab_size,
             prompt_length=task.prompt_length,
             max_new_tokens=limit,
@@ -92,9 +95,7 @@ def build_policy(
     return model
 
 
-def build_reference(
-    config: ResolvedConfig, task: Task, is_empty: bool = False
-) -> PolicyModel | None:
+def build_reference(config: Config, task: Task, is_empty: bool = False) -> PolicyModel | None:
     """Return the frozen checkpoint of --reference, on the CPU in the compute dtype, if there is
     one; on the meta device if `is_empty`.
     """
@@ -103,10 +104,10 @@ def build_reference(
     directory = directory_of(config.loss.reference, with_weights=not is_empty)
     model = load_policy(
         directory,
-        task=config.task.task,
+        task=config.chosen.task,
         vocab_size=task.vocab_size,
         prompt_length=task.prompt_length,
-        max_new_tokens=config.rollout.max_new_tokens,
+        max_new_tokens=config.sampling.max_new_tokens,
         is_empty=is_empty,
     )
     check_same_tokenizer(task.tokenizer_files(), directory)
@@ -117,35 +118,29 @@ def build_reference(
 
 
 def check_same_tokenizer(files: Mapping[str, Any], directory: Path) -> None:
-    """Raise InputError, naming the first token that differs."""
-    own = tokens_of(files, "--model")
-    others = tokens_of(tokenizer_files(directory), f"--reference {directory}")
-    for i in sorted(own.keys() | others.keys()):
-        if own.get(i) != others.get(i):
-            raise InputError(
-                f"--reference must have the policy's tokenizer, but token {i} is {own.get(i)!r} in "
-                f"the policy's and {others.get(i)!r} in {directory}"
-            )
+    """Raise InputError where the tokens of a teacher are not those of the policy's files."""
+    if _tokens(files, "--model") != _tokens(tokenizer_files(directory), f"--reference {directory}"):
+        raise InputError(
+            f"--reference must have the policy's tokenizer, got other tokens in {directory}"
+        )
 
 
-def tokens_of(files: Mapping[str, Any], place: str) -> dict[int, str]:
-    """Return the tokens of a tokenizer's files by id; {} without a tokenizer.json. place: for
-    messages."""
+def _tokens(files: Mapping[str, Any], place: str) -> list[Any]:
     content = files.get("tokenizer.json", {})
     try:
         fields = json.loads(content) if isinstance(content, bytes) else content
-        vocabulary = fields.get("model", {}).get("vocab", {})
-        if isinstance(vocabulary, list):  # of Unigram: pairs of a token and its score
-            vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
-        tokens = {int(i): str(token) for token, i in vocabulary.items()}
-        added = {int(x["id"]): str(x["content"]) for x in fields.get("added_tokens", [])}
+        added = sorted((x["id"], x["content"]) for x in fields.get("added_tokens", []))
+        vocabulary = {**fields.get("model", {})}.get("vocab", {})
+        # special tokens may stand in either; Unigram has pairs of a token and its score
+        of_list = ((token, i) for i, (token, _) in enumerate(vocabulary))
+        pairs = of_list if isinstance(vocabulary, list) else vocabulary.items()
+        return sorted({i: token for token, i in pairs}.items() | {*added})
     # of a file that is damaged anywhere
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"{place} must have a tokenizer.json of the library tokenizers, got one that cannot be "
             f"read: {type(error).__name__}: {error}"
         ) from error
-    return tokens | added
 
 
 def build_policy_files(
@@ -161,7 +156,7 @@ def build_policy_files(
     return files, carried_tensors(start, model) if model.backend != "native" else {}
 
 
-def dtype_of(config: ResolvedConfig) -> torch.dtype:
+def dtype_of(config: Config) -> torch.dtype:
     return getattr(torch, config.run.dtype)
 
 
@@ -184,7 +179,9 @@ def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Co
 
 
 def build_engine(
-    options: RolloutOptions,
+    name: str,
+    own: Mapping[str, Any],
+    sampling: Decoding,
     model: PolicyModel,
     task: Task,
     dtype: torch.dtype,
@@ -192,14 +189,15 @@ def build_engine(
     compiled: bool = False,
     ranks: Ranks | None = None,
 ) -> CheckedEngine:
-    """Build an engine with the model's weights. vLLM samples `max_batch` responses at once."""
-    name, limit_gb, filters_tokens = options.rollout, options.kv_cache_gb, options.top_p < 1
+    """Build the engine `name`, with its own options and the model's weights. vLLM samples
+    `max_batch` responses at once."""
+    own = part_options("rollout", name, own)
+    limit_gb, filters_tokens = sampling.kv_cache_gb, sampling.top_p < 1
     cache_bytes = None if limit_gb is None else int(limit_gb * 1e9)
     engine: Engine
-    if options.vllm_url is not None:
+    if (url := own.get("vllm_url")) is not None:
         from maxrl_fast.rollout.vllm_server import VllmServerEngine
 
-        url = options.vllm_url
         engine = VllmServerEngine(model, dtype, url, ranks=ranks, filters_tokens=filters_tokens)
     elif name == "vllm":
         from maxrl_fast.rollout.vllm import VllmEngine  # not installed everywhere
@@ -210,7 +208,7 @@ def build_engine(
             cache_bytes=cache_bytes,
             max_batch=max(max_batch, 256),
             ranks=ranks,
-            tensor_parallel=options.vllm_tensor_parallel,
+            tensor_parallel=own["vllm_tensor_parallel"],
             filters_tokens=filters_tokens,
         )
     elif name not in ENGINES:
@@ -219,11 +217,11 @@ def build_engine(
         # an engine without this parameter refuses it
         limit = {} if cache_bytes is None else {"cache_bytes": cache_bytes}
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
-        engine = build_from_code("rollout", name, Engine, offered, limit, hint)
+        engine = build_from_code("rollout", name, Engine, offered, {**own, **limit}, hint)
     else:
         engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
         # refuses a cache that is too small
-        engine.sequence_bytes(task.prompt_length, options.max_new_tokens)
+        engine.sequence_bytes(task.prompt_length, sampling.max_new_tokens)
     return CheckedEngine(engine, name, model.config.vocab_size)
 
 
@@ -241,14 +239,16 @@ def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
 
 
 def build_run_engine(
-    config: ResolvedConfig, model: PolicyModel, task: Task, ranks: Ranks | None = None
+    config: Config, model: PolicyModel, task: Task, ranks: Ranks | None = None
 ) -> CheckedEngine:
-    options, compiled = config.rollout, config.run.compile
-    max_batch = options.samples_of_engine(1 if ranks is None else ranks.size)
-    return build_engine(options, model, task, dtype_of(config), max_batch, compiled, ranks)
+    processes = 1 if ranks is None else ranks.size
+    max_batch = config.sampling.samples_of_engine(processes, tensor_parallel(config))
+    name, own = config.chosen.rollout, own_options(config, "rollout")
+    how = dtype_of(config), max_batch, config.run.compile, ranks
+    return build_engine(name, own, config.sampling, model, task, *how)
 
 
-def build_sampling(config: ResolvedConfig, task: Task) -> Sampling:
-    options = config.rollout
+def build_sampling(config: Config, task: Task) -> Sampling:
+    options = config.sampling
     limits = options.temperature, options.max_new_tokens, task.stop_ids
     return Sampling(*limits, top_p=options.top_p, end_of=end_of(task))

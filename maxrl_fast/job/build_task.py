@@ -1,6 +1,7 @@
 """Builds the task and what scores it."""
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
@@ -8,7 +9,10 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.config.options import Config, ResolvedConfig, RewardOptions, TaskOptions
+from maxrl_fast.algorithms.options import options_of
+from maxrl_fast.config.options import Config, Reward
+from maxrl_fast.config.parts import part_options
+from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards import RewardSource
 from maxrl_fast.rewards.combined import WeightedRewards
@@ -16,18 +20,17 @@ from maxrl_fast.rewards.models import CLASSIFIER, Classifier
 from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.rewards.user_code import InProcess, UserCode
+from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask
-from maxrl_fast.tasks.custom import custom_task, json_object
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.episode import EpisodeTask
 from maxrl_fast.tasks.guess import GuessTask
-from maxrl_fast.tasks.gym import GymTask
+from maxrl_fast.tasks.gym import GymTask, generator_options
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.names import (
     GYM,
     OBJECT,
-    check_known,
     dataset_spec,
     is_plugin,
     is_reward,
@@ -35,27 +38,28 @@ from maxrl_fast.tasks.names import (
     needs_data,
 )
 from maxrl_fast.tasks.scorer import Scorer
+from maxrl_fast.tasks.text_codec import TextOptions
 from maxrl_fast.tasks.tools import ToolTask
 from maxrl_fast.training.collect import LengthPenalty
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward, check_answers
 
-NO_REWARDS = RewardOptions()
+NO_REWARDS = Reward()
 
 
 def build_run_task(config: Config, environment: type | None = None) -> Task:
     """Build the task; `environment` is a class of this process, by --environment's name."""
     return build_task(
-        config.task,
+        config.chosen.task,
+        own_options(config, "task"),
         config.run.seed,
         config.model.directory,
         config.reward,
         environment=environment,
         output=RewardOutput(),
-        sft_data=config.warm_start.sft_data,
-        max_new_tokens=config.rollout.max_new_tokens,
-        needs_reward=config.objective.objective != "distill",
+        max_new_tokens=config.sampling.max_new_tokens,
+        needs_reward=config.chosen.objective != "distill",
     )
 
 
@@ -64,84 +68,84 @@ def closing_task(task: Task) -> contextlib.AbstractContextManager[object]:
 
 
 def build_task(
-    options: TaskOptions,
+    name: str,
+    own: Mapping[str, Any],
     seed: int,
     model: Path | None = None,
-    rewards: RewardOptions = NO_REWARDS,
+    rewards: Reward = NO_REWARDS,
     *,
     environment: type | None = None,
     output: RewardOutput | None = None,
-    sft_data: Path | None = None,
     max_new_tokens: int | None = None,
     needs_reward: bool = True,
     test_only: bool = False,
 ) -> Task:
-    """Build the task. `max_new_tokens` is the longest demonstration in `sft_data`, a file for the
-    warm start. test_only: read only held-out sets, if they are given.
+    """Build the task `name` with its `own` options, those that are given. `max_new_tokens` is the
+    longest demonstration of --sft-data. test_only: read only held-out sets, if they are given.
     """
-    name, spec = options.task, dataset_spec(options.task)
     if name.startswith(OBJECT):
         raise InputError(lost_object("task", name))
+    own = part_options("task", name, own)
     if name == "maze":
-        return MazeTask(options.maze_size, seed)
+        return MazeTask(own["maze_size"], seed)
     if name == "chain":
-        return ChainTask(options.chain_length, seed)
+        return ChainTask(own["chain_length"], seed)
     if name == "guess":
         return GuessTask(seed)
     if is_plugin(name):
-        return custom_task(name, options.task_args, seed, model)
-    check_known(name)
-    given = [options.data, options.hub]
+        offered = {"seed": seed} if model is None else {"seed": seed, "model": model}
+        built: Task = build_from_code("task", name, Task, offered, own, "; --model gives model")
+        return built
+    spec = dataset_spec(name)
+    given = [own.get("data"), own.get("hub")]
     if test_only:
-        given += [options.test_data, options.test_hub]
+        given += [own.get("test_data"), own.get("test_hub")]
     if is_reward(name) and not any(given):
         raise InputError(needs_data(name))
     if spec is not None and not any(given) and spec.hub is None:
         raise InputError(f"--task {name} needs --data FILE or --hub NAME")
-    has_reward = rewards.reward or options.environment
+    has_reward = rewards.reward or own.get("environment")
     if needs_reward and spec is not None and not has_reward and spec.reward is None:
         raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
-    if spec is None:
-        json_object("--gym-config", options.gym_config)
     if model is None:
         raise InputError(f"--task {name} needs --model DIR, whose tokenizer reads text")
-    text = text_options(options) | {"prompt_suffix": options.prompt_suffix}
-    if spec is not None:
-        names = ["data", "hub", "test_data", "test_hub", "where", "prompt_key", "answer_key"]
-        names.append("allow_overlap")
-        text |= {name: getattr(options, name) for name in names}
+    text = {**text_options(own), "prompt_suffix": own["prompt_suffix"]}
     if spec is None:
-        return GymTask(name.removeprefix(GYM), seed, model, config=options.gym_config, **text)
+        generator = generator_options(name.removeprefix(GYM)).items()
+        config = {key: own[key] for key, option in generator if own[key] != option.default}
+        return GymTask(name.removeprefix(GYM), seed, model, config=json.dumps(config), **text)
+    others = {*options_of(TextOptions), "environment", "max_turns"}
+    text |= {key: x for key, x in own.items() if key not in others}
     text |= {
         "test_only": test_only,
-        "sft_data": sft_data,
         "max_new_tokens": max_new_tokens,
         "needs_reward": needs_reward,
     }
-    if options.environment is None:
+    if own["environment"] is None:
         return DatasetTask(spec, seed, model, **text)
-    workers = build_environments(rewards, options.environment, environment, output)
+    workers = build_environments(rewards, own["environment"], environment, output)
     try:
         if needs_reward and not (workers.signature["has_reward"] or rewards.reward):
             raise InputError(
-                f"--environment {options.environment} needs a method get_reward(), or --reward "
+                f"--environment {own['environment']} needs a method get_reward(), or --reward "
                 "FILE:FUNCTION"
             )
-        return ToolTask(workers, options.max_turns, spec, seed, model, **text)
+        return ToolTask(workers, own["max_turns"], spec, seed, model, **text)
     except BaseException:
         workers.drop()
         raise
 
 
-def text_options(options: TaskOptions) -> dict[str, Any]:
+def text_options(own: Mapping[str, Any]) -> dict[str, Any]:
     """Return what all tasks of text take, as TextTask names it."""
     names = "plain_prompts", "max_prompt_tokens", "allow_special_tokens"
-    return {name: getattr(options, name) for name in names} | {
-        "system": options.system_prompt,
-        "template": options.chat_template,
-        "arguments": json_object("--chat-template-kwargs", options.chat_template_kwargs),
-        "day": options.template_date and date.fromisoformat(options.template_date),
-        "stop_texts": options.stop,
+    day = own["template_date"]
+    return {name: own[name] for name in names} | {
+        "system": own["system_prompt"],
+        "template": own["chat_template"],
+        "arguments": own["chat_template_kwargs"] or {},
+        "day": day and date.fromisoformat(day),
+        "stop_texts": own["stop"],
     }
 
 
@@ -149,7 +153,7 @@ CPU = torch.device("cpu")
 
 
 def build_scorer(
-    options: RewardOptions,
+    options: Reward,
     task: Task,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
@@ -183,13 +187,13 @@ def build_scorer(
     )
 
 
-def reward_names(options: RewardOptions, task: Task) -> tuple[str, ...]:
+def reward_names(options: Reward, task: Task) -> tuple[str, ...]:
     """Return the rewards of --reward, or the task's function; empty if the task scores."""
     return options.reward or ((task.reward,) if task.reward else ())
 
 
 def _build_source(
-    options: RewardOptions,
+    options: Reward,
     name: str,
     is_optional: bool,
     device: torch.device,
@@ -205,7 +209,7 @@ def _build_source(
 
 
 def build_environments(
-    options: RewardOptions, name: str, cls: type | None, output: RewardOutput | None
+    options: Reward, name: str, cls: type | None, output: RewardOutput | None
 ) -> UserCode:
     """Start the workers of --environment, if it is not a class of this process."""
     if cls is not None:
@@ -215,7 +219,7 @@ def build_environments(
     return RewardPool(name, is_environment=True, **_of_pool(options, output))
 
 
-def _of_pool(options: RewardOptions, output: RewardOutput | None) -> dict[str, Any]:
+def _of_pool(options: Reward, output: RewardOutput | None) -> dict[str, Any]:
     return {
         "workers": options.reward_workers,
         "time_limit": options.reward_seconds,
@@ -226,14 +230,14 @@ def _of_pool(options: RewardOptions, output: RewardOutput | None) -> dict[str, A
 
 
 def build_policy_reward(
-    config: ResolvedConfig, task: Task, objective: Objective, learner: Learner | None
+    config: Config, task: Task, objective: Objective, learner: Learner | None
 ) -> PolicyReward | None:
     """Build the reward from the policy for training rollouts; None if there is none. Without a
     learner only the task is checked.
     """
-    source = config.shaping.reward_source
+    source = config.reward.reward_source
     who = (
-        f"--objective {config.objective.objective}"
+        f"--objective {config.chosen.objective}"
         if objective.needs.answers
         else f"--reward-source {source}"
     )
@@ -246,13 +250,13 @@ def build_policy_reward(
     kind = PROBABILITY if objective.needs.answers else source
     if learner is None:
         return None
-    return PolicyReward(kind, answered, learner, config.rollout.max_new_tokens)
+    return PolicyReward(kind, answered, learner, config.sampling.max_new_tokens)
 
 
-def build_length_penalty(config: ResolvedConfig) -> LengthPenalty | None:
-    options = config.shaping
+def build_length_penalty(config: Config) -> LengthPenalty | None:
+    options = config.reward
     if not options.overlong_buffer:
         return None
     return LengthPenalty(
-        config.rollout.max_new_tokens, options.overlong_buffer, options.overlong_penalty
+        config.sampling.max_new_tokens, options.overlong_buffer, options.overlong_penalty
     )

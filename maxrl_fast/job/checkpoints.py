@@ -211,7 +211,7 @@ class Checkpoints:
     def _write(
         self, directory: Path, record: str, snapshot: Snapshot, batches: Sequence[RolloutBatch]
     ) -> None:
-        base, policy = self._files.options["model"], (self._policy_files, self._carried)
+        base, policy = self._files.options.get("model"), (self._policy_files, self._carried)
         write_checkpoint(directory, record, snapshot, *policy, base, self._ranks, batches)
         self.newest = directory
         if self._ranks.is_first:

@@ -15,11 +15,10 @@ from torch import Tensor
 import maxrl_fast
 from maxrl_fast.config.evaluation import (
     EvaluationConfig,
-    ResolvedEvaluationConfig,
     resolve,
     set_configs,
 )
-from maxrl_fast.config.options import RolloutOptions
+from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import Interval, bootstrap, powers_of_two
 from maxrl_fast.evaluation.diversity import Diversity, EmbeddingDiversity, NGramDiversity
@@ -103,7 +102,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
 
 
 def _evaluate_set(
-    config: ResolvedEvaluationConfig,
+    config: EvaluationConfig,
     policy: Policy,
     baseline: Policy | Outcome | None,
     diversity: Diversity,
@@ -173,11 +172,14 @@ def _settings(config: EvaluationConfig, task: Task) -> tuple[dict[str, Any], int
 def _task(config: EvaluationConfig, source: Source) -> Task:
     """Build the task of a checkpoint; with held-out sets that are given no other data is read."""
     seed, is_test = config.place.task_seed or 0, config.measure.split != "train"
-    return build_task(config.task, seed, source.checkpoint, config.reward, test_only=is_test)
+    own = own_options(config, "task")
+    own |= dict.fromkeys({"sft_data"} & own.keys())
+    named = config.chosen.task, own, seed, source.checkpoint, config.reward
+    return build_task(*named, test_only=is_test)
 
 
 @contextlib.contextmanager
-def _scorer(config: ResolvedEvaluationConfig, task: Task) -> Iterator[Scorer]:
+def _scorer(config: EvaluationConfig, task: Task) -> Iterator[Scorer]:
     """Yield the scorer of a policy's responses; close it and the task."""
     device, dtype = torch.device(config.place.device), getattr(torch, config.place.dtype)
     with (
@@ -209,14 +211,12 @@ def _resample(config: EvaluationConfig) -> Resample:
     return resample
 
 
-def _policy(
-    config: ResolvedEvaluationConfig, source: Source, task: Task, like: Policy | None
-) -> Policy:
+def _policy(config: EvaluationConfig, source: Source, task: Task, like: Policy | None) -> Policy:
     """Return a checkpoint's policy, with the engine of `like` if the sizes are equal."""
     sampling = config.sampling
     model = load_policy(
         source.checkpoint,
-        task=config.task.task,
+        task=config.chosen.task,
         vocab_size=task.vocab_size,
         prompt_length=task.prompt_length,
         max_new_tokens=sampling.max_new_tokens,
@@ -225,16 +225,12 @@ def _policy(
     if like is not None and dataclasses.replace(like.model.config, dtype=own.dtype) == own:
         return Policy(source, task, model, like.engine)
     check_exact(model.to(config.place.device))
-    options = RolloutOptions(
-        rollout=sampling.rollout,
-        max_new_tokens=sampling.max_new_tokens,
-        kv_cache_gb=sampling.kv_cache_gb,
-    )
+    named = config.chosen.rollout, own_options(config, "rollout"), sampling
     dtype = getattr(torch, config.place.dtype)
-    return Policy(source, task, model, build_engine(options, model, task, dtype, _batch(config)))
+    return Policy(source, task, model, build_engine(*named, model, task, dtype, _batch(config)))
 
 
-def _baseline(config: ResolvedEvaluationConfig, policy: Policy) -> Policy | Outcome | None:
+def _baseline(config: EvaluationConfig, policy: Policy) -> Policy | Outcome | None:
     """Return the policy of --baseline, still to be sampled, or the outcome of a finished
     evaluation.
     """
@@ -270,7 +266,7 @@ def _baseline(config: ResolvedEvaluationConfig, policy: Policy) -> Policy | Outc
 
 
 def _introduction(
-    config: ResolvedEvaluationConfig,
+    config: EvaluationConfig,
     policy: Policy,
     baseline: Policy | Outcome | None,
     num_distinct: int,
@@ -299,16 +295,16 @@ def _introduction(
     yield f"results in {config.place.out}"
 
 
-def _chunk(config: ResolvedEvaluationConfig) -> int:
+def _chunk(config: EvaluationConfig) -> int:
     return max(1, ROLLOUTS[config.place.device] // config.measure.samples)
 
 
-def _batch(config: ResolvedEvaluationConfig) -> int:
+def _batch(config: EvaluationConfig) -> int:
     return min(config.measure.eval_prompts, _chunk(config)) * config.measure.samples
 
 
 def _sample(
-    config: ResolvedEvaluationConfig,
+    config: EvaluationConfig,
     policy: Policy,
     scorer: Scorer,
     tally: SampleTally,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError, safe_open
 
-from maxrl_fast.config.options import ResolvedConfig
+from maxrl_fast.config.options import Config
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build_task import reward_names
 from maxrl_fast.model.hub import HUB
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NUM_PARTS, PART = 8, 1 << 12  # of each tensor of a model, and the bytes of a part
 
 
-def fingerprints(config: ResolvedConfig, task: Task, saved: "Saved | None") -> dict[str, str]:
+def fingerprints(config: Config, task: Task, saved: "Saved | None") -> dict[str, str]:
     """Return SHA-256 hashes by name.
 
     Of a function only its own file is read, not its imports. A resumed run has the weights of its
@@ -39,7 +39,7 @@ def fingerprints(config: ResolvedConfig, task: Task, saved: "Saved | None") -> d
         if isinstance(content, bytes):  # a file that was read; the task's code makes the others
             contents[f"{name} of the tokenizer"] = content
     files, kept = _files(config, task), {}
-    if saved is not None and saved.options["model"] == config.model.model:
+    if saved is not None and saved.options.get("model") == config.model.model:
         files["model"] = None
         kept = {name: x for name, x in saved.fingerprints.items() if name == "the file of --model"}
     for option, file in files.items():
@@ -70,15 +70,15 @@ def model_content(directory: Path) -> bytes:
     return b"".join(parts)
 
 
-def _files(config: ResolvedConfig, task: Task) -> dict[str, Path | None]:
+def _files(config: Config, task: Task) -> dict[str, Path | None]:
     """Return the files that the result depends on, by the option that names them."""
-    name, loss = config.task.task, config.loss
+    name, loss = config.chosen.task, config.loss
     files = {
-        "objective": source_file(config.objective.objective),
-        "loss": source_file(loss.loss),
+        "objective": source_file(config.chosen.objective),
+        "loss": source_file(config.chosen.loss),
         "task": source_file(name) if is_plugin(name) else None,
-        "environment": source_file(config.task.environment or ""),
-        "rollout": source_file(config.rollout.rollout),
+        "environment": source_file(config.parts["task"].get("environment") or ""),
+        "rollout": source_file(config.chosen.rollout),
         "teacher-prompt": source_file(loss.teacher_prompt or ""),
     }
     for option, model in (("model", config.model.model), ("reference", loss.reference)):

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.estimates import describe_run
-from maxrl_fast.config.options import ResolvedConfig
+from maxrl_fast.config.options import Config
 from maxrl_fast.errors import (
     FAILURES,
     InputError,
@@ -73,7 +73,7 @@ class Job:
     --reward. A run without progress for --stall-limit seconds ends its process if
     `ends_process`."""
 
-    config: ResolvedConfig
+    config: Config
     task: Task
     ranks: Ranks
     screen: Screen
@@ -125,7 +125,7 @@ class Job:
                 ending = supervise(loop, is_alone=self.watch is None)
             return close(loop, ending), context
 
-    def _open_folder(self, held: contextlib.ExitStack) -> tuple[ResolvedConfig, Saved | None]:
+    def _open_folder(self, held: contextlib.ExitStack) -> tuple[Config, Saved | None]:
         """Return the configuration with the folder that all ranks use, and the checkpoint to
         continue from. A new run's folder is not touched yet."""
         config, ranks, warn = self.config, self.ranks, self.screen.warning

@@ -44,9 +44,9 @@ class RunLoop:
         self.clock, self.ranks = self.context.clock, self.context.ranks
         self.options = self.context.config.evaluation
         self.schedule = evaluation_schedule(self.context.config, self.context.task)
-        self.evaluators, flat = build_evaluators(self.context), self.context.config.flat()
-        needs_no_rewards = bool(flat["kl_coef"]) and has_teacher(flat)
-        self.health = Health(needs_no_rewards, flat["clip_grad"])
+        self.evaluators, options = build_evaluators(self.context), self.context.config.values()
+        needs_no_rewards = bool(options["kl_coef"]) and has_teacher(options)
+        self.health = Health(needs_no_rewards, options["clip_grad"])
         self.expects_binary = self.context.objective.needs.expects_binary
 
     @property
@@ -134,7 +134,7 @@ class RunLoop:
         others = rewards[(rewards != 0) & (rewards != 1) & ~rewards.isnan()]
         if len(others):
             self.expects_binary, value = False, float(others[0])
-            name = self.context.config.objective.objective
+            name = self.context.config.chosen.objective
             said = (
                 f"a reward is {value:g}, but {name} is made for rewards of 0 or 1 and estimates "
                 "something else with others: use maxrl or maxpo, or set --reward-threshold"

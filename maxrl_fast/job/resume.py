@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.changes import changes, checkpoint_order, checkpoints_of, in_place
+from maxrl_fast.config.changes import (
+    ROUNDING,
+    changes,
+    checkpoint_order,
+    checkpoints_of,
+    describe,
+    differing,
+)
+from maxrl_fast.config.options import SHAPE
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.fingerprints import differences
 from maxrl_fast.job.progress import Progress
@@ -102,13 +110,14 @@ def check_same(
 ) -> None:
     """Compare the options and files of a resumed run with the checkpoint's. Warns of differences
     that make the numbers not bitwise identical."""
-    changed = changes(saved.options, in_place(saved.options, options))
-    mathematics, rounding = [*changed.semantic], [*changed.rounding]
-    if changed.policy:
+    said = {x: describe(x, saved.options, options) for x in differing(saved.options, options)}
+    if shape := [text for name, text in said.items() if name in SHAPE]:
         raise InputError(
-            f"the policy in {saved.directory} has another shape ({'; '.join(changed.policy)}), "
+            f"the policy in {saved.directory} has another shape ({'; '.join(shape)}), "
             "which cannot change on resuming"
         )
+    mathematics = changes(saved.options, options)
+    rounding = [text for name, text in said.items() if name in ROUNDING]
     mathematics += differences(saved.fingerprints, fingerprints)
     is_old = saved.options.get("hub") and "test_hub" not in saved.options
     if is_old and "the prompts: changed" in mathematics:

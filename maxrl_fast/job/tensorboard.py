@@ -12,9 +12,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from maxrl_fast.config.metadata import inapplicable_options
 from maxrl_fast.config.names import OF_ONE_START
-from maxrl_fast.config.options import Config
 
 # charts in TensorBoard's "Custom scalars", with a line for each k
 CHARTS = {name: ["Multiline", [rf"^eval/{name[:-2]}_at_\d+$"]] for name in ("pass@k", "max@k")}
@@ -82,10 +80,9 @@ def _code(text: str) -> str:
 
 
 def hyperparameters(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that apply and have a value, without those of a single start."""
-    left_out = {*inapplicable_options(Config, options), *OF_ONE_START}
+    """Return the options without those of a single start."""
     return {
-        name: json.dumps(value) if isinstance(value, list) else value
+        name: json.dumps(value) if isinstance(value, list | dict) else value
         for name, value in options.items()
-        if value is not None and name not in left_out
+        if name not in OF_ONE_START
     }

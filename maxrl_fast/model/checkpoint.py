@@ -243,7 +243,8 @@ def _open(path: Path) -> dict[str, StoredTensor]:
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
     """The headers of the files count; an index that assigns a tensor to another file is refused."""
-    path, listed = directory / INDEX, {"": WEIGHTS}
+    path = directory / INDEX
+    listed: Any = {"": WEIGHTS}
     if path.exists():
         listed = read_json(path).get("weight_map")
         files = listed.values() if isinstance(listed, dict) else [".."]

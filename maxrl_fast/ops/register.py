@@ -10,6 +10,7 @@ from torch import Tensor
 from maxrl_fast.algorithms.arguments import check_flag, check_integer, check_tensor, is_traced
 from maxrl_fast.algorithms.estimator import INPUTS
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, find_estimator
+from maxrl_fast.algorithms.options import REQUIRED
 from maxrl_fast.ops.group_advantage import group_advantage
 from maxrl_fast.runtime.loading import describe_error
 
@@ -35,7 +36,7 @@ def register_estimator(
     if name in ESTIMATORS and not replace:
         raise ValueError(f"there is an estimator {name} already; replace=True takes its place")
     row = dataclasses.replace(find_estimator(estimator), name=name)
-    options: dict[str, Any] = {key: 0.1 for key, x in row.options.items() if x.default is None}
+    options: dict[str, Any] = {key: 0.1 for key, x in row.options.items() if x.default is REQUIRED}
     if row.size is not None and row.size.required:
         options[row.size.name] = row.size.smallest
     before = ESTIMATORS.get(name)

@@ -3,6 +3,7 @@ and one action that is usually right."""
 
 import hashlib
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,14 @@ VOCAB_SIZE = 8
 # Fraction of states where RIGHT leads on. We do not have the paper's value; any value near 1 makes
 # the same local optimum.
 HABIT = 0.9
+
+
+@dataclass(frozen=True)
+class ChainOptions:
+    """The chain maze."""
+
+    chain_length: int = 64
+    """States of the chain; the MaxPO paper has 1000."""
 
 
 class ChainTask:

@@ -180,6 +180,13 @@ class Conversation:
         if start:
             return _in_tags(answer) + closing
         whole = self._render([*chat, answer])
+        end = THINKING[1]
+        given = re.fullmatch(r"\s*(?:<think>)?(.*?)</think>(.*)", content, re.DOTALL)
+        if given and not reasoning and whole[same:].count(end) > content.count(end):
+            # The template writes a block of its own: it is filled with the thoughts of the content.
+            apart = _said(given[2].lstrip("\n"), **{REASONING[0]: given[1].strip()})
+            filled = self._render([*chat, apart])
+            whole = filled if _has(filled[same:], given[1] + end + given[2]) else whole
         if not _has(whole[_common(begin, whole) :], reasoning):
             if THINKING[1] not in str(self._template):
                 raise self._error("does not write reasoning_content; give it in the content")

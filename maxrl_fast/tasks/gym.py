@@ -6,18 +6,20 @@ import importlib
 import importlib.metadata
 import os
 import zlib
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from maxrl_fast.algorithms.options import Option, nearest, options_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards import verifiers
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import TAGS
 from maxrl_fast.tasks.text_answers import text_answers
-from maxrl_fast.tasks.text_codec import TextTask, prompts_of
+from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
 
 TEST_SHARE = 5  # about one question in this many is held out
 TRIES = 200  # draws for a question of its split
@@ -27,11 +29,41 @@ SEEDS = 2**31  # data sets accept seeds below this
 HASHED = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")
 
 
+@dataclass(frozen=True)
+class GymOptions(TextOptions):
+    """Questions of reasoning-gym, whose generators have options of their own."""
+
+
+def generator_options(name: str) -> dict[str, Option]:
+    """Return the options of a data set's generator by name; those that are no numbers and no texts
+    are JSON."""
+    try:
+        factory = importlib.import_module("reasoning_gym.factory")
+    except ImportError as error:
+        raise InputError(
+            f"--task gym:{name} needs reasoning-gym: pip install reasoning-gym ({error})"
+        ) from error
+    if name not in factory.DATASETS:
+        raise InputError(
+            f"--task gym:NAME must name a data set of reasoning-gym, got {name!r:.80}"
+            f"{nearest(name, factory.DATASETS)}",
+            "task",
+        )
+    found = {}
+    for key, option in options_of(factory.DATASETS[name][1]).items():
+        if key not in ("seed", "size"):  # which are the run's
+            has_default = isinstance(option.default, int | float | str | tuple)
+            text = option.help or f"Option of {name}."
+            found[key] = replace(option, default=option.default if has_default else None, help=text)
+    return found
+
+
 class GymTask(TextTask):
     """Questions by index, generated on demand. A CRC of a question decides its split. Question i is
     the first draw t that belongs to its split: entry i mod n of a data set of the default size n,
     because some generate all entries at once, whose seed is a CRC of the run's seed, the split,
-    i // n and t. Arguments are the options of these names; `config` is --gym-config."""
+    i // n and t. Arguments are the options of these names; `config`: the options of the data set,
+    as JSON."""
 
     num_test_prompts: int | None = None
     max_new_tokens = 256
@@ -49,12 +81,6 @@ class GymTask(TextTask):
         max_prompt_tokens: int = 1024,
         **options: Any,
     ):
-        try:
-            importlib.import_module("reasoning_gym")
-        except ImportError as error:
-            raise InputError(
-                f"--task gym:{name} needs reasoning-gym: pip install reasoning-gym ({error})"
-            ) from error
         hashed = [
             part
             for part in HASHED
@@ -73,7 +99,7 @@ class GymTask(TextTask):
         except Exception as error:  # its checks raise any exception, AssertionError too
             cause = f"{type(error).__name__}: {error}"
             raise InputError(
-                f"reasoning-gym cannot create {name!r} with --gym-config {self._config!r}: {cause}"
+                f"reasoning-gym cannot create {name!r} with {self._config}: {cause}"
             ) from error
         self._size = max(len(first), 1)
         self.has_demonstrations = isinstance(sample["answer"], str)

@@ -4,12 +4,14 @@ from start to goal.
 
 import random
 import zlib
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.options import Limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.tasks import ReferenceAnswer
@@ -141,6 +143,22 @@ def judge(prompts: Prompts, rollouts: Rollouts, size: int, strict: bool = False)
         is_done.any(1) & (is_move | ~before_done).all(1) & (is_legal | ~counts).all(1) & reached
     )
     return solved.float()
+
+
+@dataclass(frozen=True)
+class MazeOptions:
+    """Mazes."""
+
+    maze_size: Annotated[
+        int,
+        Limit(
+            "an odd number from 7 to 31 (there are four 5x5 mazes, three to train on and one held "
+            "out)",
+            lambda x: 7 <= x <= 31 and x % 2 == 1,
+        ),
+    ] = 9
+    """Cells along one side of a maze, odd, 7 to 31. There are 192 mazes of 7x7, of which 38 are
+    held out, and 100,352 of 9x9."""
 
 
 class MazeTask:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.method import Method, Registry
-from maxrl_fast.algorithms.options import Limit, NotNegative
+from maxrl_fast.algorithms.options import Help, Limit, NotNegative
 from maxrl_fast.records import sequence_sums
 from maxrl_fast.runtime.device import host_numbers
 from maxrl_fast.training.collect import RolloutBatch
@@ -70,7 +70,7 @@ class ImportanceWeights:
                 "importance_sample_size": sample_size,
             }
         )
-        own = {"importance_weights": weights, "sampler_weights": weights}
+        own: dict[str, Any] = {"importance_weights": weights, "sampler_weights": weights}
         weighted = dataclasses.replace(rollouts, logprobs=logprobs, **own)
         return dataclasses.replace(batch, rollouts=weighted, metrics=batch.metrics | metrics)
 
@@ -83,7 +83,16 @@ class ImportanceWeights:
         )
 
 
-Cap = Annotated[float, Limit("finite and above 0", lambda x: 0 < x < math.inf)]
+Cap = Annotated[
+    float,
+    Limit("finite and above 0", lambda x: 0 < x < math.inf),
+    Help(
+        "Largest importance weight, of a token for tis and of a response for tis_sequence. Given "
+        "alone it switches on --correction tis; 0 switches correction off."
+    ),
+]
+Low = Annotated[NotNegative, Help("Smaller weights become 0.")]
+High = Annotated[NotNegative, Help("Larger weights become 0.")]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,13 +139,13 @@ def tis_sequence(*, importance_cap: Cap = 2.0) -> ImportanceWeights:
 
 
 @correction("IcePop, Ring-1T, Ling Team 2025; with low = 0 masked importance sampling of tokens")
-def icepop(*, low: NotNegative = 0.5, high: NotNegative = 5.0) -> ImportanceWeights:
+def icepop(*, low: Low = 0.5, high: High = 5.0) -> ImportanceWeights:
     """w_t if low <= w_t <= high, else 0."""
     return ImportanceWeights(low, high, of_sequence=False, masks=True)
 
 
 @correction("masked importance sampling of responses, Liu, Li et al. 2025; verl, TRL")
-def mis(*, low: NotNegative = 0.0, high: NotNegative = 2.0) -> ImportanceWeights:
+def mis(*, low: Low = 0.0, high: High = 2.0) -> ImportanceWeights:
     """W if low <= W <= high, else 0."""
     return ImportanceWeights(low, high, of_sequence=True, masks=True)
 

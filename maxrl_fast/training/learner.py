@@ -239,12 +239,12 @@ class Learner:
         denominator = self.settings.denominator(lengths)
         if not self.settings.over_batch or not int(lengths.sum()):
             has_gradient = self.settings.has_gradient(packer.host_advantages[sequences])
-            none, own = torch.zeros((), device=packer.advantages.device), {}
+            own, device = {}, packer.advantages.device
             if self.settings.siren:  # an update without tokens keeps the anchor
-                anchor = self.objective_state["siren_anchor"][0].to(none.device)
-                own = {"siren_entropy": none, "siren_anchor": anchor}
+                anchor = self.objective_state["siren_anchor"][0].to(device)
+                own = {"siren_entropy": torch.zeros((), device=device), "siren_anchor": anchor}
             if self.settings.sequence_mask is not None:
-                own["frac_sequences_masked"] = none
+                own["frac_sequences_masked"] = torch.zeros((), device=device)
             return UpdatePlan(sequences[has_gradient & (lengths > 0)], denominator, own=own)
         return self._plan_over_batch(packer, samples, sequences, denominator, draw)
 

@@ -1,12 +1,14 @@
 """The benchmark of a whole step calls the trainer's own step."""
 
 from bench.whole_step import whole_step
-from maxrl_fast.config.options import Config
+from maxrl_fast.config.read import parse_options
 
-TINY = Config().replace(
-    **{"objective": "grpo", "maze_size": 7, "max_new_tokens": 8, "prompts": 2, "rollouts": 4},
-    **{"hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 4, "kv_heads": 2},
-    **{"sft_steps": 1, "device": "cpu", "dtype": "float32"},
+TINY = parse_options(
+    {
+        **{"objective": "grpo", "maze_size": 7, "max_new_tokens": 8, "prompts": 2, "rollouts": 4},
+        **{"hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 4, "kv_heads": 2},
+        **{"sft_steps": 1, "device": "cpu", "dtype": "float32"},
+    }
 )
 STAGES = {"prompts", "rollout", "reward", "advantage", "update", "weights to rollout"}
 

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from maxrl_fast import train
 from maxrl_fast.config.memory import estimate_memory
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
@@ -103,8 +103,8 @@ def test_the_estimate_of_an_update_is_near_its_measured_peak(family, dtype, chec
     flags += ["--checkpoint-activations"] * checkpoint
     memory = estimated(model, Machine("cpu", 1, 10**10), *flags)
     own = ("activations", "copies", "logits")
-    update = sum(phases[2] for name, phases in memory.items() if name.startswith(own))
-    most = 1.5 if family != "gemma3_text" else 1.7
+    update = sum(size for name, size in memory.items() if name.startswith(own))
+    most = 1.6 if family != "gemma3_text" else 1.7
     assert 0.8 < update / peak < most  # less is kept where weights have no gradients
 
 

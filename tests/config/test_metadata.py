@@ -1,19 +1,18 @@
-"""What the fields of options say: limits, the runs that take them, changes on resume, names of
-other libraries.
-"""
+"""What options say: limits, the runs that use them, changes on resume, names of other libraries."""
 
 import json
 
 import pytest
 
-from maxrl_fast.config.aliases import OTHER_NAMES
-from maxrl_fast.config.changes import changes
-from maxrl_fast.config.metadata import check_limits, inapplicable_options, options_of
-from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import hint, parse
+from maxrl_fast.algorithms.options import options_of
+from maxrl_fast.config.changes import FREE, ROUNDING, changes
+from maxrl_fast.config.options import SHAPE, Config, fields_of
+from maxrl_fast.config.read import ELSEWHERE, hint, parse
+from maxrl_fast.config.rules import unused_options
 from tests.tables import refused
 
 BELOW = float.fromhex("0x1.fffffffffffffp-1")  # the largest number below 1
+OPTIONS = {name: x for g in Config.groups().values() for name, x in options_of(g).items()}
 
 
 @pytest.mark.parametrize(
@@ -34,56 +33,51 @@ BELOW = float.fromhex("0x1.fffffffffffffp-1")  # the largest number below 1
 )
 def test_limits_on_both_sides(name, right, wrong):
     for value in right:
-        check_limits(Config, {name: value})
+        assert OPTIONS[name].convert(value, name) == value
     for value in wrong:
         with refused(f"{name} must be .*, got {value}"):
-            check_limits(Config, {name: value})
+            OPTIONS[name].convert(value, name)
 
 
-def test_the_first_condition_that_refuses_says_what_the_option_needs():
-    def said(name, **options):
-        return inapplicable_options(Config, Config().flat() | options).get(name)
+def test_a_condition_that_refuses_says_what_the_option_needs():
+    def said(name, *flags, **options):
+        return unused_options(parse(flags).values() | options).get(name)
 
-    option = "vllm_tensor_parallel"
-    assert said(option) == "needs --rollout vllm"
-    assert said(option, rollout="vllm", vllm_url="x") == "cannot be used with --vllm-url"
-    assert said(option, rollout="vllm") is None
+    vllm = "--rollout", "vllm"
+    assert said("vllm_tensor_parallel", *vllm, vllm_url="x") == "cannot be used with --vllm-url"
+    assert said("vllm_tensor_parallel", *vllm) is None
     assert (said("kl"), said("kl", kl_coef=0.1)) == ("needs --kl-coef", None)
-    assert said("clip_low", loss="sapo") == "is not used by loss sapo"
-    assert said("clip_low", objective="pacs") == "is not used by loss reinforce"
+    assert said("divergence", kl="full") == "needs --kl full"
+    assert said("hidden_size", model="x") == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("lr", "semantic"),
-        ("eval_prompts", "semantic"),
-        ("layers", "policy"),
-        ("threads", "rounding"),
-        ("log_to", None),
-    ],
-)
-def test_a_change_on_resume_means_what_the_field_says(name, kind):
-    before = Config().flat()
-    found = vars(changes(before, before | {name: 77}))
-    assert {key: len(texts) for key, texts in found.items() if texts} == ({kind: 1} if kind else {})
+def test_what_a_resumed_run_may_change():
+    before = {"lr": 1e-3, "steps": 90, "threads": 2, "save_every": 50, "layers": 4, "out": "a"}
+    assert changes(before, dict.fromkeys(before, 77)) == [
+        "lr: 0.001 before, 77 now",
+        "steps: 90 before, 77 now",
+        "layers: 4 before, 77 now",
+    ]
+    assert ROUNDING < FREE
+    assert {"lr", "eval_prompts", "seed"}.isdisjoint(FREE)
+    assert "layers" in SHAPE
+    assert fields_of(Config) >= SHAPE | (FREE - {"vllm_url", "vllm_tensor_parallel"})
 
 
 def test_another_objective_takes_its_own_defaults_on_resume(tmp_path):
     options = {"objective": "maxpo", "k": 3, "aggregation": "token_mean", "lr": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(options))
     config = parse(["--resume", str(tmp_path), "--objective", "maxrl"])
-    assert (config.objective.options, config.loss.aggregation) == ({}, None)
+    assert (config.parts["objective"], config.loss.aggregation) == ({"order": None}, None)
     assert config.optimizer.lr == 0.5
-
-
-def test_another_name_can_stand_for_a_value():
-    assert [OTHER_NAMES[name] for name in ("use_vllm", "bf16")] == [
-        "rollout vllm",
-        "dtype bfloat16",
-    ]
+    options |= {"loss": "ppo", "clip_low": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    config = parse(["--resume", str(tmp_path), "--objective", "pacs"])
+    assert (config.chosen.loss, config.parts["loss"]) == ("reinforce", {})
 
 
 def test_a_misspelled_option_is_found_by_its_spelling():
-    assert hint("maze_sise", options_of(Config)) == "; did you mean --maze-size?"
-    assert hint("xyzzy", options_of(Config)) == ""
+    assert hint("maze_sise", {"maze_size"}) == "; did you mean --maze-size?"
+    assert hint("xyzzy", fields_of(Config)) == ""
+    assert hint("use_vllm", fields_of(Config)) == "; did you mean --rollout vllm?"
+    assert ELSEWHERE["num_generations"] == "rollouts"

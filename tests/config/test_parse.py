@@ -7,12 +7,13 @@ import time
 import pytest
 
 from maxrl_fast import train
+from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config import evaluation
-from maxrl_fast.config.checks import check
-from maxrl_fast.config.metadata import options_of
-from maxrl_fast.config.options import Config
-from maxrl_fast.config.parse import parse, parse_options
-from maxrl_fast.config.resolve import evaluation_schedule, resolve
+from maxrl_fast.config.options import Config, fields_of
+from maxrl_fast.config.parts import SECTIONS, owners_by_option
+from maxrl_fast.config.read import parse, parse_options
+from maxrl_fast.config.resolve import evaluation_schedule, resolve, tensor_parallel
+from maxrl_fast.config.rules import loss_options
 from maxrl_fast.job.build import build_loss_settings
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.runtime.ranks import Ranks
@@ -23,7 +24,6 @@ from tests.tables import refused, table
 
 def resolved(*flags):
     config = parse(flags)
-    check(config)
     return resolve(config, MazeTask(9)).flat()
 
 
@@ -58,15 +58,15 @@ def test_defaults_are_resolved():
     dr_grpo = "--objective", "dr_grpo"
     assert resolved(*dr_grpo)["aggregation"] == "seq_sum_constant"
     assert resolved(*dr_grpo, "--aggregation", "token_mean")["aggregation"] == "token_mean"
-    assert (options["loss"], options["beta"], options["score"]) == ("ppo", None, None)
+    assert (options["loss"], {"beta", "score"} & options.keys()) == ("ppo", set())
     pacs = resolved("--objective", "pacs")
-    own = {"loss": "reinforce", "aggregation": "seq_mean_token_sum", "k": None}
+    own = {"loss": "reinforce", "aggregation": "seq_mean_token_sum"}
     assert own.items() <= pacs.items()
+    assert "k" not in pacs
     for flags, wanted in (("--top-p 0.9", ("none", None)), ("--rollout vllm", ("tis", 2.0))):
         chosen = resolved(*flags.split())
-        assert (chosen["correction"], chosen["importance_cap"]) == wanted
+        assert (chosen["correction"], chosen.get("importance_cap")) == wanted
     assert (pacs["beta"], pacs["score"], pacs["class_weight"]) == (1.0, "rloo", "balanced")
-    assert pacs["ref_reset_interval"] is None
     assert resolved("--objective", "pacs_paper", "--beta", "0.1")["ref_reset_interval"] == 50
     assert (
         resolved("--objective", "pacs_paper", "--ref-reset-interval", "0")["ref_reset_interval"]
@@ -76,14 +76,13 @@ def test_defaults_are_resolved():
 
 def test_the_options_of_a_loss_reach_the_learner():
     assert resolved("--loss", "luspo")["aggregation"] == "seq_mean_token_sum"
-    config = parse(["--loss", "vespo", "--loss-options", "k_negative=2.5", "lambda_negative=1"])
+    config = parse("--loss vespo --k-negative 2.5 --lambda-negative 1".split())
     assert build_loss_settings(resolve(config, MazeTask(9))).loss_options == {
-        "k_negative": 2.5,
-        "lambda_negative": 1.0,
+        **{"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 2.5, "lambda_negative": 1.0},
     }
-    again = parse_options({name: config.flat()[name] for name in ("loss", "loss_options")})
-    assert again.loss == config.loss  # as from the config.json of a run
-    assert parse_options({"loss": "dppo", "loss_options": "kl=0"}).loss.own_numbers() == {"kl": 0.0}
+    # as from the config.json of a run; a name that another part has is after the loss's
+    assert parse_options(config.flat()).parts == config.parts
+    assert loss_options(parse_options({"loss": "dppo", "dppo_kl": 0}))["kl"] == 0.0
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def test_the_tasks_response_limit_is_lowered_to_the_positions_with_a_warning(che
         task.max_new_tokens = most
         return resolve(
             parse(["--task", "maze", "--model", checkpoint, *flags]), task, warn=said.append
-        ).rollout.max_new_tokens
+        ).sampling.max_new_tokens
 
     assert (limit(most=418), said) == (418, [])
     assert limit(most=419) == 418
@@ -159,7 +158,7 @@ def test_bad_files_are_refused(tmp_path, content, message):
     file = tmp_path / "run.toml"
     file.write_text(content)
     with refused(message):
-        check(parse(["--config", str(file)]))
+        parse(["--config", str(file)])
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,11 @@ def test_bad_files_are_refused(tmp_path, content, message):
     [
         ("seed = 1\nlr = nan", "lr must be a finite number above 0, got nan (lr: {}, line 2)"),
         ("k = 16", "got 16; --rollouts sets N (k: {}, line 1)"),
-        ("objective = 'grpo'\nk = 4", "{}, line 2: k is not used by objective grpo"),
+        (
+            "objective = 'grpo'\nk = 4",
+            "{}, line 2: k is not used by objective grpo, but by maxpo, "
+            "expected_improvement, ei_l1o, pkpo, ...",
+        ),
     ],
 )
 def test_a_value_of_a_file_that_is_refused_has_its_line_unless_a_flag_gives_it(
@@ -186,13 +189,16 @@ def test_a_value_of_a_file_that_is_refused_has_its_line_unless_a_flag_gives_it(
     table("""
     --learning-rate 1e-4 | unknown option --learning-rate; did you mean --lr?
     --maze-sise 9 | unknown option --maze-sise; did you mean --maze-size?
-    --beta 0.04 | --beta is not used by objective maxpo; did you mean --kl-coef?
+    --beta 0.04 | --beta is not used by objective maxpo, but by pacs_first_update, pacs,
+        pacs_paper; did you mean --kl-coef?
+    --tau-negative 1 | --tau-negative is not used by loss ppo, but by sapo
+    --loss simko --k 2.5 --objective rloo | unknown option --k; did you mean --simko-k?
     --push-to-hub | unknown option --push-to-hub; `hf upload ORG/NAME RUN/latest` uploads
     --trainer.total_epochs 3 | total_epochs; --steps sets the length: an epoch of n prompts has n /
     --wandb-project x | --wandb-project; --log-to wandb logs to the project in the environment's
     --callbacks x | unknown option --callbacks; maxrl_fast.Session is for a loop of your own
-    --task r.py:f --data d --model m --reward-weights 2 | --reward-weights needs --reward: write
-        --task dataset --reward r.py:f and others
+    --task r.py:f --data d --model m --reward-weights 2 | --reward-weights needs --reward: with
+        --task FILE:f write --task dataset --reward FILE:f and others
     --seed 3 actor_rollout_ref.rollout.n=5 | options begin with two dashes; did you mean
         --rollouts?
     """),
@@ -205,7 +211,7 @@ def test_names_of_other_libraries_and_misspelled_ones_get_a_hint(words, message)
 @pytest.mark.parametrize(
     ("flags", "message"),
     table("""
-    --threads 1000000 | threads must be at most 1024, got 1000000
+    --threads 1000000 | threads must be from 1 to 1024, got 1000000
     --maze-size 5 | maze_size must be an odd number from 7 to 31 (there are four 5x5 mazes, three to
         train on and one held out), got 5
     --objective builtins:exit | fails on a small example: SystemExit
@@ -213,7 +219,7 @@ def test_names_of_other_libraries_and_misspelled_ones_get_a_hint(words, message)
     --resume LONG | a name of a file must have at most 255 bytes, got xxx
     --model LONG --task gsm8k | a name of a file must have at most 255 bytes, got xxx
     --config many.toml | many.toml, line 1: unknown option k0
-    --config long.toml | steps must be below 2^31, got 99
+    --config long.toml | steps must be from 0 to 2^31 - 1, got 99
     --config some.yaml | some.yaml: Expected '=' after a key
     --resume half --out half | half/progress.json must hold the options of a run, got None
     """),
@@ -248,7 +254,7 @@ def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_pat
     def taken(*flags):
         config, _ = evaluation.parse([str(tmp_path), *flags])
         limit, seed = config.sampling.max_new_tokens, config.sampling.seed
-        return str(config.flat()["data"]), limit, seed, config.place.task_seed
+        return str(config.flat().get("data")), limit, seed, config.place.task_seed
 
     assert taken() == ("/d", 7, 3, 3)
     assert taken("--data", "/e", "--seed", "4") == ("/e", 7, 4, 3)
@@ -269,7 +275,7 @@ def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_pat
     --objective pkpo --k 1 | pkpo needs 2 <= k <= N = 16
     --objective rloo --rollouts 1 | rloo needs at least 2 rollouts per prompt, got 1
     --objective grpo --k 4 | --k is not used by objective grpo
-    --objective grpo --eps -1 | eps of grpo must be a finite number of at least 0, got -1
+    --objective grpo --eps -1 | eps must be a finite number of at least 0, got -1
     --data x.jsonl | --data is not used by task maze
     --task r.py --data x | --task must be .* or FILE.py:FUNCTION, got 'r.py'
     --task dataset --reward r.py:f --max-turns 3 | --max-turns needs --environment
@@ -278,25 +284,23 @@ def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_pat
     --reward-weights 1 | --reward-weights needs --reward
     --reward a:f b:g --reward-weights 1 2 3 | reward_weights must be a number for each reward
     --rollout vllm --vllm-url http://x --kv-cache-gb 1 | cannot be used with --vllm-url
-    --objective noisy_verifier_forward | noisy_verifier_forward needs false_negative_rate
-    --objective pacs --beta 0 | beta of pacs must be a finite number above 0, got 0
+    --objective noisy_verifier_forward | noisy_verifier_forward needs --false-negative-rate
+    --objective pacs --beta 0 | beta must be a finite number above 0, got 0
     --objective pacs --loss ppo | loss must be reinforce for pacs, whose loss it is a part of,
         got ppo
     --objective pacs --aggregation token_mean | aggregation must be seq_mean_token_sum for pacs
     --prompts 1000000000 --rollouts 16 | prompts x rollouts must be below 2\^31, got 1000000000 x
         16
     --objective pacs --importance-cap 2 | pacs does not support --correction: .*, got tis
-    --loss sapo --loss-options tau_pos=1 | loss sapo takes the options .*; did you mean
-        'tau_positive'\?
-    --loss sapo --loss-options tau_positive=0 | tau_positive of loss sapo must be a finite number
-        above 0, got 0
-    --loss dispo --loss-options low_positive=12 | low_positive of dispo must be at most its
+    --loss sapo --tau-pos 1 | unknown option --tau-pos; did you mean --tau-positive\?
+    --loss sapo --tau-positive 0 | tau_positive must be a finite number above 0, got 0
+    --loss dispo --low-positive 12 | low_positive of dispo must be at most its
         high_positive, 11, got 12
     --loss luspo --aggregation token_mean | aggregation must be seq_mean_token_sum for luspo, .*
         got token_mean
-    --loss clip_cov --loss-options low=2 high=1 | low of clip_cov must be below its high, 1, got
+    --loss clip_cov --low 2 --high 1 | low of clip_cov must be below its high, 1, got
         2
-    --loss simko --loss-options k=2.5 | k of loss simko must be an integer from 1 to 8, got 2.5
+    --loss simko --simko-k 2.5 | simko_k must be an integer from 1 to 8, got 2.5
     --objective pacs --top-entropy .2 | pacs does not support --top-entropy: its loss does not
         use token weights
     --objective pacs --clip-high 0.3 | --clip-high is not used by loss reinforce
@@ -308,13 +312,13 @@ def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_pat
 )
 def test_bad_options_are_named(flags, message):
     with refused(message):
-        check(parse(flags.split()))
+        parse(flags.split())
 
 
 def test_vllm_engines_divide_the_processes():
     def sharing(number, size):
         flags = ["--rollout", "vllm", "--vllm-tensor-parallel", str(number)]
-        return resolve(parse(flags), MazeTask(9), Ranks(0, size)).rollout.vllm_tensor_parallel
+        return tensor_parallel(resolve(parse(flags), MazeTask(9), Ranks(0, size)))
 
     assert (sharing(1, 3), sharing(2, 4)) == (1, 2)
     for number, size in ((2, 1), (2, 3), (4, 2)):
@@ -323,7 +327,13 @@ def test_vllm_engines_divide_the_processes():
 
 
 def test_every_option_has_help_and_every_name_is_used_once():
-    names = [name for group in vars(Config()).values() for name in vars(group)]
-    assert len(names) == len(set(names))
-    for option in options_of(Config).values():
-        assert option.help, f"{option.name} has no help"
+    taken, names = fields_of(Config), [x for g in Config.groups().values() for x in options_of(g)]
+    assert len(names) == len(taken)
+    owners = {name: ["group"] for name in taken}
+    for section in SECTIONS:
+        for name in owners_by_option(section, taken):
+            owners.setdefault(name, []).append(section)
+    assert {name: x for name, x in owners.items() if len(x) > 1} == {}
+    for group in Config.groups().values():
+        for option in options_of(group).values():
+            assert option.help, f"{option.name} has no help"

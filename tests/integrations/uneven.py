@@ -8,6 +8,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.algorithms.estimators import find_estimator
+from maxrl_fast.algorithms.options import REQUIRED
 
 SIZES = (1, 2, 5, 8, 3, 8)
 K = 3  # larger than some groups allow
@@ -55,7 +56,7 @@ def rollouts(seed=0, binary=True):
 
 def options_of(name):
     row = find_estimator(name)
-    required = {name: 0.1 for name, option in row.options.items() if option.default is None}
+    required = {name: 0.1 for name, option in row.options.items() if option.default is REQUIRED}
     return required | ({"k": K} if row.size is not None and row.size.name == "k" else {})
 
 

@@ -47,8 +47,9 @@ CHAIN = "--task chain --chain-length 8 --reward-threshold .1 --updates-per-step 
 OBJECTIVES = {
     "maxpo": "",
     "pacs": "--objective pacs_paper --ref-reset-interval 4 --updates-per-step 2",
-    "critic": "--objective ppo --updates-per-step 2 --gae-lambda 0.9",
-    "chain": f"{CHAIN} riskpo --bundle-size 2 --loss clip_cov --loss-options share=.1 low=0 high=9 "
+    "critic": "--objective ppo --updates-per-step 2 --gae-lambda 0.9 --sft-steps 150 "
+    "--sft-batch 16 --sft-lr 1e-2 --max-new-tokens 17",
+    "chain": f"{CHAIN} riskpo --bundle-size 2 --loss clip_cov --share .1 --low 0 --high 9 "
     "--siren .5",
 }
 
@@ -189,10 +190,10 @@ def test_another_objective_or_loss_on_resume_brings_its_own_defaults_and_state(
     last, printed = last_after("8", "--objective pacs")
     assert "riskpo_quantile_low" not in last
     assert "aggregation: token_mean before, seq_mean_token_sum now" in printed.err
-    last_after("9", "--objective maxpo --loss sapo --loss-options tau_positive=0.8")
+    last_after("9", "--objective maxpo --loss sapo --tau-positive 0.8")
     last_after("10", "--loss luspo")
     options = json.loads((out / "config.json").read_text())
-    assert (options["loss"], options.get("loss_options")) == ("luspo", None)
+    assert (options["loss"], options.get("tau_positive")) == ("luspo", None)
     assert options["aggregation"] == "seq_mean_token_sum"
 
 
@@ -387,7 +388,7 @@ def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd
     (out / "config.json").write_text(json.dumps(own | {"rollout": "engine.py:Engine"}))
     assert resume(out) == 2
     assert "belongs to" not in capfd.readouterr().err
-    monkeypatch.setattr("maxrl_fast.config.parse.os.getuid", lambda: os.stat(out).st_uid + 1)
+    monkeypatch.setattr("maxrl_fast.config.read.os.getuid", lambda: os.stat(out).st_uid + 1)
     assert resume(out) == 2
     first, second, *_ = capfd.readouterr().err.splitlines()
     assert first.startswith(f"warning: {out} belongs to ")

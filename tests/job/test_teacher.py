@@ -69,12 +69,12 @@ def test_one_number_of_a_small_tensor_of_a_large_model_is_noticed(tmp_path):
     --objective distill | distill needs --kl-coef above 0 and a teacher
     --objective distill --task chain --reference {} | needs a vocabulary of 8
     --objective maxrl --kl-coef 1 --kl full | kl full needs another teacher
-    --reference {} JSD beta=1 | beta of jsd must be from 1e-7 to 1 - 1e-7, got 1
+    --reference {} JSD --jsd-beta 1 | jsd_beta must be from 1e-7 to 1 - 1e-7, got 1
     --kl-coef 1 --kl full --loss kl_cov --reference {} | depends on other responses
     """),
 )
 def test_bad_teachers_are_refused(tmp_path, teacher, capsys, flags, sentence):
-    jsd = "--kl-coef 1 --kl full --divergence jsd --loss-options"
+    jsd = "--kl-coef 1 --kl full --divergence jsd"
     words = [*SMALL.split(), "--out", str(tmp_path / "run")]
     words = words[2 * ("chain" in flags) :]  # which has no --maze-size
     code = train.main([*words, *flags.replace("JSD", jsd).format(teacher).split()])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
+from maxrl_fast.algorithms.options import REQUIRED
 from tests.fuzzing import (
     FLOATS,
     REAL,
@@ -166,7 +167,7 @@ def advantage_arguments(draw):
         values = [0, 1]
     arguments |= {"rewards": drawn_tensor(draw, shape, values, dtype), "estimator": name}
     for key, option in row.options.items():
-        if option.default is None or draw(st.booleans()):
+        if option.default in (None, REQUIRED) or draw(st.booleans()):
             arguments[key] = draw(st.sampled_from(CHOICES[key]))
     if row.size and (row.size.required or draw(st.booleans())):
         most = max([*sizes, row.size.smallest + row.size.below_n]) - row.size.below_n

@@ -9,6 +9,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.algorithms.estimators import ESTIMATORS
+from maxrl_fast.algorithms.options import FINITE
 from maxrl_fast.ops import LOSSES
 from tests.ops import loss_definitions
 from tests.ops.loss_definitions import example
@@ -59,7 +60,7 @@ def test_options_of_a_loss(name):
     message = "loss_options must be a mapping of names to numbers, got list"
     refuses(ops.policy_gradient_loss, e, {"loss_options": [1.0]}, message, TypeError)
     for key, option in row.options.items():
-        wanted = option.limits[0].wanted
+        wanted = (option.limit or FINITE).wanted
         for value in (NAN, "1", *([-0.1, 0] if "above 0" in wanted else [-INF])):
             message = f"{key} of loss {name} must be {wanted}, got"
             refuses(ops.policy_gradient_loss, e, {"loss_options": {key: value}}, message)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from maxrl_fast.algorithms.losses.registry import find_loss
-from maxrl_fast.algorithms.options import Share
+from maxrl_fast.algorithms.options import REQUIRED, Share
 from maxrl_fast.ops import (
     LOSSES,
     linear_policy_gradient_loss,
@@ -40,7 +40,7 @@ def test_options_and_formula_come_from_the_signature():
     row = find_loss(mine)
     assert (row.name, row.formula, row.clips) == ("mine", "-A logp, as ever", False)
     assert {key: option.default for key, option in row.options.items()} == {
-        "share": None,
+        "share": REQUIRED,
         "tau": 2.0,
     }
     assert find_loss(mine) is row

@@ -2,12 +2,12 @@
 completely or kept.
 """
 
-import dataclasses
-
-from maxrl_fast.config.metadata import Resume, names_with
+from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.names import OF_ONE_START, OF_TASK
-from maxrl_fast.config.options import Config, TaskOptions
+from maxrl_fast.config.options import Config, fields_of
+from maxrl_fast.config.parts import owners_by_option
 from maxrl_fast.report import main
+from maxrl_fast.tasks.gym import GymOptions
 from tests.browser.made_up import write_run
 
 
@@ -54,5 +54,6 @@ def test_an_existing_page_is_replaced_completely_or_kept(tmp_path, capsys, monke
 
 
 def test_the_names_that_it_reads_are_those_of_the_options():
-    assert sorted(OF_ONE_START) == sorted(names_with(Config, Resume.NOT_COMPARED))
-    assert [field.name for field in dataclasses.fields(TaskOptions)] == [*OF_TASK]
+    assert {*OF_ONE_START} <= fields_of(Config)
+    own = {*owners_by_option("task", fields_of(Config)), "task"} - {"sft_data"}
+    assert own | set(options_of(GymOptions)) == {*OF_TASK}

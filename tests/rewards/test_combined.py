@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from maxrl_fast.config.options import RewardOptions
+from maxrl_fast.config.options import Reward
 from maxrl_fast.job.build_task import build_scorer
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards import RewardSource, Scores
@@ -45,7 +45,7 @@ def scored(functions, names, weights=()):
     """Return rewards, component means, failure counts and the complaint for RESPONSES."""
     task = MazeTask(5)
     rewards = tuple(f"{functions}:{name}" for name in names.split())
-    options = RewardOptions(
+    options = Reward(
         reward=rewards, reward_weights=weights, reward_workers=1, max_reward_error_rate=1.0
     )
     with contextlib.closing(build_scorer(options, task)) as scorer:

@@ -123,8 +123,8 @@ def test_environments_are_closed_after_any_exception():
 def test_rewards_of_one_turn_refuse_episodes(option):
     is_objective = option == "verifree"
     config = SimpleNamespace(
-        shaping=SimpleNamespace(reward_source="task" if is_objective else option),
-        objective=SimpleNamespace(objective="verifree" if is_objective else "grpo"),
+        reward=SimpleNamespace(reward_source="task" if is_objective else option),
+        chosen=SimpleNamespace(objective="verifree" if is_objective else "grpo"),
     )
     objective = VerifreeObjective() if is_objective else GroupObjective("grpo", {})
     flag = "--objective" if is_objective else "--reward-source"

@@ -29,6 +29,7 @@ OPEN = BEGIN.replace("\n{%", "\n<think>\n{%")
 DROPS = TURN.replace("m.content }}", "m.content.split('</think>')[-1].strip() }}")
 LAST = "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content"
 REASONS = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+FILLED = "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
 THOUGHT = "<think>\nadd\n</think>\n\n4"
 # name: template, response, what is learned
 TEMPLATES = {
@@ -52,6 +53,16 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|assistant|>{% endif %}",
         "4",
         "4<|user|>",
+    ),
+    "thoughts in the content fill a block that is always written": (
+        TURN.replace("{{ m.content", FILLED + "{{ m.content") + OPEN,
+        THOUGHT,
+        THOUGHT[8:] + "<|end|>",
+    ),
+    "and those that only close it": (
+        TURN.replace("{{ m.content", FILLED + "{{ m.content") + OPEN,
+        THOUGHT[8:],
+        THOUGHT[8:] + "<|end|>",
     ),
     "reasoning is a key": (
         TURN.replace("{{ m.content", REASONS + "{{ m.content") + BEGIN,

@@ -5,7 +5,6 @@ must be refused.
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from maxrl_fast import train
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.jsonl import read_lines
@@ -241,7 +240,7 @@ def test_tasks_that_cannot_be_built_are_refused(tmp_path, policy, flags, message
     flags = flags.replace("POLICY", str(policy)).replace("BARE", str(tmp_path))
     config = parse(flags.split())
     with refused(message):
-        build_task(config.task, 0, config.model.model and Path(config.model.model), config.reward)
+        build_run_task(config)
 
 
 def test_options_that_do_not_fit_the_task_are_refused(tmp_path, policy):

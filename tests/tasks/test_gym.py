@@ -13,7 +13,7 @@ import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from maxrl_fast.config.options import RewardOptions, TaskOptions
+from maxrl_fast.config.options import Reward
 from maxrl_fast.job.build_task import build_scorer, build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards import verifiers
@@ -21,7 +21,7 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.gym import HASHED
 from tests.tables import refused
 
-NEEDS = {"composite": '{"datasets": [{"name": "gcd", "weight": 1, "config": {}}]}'}
+NEEDS = {"composite": {"datasets": [{"name": "gcd", "weight": 1, "config": {}}]}}
 
 
 @pytest.fixture
@@ -30,13 +30,11 @@ def without_hash_seed(monkeypatch):
 
 
 def task_of(name, policy, seed=0, **options):
-    return build_task(
-        TaskOptions(task=f"gym:{name}", **{"max_prompt_tokens": 10**6, **options}), seed, policy
-    )
+    return build_task(f"gym:{name}", {"max_prompt_tokens": 10**6, **options}, seed, policy)
 
 
 def scored(task, prompts, responses):
-    options = RewardOptions(reward_seconds=60.0, reward_workers=1)
+    options = Reward(reward_seconds=60.0, reward_workers=1)
     given = [task.conversation.demonstration("", response)[1] for response in responses]
     with contextlib.closing(build_scorer(options, task)) as scorer:
         return scorer.score(prompts, Rollouts.given(given)), scorer.failures(Ranks(), "now")[1]
@@ -52,7 +50,7 @@ def test_every_data_set(name, policy, monkeypatch):
         with refused(f"{name} generates other questions in every .*PYTHONHASHSEED=0"):
             task_of(name, policy)
         monkeypatch.setenv("PYTHONHASHSEED", "0")  # as if this process had been started with it
-    task = task_of(name, policy, gym_config=NEEDS.get(name, ""))
+    task = task_of(name, policy, **NEEDS.get(name, {}))
     prompts = task.prompts("train", 1, 1)
     (line,) = prompts.columns
     assert line["question"] in task.decode(prompts.tokens.tolist())
@@ -118,7 +116,7 @@ def test_questions_depend_only_on_seed_split_and_index(policy):
 
 def test_no_question_is_in_both_splits(policy):
     # so few that questions repeat
-    task = task_of("gcd", policy, gym_config='{"min_value": 1, "max_value": 12}')
+    task = task_of("gcd", policy, min_value=1, max_value=12)
     train_questions, test_questions = (
         {line["question"] for line in task.prompts(split, 0, 150).columns}
         for split in ("train", "test")

@@ -7,7 +7,6 @@ import datasets
 import pytest
 
 from maxrl_fast import evaluate, train
-from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.report.reading import read_folder
 from maxrl_fast.tasks import jsonl
@@ -53,7 +52,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def task_of(policy, **options):
-    return build_task(TaskOptions(task="math", **options), 0, policy)
+    return build_task("math", options, 0, policy)
 
 
 def prompts(task, split):

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from maxrl_fast.config.options import RewardOptions, TaskOptions
+from maxrl_fast.config.options import Reward
 from maxrl_fast.job.build_task import build_scorer, build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards.verifiers import boxed
@@ -63,7 +63,7 @@ def test_the_correct_answer_is_found_in_each_line():
 
 
 def task_of(name, path, policy, **options):
-    return build_task(TaskOptions(task=name, data=(path,), **options), 0, policy)
+    return build_task(name, {"data": (path,), **options}, 0, policy)
 
 
 def prompt_of(task, index=0):
@@ -128,7 +128,7 @@ def test_narrow_floats_of_parquet_are_their_shortest_decimals(tmp_path):
     assert line == {name: x for name, (x, _) in columns.items()}
 
 
-DEFAULTS = RewardOptions()
+DEFAULTS = Reward()
 
 
 @contextlib.contextmanager
@@ -152,7 +152,7 @@ def test_missing_and_long_answers_are_wrong_and_counted_once(tmp_path, policy):
 
     # this power takes minutes
     texts = ["\\boxed{(x+1)^{3000}+y}", *["no box"] * 15]
-    with scored(task, 1, texts, RewardOptions(reward_seconds=1.0)) as (scorer, rewards):
+    with scored(task, 1, texts, Reward(reward_seconds=1.0)) as (scorer, rewards):
         assert set(rewards) == {0}
         assert scorer.failures(Ranks(), "now")[0]["timeout"] == 0
         assert scorer.pop_metrics().over(Ranks())["answers_timed_out"] == 1 / 16

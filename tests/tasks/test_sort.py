@@ -81,7 +81,7 @@ def test_bad_lengths():
 
 @pytest.mark.slow
 def test_it_is_learned_and_its_checkpoints_load(tmp_path):
-    task = [f"--task={EXAMPLE}:SortTask", '--task-args={"length": 3}']
+    task = [f"--task={EXAMPLE}:SortTask", "--length=3"]
     flags = f"--sft-steps 120 --objective maxrl --hidden-size 64 --out {tmp_path / 'run'}"
     assert train.main([*base()[2:], *task, *flags.split()]) == 0
     assert read(tmp_path / "run" / "metrics.jsonl")[-1]["reward_mean"] > 0.3

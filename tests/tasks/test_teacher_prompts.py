@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from maxrl_fast.config.options import TaskOptions
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
@@ -16,7 +15,7 @@ LINES = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "word": "apple"} for i i
 def task(tmp_path, policy):
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    return build_task(TaskOptions(task="dataset", data=(file,)), 0, policy, needs_reward=False)
+    return build_task("dataset", {"data": (file,)}, 0, policy, needs_reward=False)
 
 
 def text_of(task, prompts, i):

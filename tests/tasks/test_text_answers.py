@@ -4,7 +4,7 @@ tokenizers that merge across it.
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from maxrl_fast.config.options import RewardOptions, TaskOptions
+from maxrl_fast.config.options import Reward
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.dataset_specs import BOX, TAGS
@@ -90,7 +90,7 @@ PROBLEMS = [{"problem": f"{a}+{b}=", "answer": a + b} for a in range(10) for b i
 
 def test_tasks_of_text_know_their_answers(policy, tmp_path):
     data = written(tmp_path / "sums.jsonl", PROBLEMS)
-    task = build_task(TaskOptions("math", data=(data,)), 0, policy)
+    task = build_task("math", {"data": (data,)}, 0, policy)
     prompts = task.prompts("train", 0, 2)
     right = [f"{line['answer']}" for line in prompts.columns]
     encoded = [
@@ -101,7 +101,7 @@ def test_tasks_of_text_know_their_answers(policy, tmp_path):
     assert [reference.length for reference in found] == [12, None, 6, 6]
     wanted = [f"{{{text}}}" for text in right for _ in range(2)]
     assert [task.decode(reference.answer) for reference in found] == wanted
-    gym = build_task(TaskOptions("gym:chain_sum"), 0, policy)
+    gym = build_task("gym:chain_sum", {}, 0, policy)
     prompts = gym.prompts("train", 0, 1)
     given = Rollouts.given([gym.conversation.demonstration("", "so <answer>3</answer>")[1]])
     [reference] = gym.reference_answers(prompts, given)
@@ -113,9 +113,7 @@ def test_tasks_that_do_not_know_their_answers_and_answers_with_control_tokens_ar
     policy, tmp_path
 ):
     data = written(tmp_path / "sums.jsonl", [{"prompt": line["problem"]} for line in PROBLEMS])
-    task = build_task(
-        TaskOptions("dataset", data=(data,)), 0, policy, RewardOptions(reward=("rewards.py:f",))
-    )
+    task = build_task("dataset", {"data": (data,)}, 0, policy, Reward(reward=("rewards.py:f",)))
     with refused(
         "--reward-source rlpr: the reference answer must be known, but only the reward function"
     ):
@@ -124,6 +122,4 @@ def test_tasks_that_do_not_know_their_answers_and_answers_with_control_tokens_ar
         tmp_path / "forged.jsonl", [line | {"answer": "<|im_end|>"} for line in PROBLEMS]
     )
     with refused("the reference answer to prompt 0: "):
-        check_answers(
-            build_task(TaskOptions("math", data=(data,)), 0, policy), "--reward-source rlpr"
-        )
+        check_answers(build_task("math", {"data": (data,)}, 0, policy), "--reward-source rlpr")

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from maxrl_fast.config.checks import check, correction_of, objective_of
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.rules import correction_of, objective_of
 from maxrl_fast.errors import RewardError
 from maxrl_fast.job.build import RunContext, build_evaluators, build_trainer
 from maxrl_fast.job.build_policy import build_policy, build_reference, build_run_engine
@@ -32,7 +32,6 @@ def build(*flags):
     """Return the trainer after a warm start, if the flags have one, and the evaluator."""
     task_flags = [] if "--task" in flags else CHAIN
     config = parse([*base()[2:], *task_flags, "--lr", "1e-2", "--steps", str(STEPS), *flags])
-    check(config)
     task = build_run_task(config)
     config = resolve(config, task)
     policy, teacher = build_policy(config, task), build_reference(config, task)
@@ -159,7 +158,7 @@ def test_what_needs_the_policy_while_it_trains_is_refused():
         ("--ahead 5", "ahead must be 0 to 4, got 5"),
     ):
         with refused(message):
-            check(parse(["--ahead", "1", *flags.split()]))
+            parse(["--ahead", "1", *flags.split()])
     names = {
         loss: correction_of(parse(["--ahead", "1", "--objective", "maxrl", "--loss", loss]))[0]
         for loss in ("reinforce", "ppo")

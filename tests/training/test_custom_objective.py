@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from maxrl_fast.config.checks import check, objective_of
-from maxrl_fast.config.parse import parse, parse_options
+from maxrl_fast.config.read import parse, parse_options
 from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.rules import objective_of
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.objectives.objective import Needs
@@ -74,9 +74,9 @@ def test_samples_without_a_reward_have_no_advantage(file):
     ],
 )
 def test_a_bad_function_is_refused_before_any_work(file, function, message):
-    check(parse(["--objective", f"{EXAMPLE}:short_and_right"]))
+    parse(["--objective", f"{EXAMPLE}:short_and_right"])
     with refused(message):
-        check(parse(["--objective", *f"{file}:{function}".split()]))
+        parse(["--objective", *f"{file}:{function}".split()])
 
 
 OWN_OPTIONS = """
@@ -99,23 +99,24 @@ def sharp(
 
 def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_OPTIONS)
-    name = f"{tmp_path / 'mine.py'}:sharp"
+    name, own = f"{tmp_path / 'mine.py'}:sharp", {"sharp_temperature": 5.0}
     (tmp_path / "run.toml").write_text(f'objective = "{name}"\nsharpness = 3\n')
+    # a name that a group has follows the function's
     flags = f"--config {tmp_path}/run.toml --side above --temperature 0.5"
     config = parse(flags.split())
-    check(config)
-    assert config.objective.options == {"sharpness": 3.0, "side": "above"}
-    assert config.rollout.temperature == 0.5
+    assert config.parts["objective"] == {"sharpness": 3.0, "side": "above", **own}
+    assert config.sampling.temperature == 0.5
     options = {"objective": name, "sharpness": 3, "side": "above", "temperature": 0.5}
-    assert parse_options(options).flat() == {**config.flat(), "config": None}
+    assert {**parse_options(options).flat(), "config": flags.split()[1]} == config.flat()
     resolved = resolve(parse(["--objective", name]), MazeTask(9))
-    assert resolved.objective.options == {"sharpness": 2.0, "side": "both"}
+    assert resolved.parts["objective"] == {"sharpness": 2.0, "side": "both", **own}
     (tmp_path / "config.json").write_text(json.dumps(config.flat()))
     resumed = parse(["--resume", str(tmp_path), "--side", "both"])
-    assert resumed.objective.options == {"sharpness": 3.0, "side": "both"}
-    assert parse(["--resume", str(tmp_path), "--objective", "maxpo"]).objective.options == {}
-    with refused("sharpness of sharp must be a finite number above 0, got 0"):
-        check(parse(["--objective", name, "--sharpness", "0"]))
+    assert resumed.parts["objective"] == {"sharpness": 3.0, "side": "both", **own}
+    other = parse(["--resume", str(tmp_path), "--objective", "maxpo"])
+    assert other.parts["objective"] == {"k": None}
+    with refused("sharpness must be a finite number above 0, got 0"):
+        parse(["--objective", name, "--sharpness", "0"])
 
 
 PER_TOKEN = """

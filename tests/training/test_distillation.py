@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.config.checks import objective_of
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.rules import objective_of
 from maxrl_fast.job.build import RunContext, build_trainer
 from maxrl_fast.job.build_policy import build_policy, build_run_engine
 from maxrl_fast.job.build_task import build_run_task, build_scorer

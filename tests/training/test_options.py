@@ -2,9 +2,9 @@
 
 import pytest
 
-from maxrl_fast.config.checks import check, correction_of, objective_of
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.rules import correction_of, objective_of
 from maxrl_fast.job.build_task import build_length_penalty
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.collect import LengthPenalty
@@ -20,9 +20,7 @@ from tests.tables import refused, table
 
 
 def checked(flags):
-    config = parse(flags.split())
-    check(config)
-    return config
+    return parse(flags.split())
 
 
 def made(flags):
@@ -56,8 +54,8 @@ def test_the_defaults_that_depend_on_other_options():
         return resolve(checked(f"--device cpu {flags}"), MazeTask(9))
 
     wanted = {"gae_gamma": 1.0, "gae_lambda": 1.0, "value_clip": 0.2, "critic_lr": 2e-3}
-    assert resolved("--objective ppo").objective.options == wanted
-    given = resolved("--objective ppo --critic-lr 3e-4").objective.options
+    assert resolved("--objective ppo").parts["objective"] == wanted
+    given = resolved("--objective ppo --critic-lr 3e-4").parts["objective"]
     assert given == wanted | {"critic_lr": 3e-4}
     for flags, penalty in (
         ("", None),
@@ -91,8 +89,8 @@ def test_options_choose_the_correction():
         ("--correction tis", weights(0.0, 2.0, False, False)),
         ("--correction tis_sequence --importance-cap 3", weights(0.0, 3.0, True, False)),
         ("--correction icepop", weights(0.5, 5.0, False, True)),
-        ("--correction mis --correction-options high=4", weights(0.0, 4.0, True, True)),
-        ("--correction sequence_mask --correction-options delta=0.1", 0.1),
+        ("--correction mis --mis-high 4", weights(0.0, 4.0, True, True)),
+        ("--correction sequence_mask --delta 0.1", 0.1),
     ):
         assert chosen(flags) == wanted, flags
 
@@ -101,12 +99,12 @@ REFUSALS = """
     --objective maxpo_off_policy --correction sequence_mask | does not support --correction
     --objective rl_zvp --correction sequence_mask | rl_zvp weights single tokens by either sign
     --correction icepop --importance-cap 2 | --importance-cap is not used by correction icepop
-    --correction-options low=1 | --correction-options needs --correction
-    --correction icepop --correction-options low=6 | low of icepop must be below high, got 6 and 5
+    --icepop-low 1 | --icepop-low is not used by correction none, but by icepop
+    --correction icepop --icepop-low 6 | low of icepop must be below high, got 6 and 5
     --rollout vllm --top-p 0.9 --temperature 0.7 | --rollout vllm with --top-p 0.9 needs
         --temperature 1, got 0.7
     --objective ppo --loss gspo | ppo weights single tokens, so loss cannot be gspo
-    --objective ppo --gae-lambda 1.1 | gae_lambda of ppo must be a number from 0 to 1, got 1.1
+    --objective ppo --gae-lambda 1.1 | gae_lambda must be a number from 0 to 1, got 1.1
     --objective rl_zvp --loss vespo | loss cannot be vespo, whose ratio is one of whole responses
     --objective riskpo | prompts must be a multiple of bundle_size, got 32 and 5
     --objective verifree --reward-source vote | reward_source must be given for verifree, which

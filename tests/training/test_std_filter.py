@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from maxrl_fast.config.checks import check
-from maxrl_fast.config.parse import parse
+from maxrl_fast.config.read import parse
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.collect import RolloutCollector
@@ -38,4 +37,4 @@ def test_groups_below_the_bound_are_replaced():
     assert float(std_filter.average) == pytest.approx(0.99 * 0.7 + 0.01 * 3.1 / 4 / 2**0.5)
     assert collector.collect(10, 0).prompts.ids.tolist() == [0, 1]
     with refused("std-filter needs --dynamic-sampling of 2 or more"):
-        check(parse(["--std-filter", "0.5"]))
+        parse(["--std-filter", "0.5"])

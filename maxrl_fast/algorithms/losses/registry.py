@@ -13,13 +13,29 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from maxrl_fast.algorithms.arguments import is_host_readable
 from maxrl_fast.algorithms.method import AnyFunction, Method, Registry, name_of
-from maxrl_fast.algorithms.options import check_options, options_of, parameters_of
+from maxrl_fast.algorithms.options import (
+    BelowOne,
+    NotNegative,
+    check_options,
+    options_of,
+    parameters_of,
+)
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.loading import describe_error
 
 # numbers of several losses: arguments of ops.policy_gradient_loss
 CLIPS = ("clip_low", "clip_high", "dual_clip")
+
+
+@dataclass(frozen=True)
+class Clips:
+    """The options of a run with a loss that clips."""
+
+    clip_low: BelowOne = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: NotNegative = 0.2
+    """The ratio is clipped above 1 + clip_high."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from maxrl_fast.algorithms.method import Method, Registry
-from maxrl_fast.algorithms.options import Refusal
+from maxrl_fast.algorithms.options import Rule
 from maxrl_fast.training.collect import Needs as Needs
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
@@ -91,7 +91,7 @@ class ObjectiveSpec(Method):
     """
 
     presets: Mapping[str, Any] = field(default_factory=dict)
-    refuses: tuple[Refusal, ...] = ()
+    refuses: tuple[Rule, ...] = ()
     noun: ClassVar[str] = "objective"
 
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from maxrl_fast.algorithms.options import (
-    DERIVED,
-    Default,
     Help,
     NotNegative,
     Positive,
@@ -73,10 +71,12 @@ class PpoObjective(Objective):
         ),
     ] = 0.2
     critic_lr: Annotated[
-        Positive,
-        Default("2e-3; with --model 1e-5, with --lora-rank too 1e-4"),
-        Help("Learning rate of ppo's critic, constant from the first step."),
-    ] = DERIVED
+        Positive | None,
+        Help(
+            "Learning rate of ppo's critic, constant from the first step. By default 2e-3; with "
+            "--model 1e-5, with --lora-rank too 1e-4."
+        ),
+    ] = None
     needs = Needs(token_weights=True, critic=True)
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:

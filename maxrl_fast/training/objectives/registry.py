@@ -44,7 +44,7 @@ def _row(name: str) -> ObjectiveSpec | Estimator:
     if is_code(name):
         row: Estimator = find_code("objective", name, find_estimator)
         return row
-    if name in OBJECTIVES or name in ALIASES:
+    if name in {*OBJECTIVES, *ESTIMATORS, *ALIASES} - {*_BASELINES}:  # registered ones too
         return find_estimator(name)
     raise InputError(
         "objective must be one that `python -m maxrl_fast.objectives` lists, such as maxpo, maxrl, "

@@ -37,9 +37,9 @@ HEAD = """# Options
 
 `python docs/pages.py` writes this page from `maxrl_fast/config/options.py` and the signatures of
 the parts. A run has five parts that are chosen by name: objective, loss, correction, task and
-rollout engine. Each brings the options of its own signature, your own parts included: `--loss sapo
---tau-negative 1.1`, `--task mine.py:Sort --length 7`. Where another part has an option of the same
-name, it follows the name of the part: `--simko-k`. `python -m maxrl_fast.train --help` prints the
+rollout engine. Each adds the options in its signature, also a part that you wrote: `--loss sapo
+--tau-negative 1.1`, `--task mine.py:Sort --length 7`. If another part has an option with that name,
+the flag starts with the part's name: `--simko-k`. `python -m maxrl_fast.train --help` prints the
 options of the default job, and with `--task chain` or `--objective pacs` before `--help` those of
 that task or objective.
 

@@ -30,7 +30,7 @@ DERIVED: Any = None  # a default that depends on other options; resolving replac
 
 @dataclass(frozen=True)
 class TaskAndEngine:
-    """What the run consists of. Each part has options of its own."""
+    """The parts of a run, by name; each adds its options."""
 
     task: str = "maze"
     """maze; chain; guess; gsm8k or math, from the Hugging Face hub or --data; code, Python programs
@@ -44,7 +44,7 @@ class TaskAndEngine:
 
 @dataclass(frozen=True)
 class Chosen(TaskAndEngine):
-    """What the run consists of. Each part has options of its own."""
+    """The parts of a run, by name; each adds its options."""
 
     objective: str = "maxpo"
     """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ppo, ... (`python -m

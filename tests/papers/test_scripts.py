@@ -46,7 +46,7 @@ SCRIPTS = """
     chain_maze | --length 30 --iterations 40 --batch-sizes 4 8 --ks 2 4 --learning-rates 0.01 0.3
       --search-seeds 2 --seeds 3 --records 4 --variance-batches 8 | --ks 8 | below each of --batch
     continuous_maxrl | --arms 3 --rollouts 4 --groups 64 --repeats 2 --learned 3 --updates 3
-      --maze 5 --warm-steps 2 --maze-steps 1 --maze-prompts 2 --eval-mazes 3 --eval-samples 4
+      --maze 7 --warm-steps 2 --maze-steps 1 --maze-prompts 2 --eval-mazes 3 --eval-samples 4
       --objectives maxrl-2 | --objectives grpo-2 | --objectives grpo-2: grpo does not use k
     exact_likelihood | --steps 4 --rollouts 4 --sweep 1 --classes 5 --test-images 9 --batch 8
       --seeds 2 | --seeds 1 | at least 2

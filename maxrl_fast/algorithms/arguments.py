@@ -75,12 +75,7 @@ def check_flag(name: str, value: Any) -> None:
 
 def is_host_readable(tensor: Tensor) -> bool:
     """Whether a check may read the values; on a GPU that would wait for the device."""
-    return tensor.device.type == "cpu" and not is_traced()
-
-
-def is_traced() -> bool:
-    """Whether tensors have no values now, within torch.compile and torch.func.vmap."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return tensor.device.type == "cpu"
 
 
 def _shown(value: Any) -> str:

@@ -28,8 +28,8 @@ from maxrl_fast.model import flash
 from maxrl_fast.model.flash import VarlenSpec
 from maxrl_fast.model.recurrence import Levels, levels_of
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.derivatives import check_mode, first_order, register_backward
-from maxrl_fast.ops.dispatch import KernelLaunch, dtype_name, operator
+from maxrl_fast.ops.derivatives import check_first_order
+from maxrl_fast.ops.dispatch import KernelLaunch, dtype_name
 from maxrl_fast.records import ranges
 from maxrl_fast.runtime.device import to_device
 
@@ -154,8 +154,8 @@ class _MergedAttention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @first_order("tree_attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("tree_attention")
         q, k, v, o, lse = ctx.saved_tensors
         grads = flash.backward(grad, q, k, v, o, lse, ctx.forest.segments)
         for rows, keys, spec in ctx.forest.levels:
@@ -186,8 +186,8 @@ class _VariantAttention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @first_order("tree_attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("tree_attention")
         q, k, v, o, lse, sinks, index = ctx.saved_tensors
         grad_q, *grads = flash.backward(grad, q, k[index], v[index], o, lse, ctx.spec)
         # The gradients of copies are added in float32 and, on a GPU too, in one order.
@@ -210,14 +210,13 @@ def tree_attention(
     q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of `forest`; Hq is a multiple of Hkv.
     Returns [U, Hq, D]. Differentiable in q, k, v and the variant's sinks.
     """
-    check_mode("tree_attention", q, k, v)
     if not variant.is_plain:
         index, spec = forest.copied_keys(variant.window, variant.softcap)
         if spec.window or spec.softcap or variant.sinks is not None:
             out: Tensor = _VariantAttention.apply(q, k, v, variant.sinks, index, spec)
             return out
     if has_kernel(q.device, q.dtype, q.shape[-1]):
-        own: Tensor = _tree_attention(q, k, v, forest.lengths, forest.parents)[0]
+        own: Tensor = _TreeAttention.apply(q, k, v, forest.lengths, forest.parents)
         return own
     return merged_attention(q, k, v, forest)
 
@@ -242,55 +241,47 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 # and outputs for any way of sharing prefixes.
 
 
-@operator()
-def _tree_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, parents: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the attention [U, Hq, D] and its log-sum-exp to base 2 [U, Hq], without a gradient.
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, parents: Tensor
+    ) -> Tensor:
+        """Return the attention [U, Hq, D], for q [U, Hq, D] and k and v [U, Hkv, D].
 
-    q [U, Hq, D], k and v [U, Hkv, D]; lengths [M] and parents [M] int64 as in Forest. Raises
-    ValueError if lengths do not add up to U or are below 1, or segments are not in depth-first
-    order.
-    """
-    call, q, k, v = KernelLaunch(q.device), q.contiguous(), k.contiguous(), v.contiguous()
-    o = torch.empty_like(q)
-    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-    call.launch(
-        "tree_attention",
-        **_inputs(call, q, k, v, lengths, parents),
-        o=o,
-        lse=lse,
-        **dict.fromkeys(("grad", "grad_q", "grad_k", "grad_v")),
-    )
-    return o, lse
+        lengths [M] and parents [M] int64 as in Forest. Raises ValueError if lengths do not add up
+        to U or are below 1, or segments are not in depth-first order.
+        """
+        call, q, k, v = KernelLaunch(q.device), q.contiguous(), k.contiguous(), v.contiguous()
+        o = torch.empty_like(q)
+        # the log-sum-exp to base 2
+        lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        call.launch(
+            "tree_attention",
+            **_inputs(call, q, k, v, lengths, parents),
+            o=o,
+            lse=lse,
+            **dict.fromkeys(("grad", "grad_q", "grad_k", "grad_v")),
+        )
+        ctx.save_for_backward(q, k, v, o, lse, lengths, parents)
+        return o
 
-
-@operator()
-def _tree_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    lengths: Tensor,
-    parents: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from the gradient of o [U, Hq, D]."""
-    call = KernelLaunch(q.device)
-    grad, q, k, v = (x.contiguous() for x in (grad, q, k, v))
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    call.launch(
-        "tree_attention_backward",
-        **_inputs(call, q, k, v, lengths, parents),
-        o=call.address("o", o, q.dtype, q.shape),
-        lse=call.address("lse", lse, torch.promote_types(q.dtype, torch.float32), q.shape[:2]),
-        grad=call.address("grad", grad, q.dtype, q.shape),
-        grad_q=grads[0],
-        grad_k=grads[1],
-        grad_v=grads[2],
-    )
-    return grads
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("tree_attention")
+        q, k, v, o, lse, lengths, parents = ctx.saved_tensors
+        call, grad = KernelLaunch(q.device), grad.contiguous()
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        call.launch(
+            "tree_attention_backward",
+            **_inputs(call, q, k, v, lengths, parents),
+            o=call.address("o", o, q.dtype, q.shape),
+            lse=call.address("lse", lse, torch.promote_types(q.dtype, torch.float32), q.shape[:2]),
+            grad=call.address("grad", grad, q.dtype, q.shape),
+            grad_q=grads[0],
+            grad_k=grads[1],
+            grad_v=grads[2],
+        )
+        return *grads, None, None
 
 
 def _inputs(
@@ -320,20 +311,3 @@ def _inputs(
         "k": call.address("k", k, q.dtype, shape),
         "v": call.address("v", v, q.dtype, shape),
     }
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *forest = inputs
-    ctx.save_for_backward(q, k, v, *results, *forest)
-    ctx.mark_non_differentiable(results[1])
-
-
-def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return None, None, None
-    q, k, v, o, lse, *forest = ctx.saved_tensors
-    grads: tuple[Tensor, ...] = _tree_attention_backward(grad, q, k, v, o, lse, *forest)
-    return grads
-
-
-register_backward(_tree_attention, "tree_attention", _backward, save=_save, num_inputs=3)

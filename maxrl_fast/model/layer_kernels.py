@@ -1,4 +1,4 @@
-"""The elementwise parts of a decoder layer (layer_ops.py) as operators.
+"""The elementwise parts of a decoder layer (layer_ops.py) with kernels.
 
 csrc/cuda/layer_*.cu have one launch for each, csrc/cpu/layer.cpp one pass. They compute in float32
 (float64 for float64) and round once. Gradients of weights are summed over the rows in an order that
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.derivatives import first_order
-from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch, operator
+from maxrl_fast.ops.derivatives import check_first_order
+from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch
 
 CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -57,7 +57,6 @@ def _empty_sums(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
-@operator()
 def add_rms_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -78,7 +77,6 @@ def add_rms_norm(
     return total, normed
 
 
-@operator()
 def add_rms_norm_backward(
     grad_normed: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -119,10 +117,10 @@ class _AddRmsNorm(torch.autograd.Function):
         return total, normed
 
     @staticmethod
-    @first_order("add_rms_norm")
     def backward(
         ctx: Any, grad_total: Tensor | None, grad_normed: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        check_first_order("add_rms_norm")
         if grad_normed is None:
             return grad_total, grad_total if ctx.has_delta else None, None, None
         grad = None if grad_total is None else grad_total.contiguous()
@@ -178,7 +176,6 @@ def _parts(packed: Tensor, counts: list[int]) -> list[Tensor]:
     return list(packed.unflatten(1, (sum(counts), -1)).split(counts, 1))
 
 
-@operator()
 def rotate_heads(
     packed: Tensor,
     num_heads: int,
@@ -199,7 +196,6 @@ def rotate_heads(
     return to[0], to[1], to[2]
 
 
-@operator()
 def rotate_heads_backward(
     grad_q: Tensor,
     grad_k: Tensor,
@@ -261,8 +257,8 @@ class _RotateHeads(torch.autograd.Function):
         return heads
 
     @staticmethod
-    @first_order("rotate_heads")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("rotate_heads")
         saved = ctx.saved_tensors
         grad, of_norms = rotate_heads_backward(*(x.contiguous() for x in grads), *saved, ctx.eps)
         norms = (None, None) if ctx.norm_dtype is None else of_norms.to(ctx.norm_dtype).unbind()
@@ -293,7 +289,6 @@ def _gate_and_up(call: KernelLaunch, packed: Tensor) -> dict[str, Any]:
     }
 
 
-@operator()
 def swiglu(packed: Tensor) -> Tensor:
     """Return silu(gate) up [U, F] of [gate | up] [U, 2 F]."""
     call, out = KernelLaunch(packed.device), packed.new_empty(len(packed), packed.shape[1] // 2)
@@ -301,7 +296,6 @@ def swiglu(packed: Tensor) -> Tensor:
     return out
 
 
-@operator()
 def swiglu_backward(grad: Tensor, packed: Tensor) -> Tensor:
     call, to = KernelLaunch(grad.device), torch.empty_like(packed)
     grad_gate, grad_up = to.chunk(2, 1)
@@ -325,8 +319,8 @@ class _SwiGlu(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order("swiglu")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
+        check_first_order("swiglu")
         return (swiglu_backward(grad.contiguous(), *ctx.saved_tensors),)
 
 
@@ -335,7 +329,6 @@ KERNELS = LayerOps(_AddRmsNorm.apply, _rotate_heads_in_kernel, _SwiGlu.apply)
 # Rows.
 
 
-@operator()
 def choose_rows_backward(
     grad: Tensor, rows: Tensor, order: Tensor | None, starts: Tensor | None, num_rows: int
 ) -> Tensor:
@@ -365,8 +358,8 @@ class _ChooseRows(torch.autograd.Function):
         return x.index_select(0, rows)
 
     @staticmethod
-    @first_order("choose_rows")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("choose_rows")
         grad = choose_rows_backward(grad.contiguous(), *ctx.saved_tensors, ctx.num_rows)
         return grad, None, None, None
 

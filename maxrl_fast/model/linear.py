@@ -10,14 +10,12 @@ from typing import Any, TypeGuard
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from maxrl_fast.algorithms.arguments import is_traced
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.derivatives import first_order
-from maxrl_fast.ops.dispatch import KernelLaunch, operator
+from maxrl_fast.ops.derivatives import check_first_order
+from maxrl_fast.ops.dispatch import KernelLaunch
 
 FEWEST_ROWS = 64  # below it, packing the matrix costs too much
 LARGEST_MATRIX = 1 << 20  # numbers; PyTorch's products of larger ones are as fast
@@ -43,7 +41,7 @@ def can_join(layers: Sequence[nn.Module], x: Tensor | None = None) -> bool:
     """Whether no layer has adapters, and all or none are trained: a joint product would also
     compute the gradient of a frozen matrix. On a GPU, for x, only weights that are rounded anyway:
     a copy of those that FSDP2 has gathered would be kept until the backward pass."""
-    is_plain = all(type(layer) is Linear for layer in layers) and not is_compiling()
+    is_plain = all(type(layer) is Linear for layer in layers)
     if is_plain and x is not None and dispatch.is_gpu(x.device):
         is_plain = layers[0].weight.dtype != x.dtype
     return is_plain and len({layer.weight.requires_grad for layer in layers}) == 1
@@ -199,7 +197,7 @@ def save_adapters(
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Under torch.autocast, torch.compile and torch.func PyTorch's product is used."""
+    """Under torch.autocast and when compiled PyTorch's product is used."""
     return (
         x.device.type == "cpu"
         and not dispatch.is_gpu(x.device)
@@ -208,54 +206,9 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
         and len(x) >= FEWEST_ROWS
         and weight.shape[0] % 16 == weight.shape[1] % 16 == 0
         and 0 < weight.numel() <= LARGEST_MATRIX
-        and not is_traced()
+        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
     )
-
-
-@operator()
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
-    call, (num_rows, in_size), out_size = KernelLaunch(x.device), x.shape, len(weight)
-    y = x.new_empty(num_rows, out_size)
-    call.launch(
-        "linear",
-        num_rows=num_rows,
-        in_size=in_size,
-        out_size=out_size,
-        x=call.address("x", x, torch.float32, (num_rows, in_size)),
-        weight=call.address("weight", weight, torch.float32, (out_size, in_size)),
-        bias=call.address("bias", bias, torch.float32, (out_size,)),
-        added=call.address("added", added, torch.float32, (num_rows, out_size)),
-        y=y,
-    )
-    return y
-
-
-@operator()
-def linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, needs_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients are [0] where they are not needed."""
-    call, (num_rows, in_size), out_size = KernelLaunch(x.device), x.shape, len(weight)
-    shapes = (
-        ((num_rows, in_size), needs_x),
-        ((out_size, in_size), needs_weight or needs_bias),
-        ((out_size,), needs_bias),
-    )
-    grads = [x.new_empty(shape if is_needed else 0) for shape, is_needed in shapes]
-    names = ("grad_x", "grad_weight", "grad_bias")
-    needed = zip(names, grads, shapes, strict=True)
-    call.launch(
-        "linear_backward",
-        num_rows=num_rows,
-        in_size=in_size,
-        out_size=out_size,
-        grad=call.address("grad", grad, torch.float32, (num_rows, out_size)),
-        x=call.address("x", x, torch.float32, (num_rows, in_size)),
-        weight=call.address("weight", weight, torch.float32, (out_size, in_size)),
-        **{name: x if yes else None for name, x, (_, yes) in needed},
-    )
-    return grads[0], grads[1], grads[2]
 
 
 class Product(torch.autograd.Function):
@@ -264,17 +217,45 @@ class Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None
     ) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
+        added = None if added is None else added.contiguous()
         ctx.save_for_backward(x, weight)
-        y: Tensor = linear(x, weight, bias, None if added is None else added.contiguous())
+        call, (num_rows, in_size), out_size = KernelLaunch(x.device), x.shape, len(weight)
+        y = x.new_empty(num_rows, out_size)
+        call.launch(
+            "linear",
+            num_rows=num_rows,
+            in_size=in_size,
+            out_size=out_size,
+            x=call.address("x", x, torch.float32, (num_rows, in_size)),
+            weight=call.address("weight", weight, torch.float32, (out_size, in_size)),
+            bias=call.address("bias", bias, torch.float32, (out_size,)),
+            added=call.address("added", added, torch.float32, (num_rows, out_size)),
+            y=y,
+        )
         return y
 
     @staticmethod
-    @first_order("linear")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("linear")
         needs_x, needs_weight, needs_bias, needs_added = ctx.needs_input_grad
-        grads: list[Tensor | None] = [None] * 3
-        if needs_x or needs_weight or needs_bias:
-            needed = needs_x, needs_weight, needs_bias
-            results = linear_backward(grad.contiguous(), *ctx.saved_tensors, *needed)
-            grads = [x if yes else None for x, yes in zip(results, needed, strict=True)]
-        return *grads, grad if needs_added else None
+        x, weight = ctx.saved_tensors
+        to = (
+            torch.empty_like(x) if needs_x else None,
+            torch.empty_like(weight) if needs_weight or needs_bias else None,
+            x.new_empty(len(weight)) if needs_bias else None,
+        )
+        if any(x is not None for x in to):
+            call, rows = KernelLaunch(x.device), grad.contiguous()
+            call.launch(
+                "linear_backward",
+                num_rows=len(x),
+                in_size=x.shape[1],
+                out_size=len(weight),
+                grad=call.address("grad", rows, torch.float32, (len(x), len(weight))),
+                x=call.address("x", x, torch.float32, x.shape),
+                weight=call.address("weight", weight, torch.float32, weight.shape),
+                grad_x=to[0],
+                grad_weight=to[1],
+                grad_bias=to[2],
+            )
+        return to[0], to[1] if needs_weight else None, to[2], grad if needs_added else None

@@ -1,88 +1,86 @@
-"""First derivatives of the operators, in reverse mode; others raise instead of returning zero."""
+"""First derivatives in reverse mode; others raise instead of returning zero.
+
+Every autograd.Function of the package takes the context in its forward pass: PyTorch itself then
+raises in forward mode and in the transforms of torch.func.
+"""
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
-Backward = Callable[..., tuple[Tensor | None, ...]]
-
-
-def register_backward(
-    op: Any,
-    function: str,
-    backward: Backward,
-    *,
-    save: Callable[[Any, tuple[Any, ...], Any], None],
-    num_inputs: int = 1,
-) -> None:
-    """Register an operator's first derivative with respect to its first `num_inputs` arguments.
-
-    Who calls the operator calls `check_mode`. function: the public function, for messages.
-    backward: from the context and the gradients of the results to those of the arguments. save:
-    called with the context, arguments and results.
-    """
-    num_others = len(op._schema.arguments) - num_inputs
-
-    @first_order(function)
-    def of_all(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return *backward(ctx, *gradients), *(None,) * num_others
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        save(ctx, inputs, output)
-
-    torch.library.register_autograd(op.name(), of_all, setup_context=setup_context)
+from maxrl_fast.ops import dispatch
+from maxrl_fast.ops.dispatch import KernelLaunch
 
 
-def first_order(function: str) -> Callable[[Backward], Backward]:
-    """Decorate an autograd function's backward pass to raise RuntimeError for create_graph=True.
+def check_first_order(function: str) -> None:
+    """Raise RuntimeError in a backward pass with create_graph=True.
 
     torch's once_differentiable raises only if the incoming gradient requires a gradient, so a
     gradient penalty would be silently missing from the loss.
     """
-
-    def decorate(backward: Backward) -> Backward:
-        @wraps(backward)
-        def once(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-            # a compiled function never has a second derivative
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                raise RuntimeError(
-                    f"{function} can be differentiated once only, got create_graph=True, which "
-                    "asks for a second derivative"
-                )
-            return backward(ctx, *gradients)
-
-        return once
-
-    return decorate
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{function} can be differentiated once only, got create_graph=True, which asks for a "
+            "second derivative"
+        )
 
 
 def needs_gradient(x: Tensor) -> bool:
-    """Whether a gradient of `x` may be needed; in torch.func.vmap requires_grad does not tell."""
-    return torch.is_grad_enabled() and (
-        x.requires_grad or torch._C._are_functorch_transforms_active()
-    )
+    return torch.is_grad_enabled() and x.requires_grad
 
 
-def check_mode(function: str, *inputs: Tensor) -> bool:
-    """Return whether autograd will need the gradient of one of these inputs.
+class LossWithGradients(torch.autograd.Function):
+    """A loss that is computed together with its gradients, which the backward pass scales.
 
-    Raises RuntimeError if forward mode or torch.func would differentiate the function.
+    `compute()` returns numbers, of which the first is the loss, and for each of the inputs its
+    gradient, or None where it is not needed. function: the public function, for messages.
     """
-    for x in inputs:
-        if unpack_dual(x).tangent is not None:
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: str, compute: Callable[[], tuple[Any, ...]], *inputs: Tensor
+    ) -> Tensor:
+        sums: Tensor
+        sums, *gradients = compute()
+        ctx.save_for_backward(*gradients)
+        ctx.function, ctx.is_spent = function, False
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order(ctx.function)
+        if ctx.is_spent and grad_sums.device.type == "cuda":
             raise RuntimeError(
-                f"{function} can be differentiated in reverse mode only (backward, "
-                "torch.autograd.grad), got an input with a tangent of the forward mode "
-                "(torch.func.jvp, torch.autograd.forward_ad)"
+                "backward ran already, and scaled the gradient in place: compute the loss again "
+                "instead"
             )
-    is_wanted = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    if is_wanted and torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            f"{function} can be differentiated by backward and torch.autograd.grad only, got a "
-            "transform of torch.func (grad, vjp, jacrev, hessian)"
+        ctx.is_spent = True
+        gradients = (None if x is None else scaled(x, grad_sums[0]) for x in ctx.saved_tensors)
+        return None, None, *gradients
+
+
+def scaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    """Return gradient times scale []. If scale is 1, as nearly always, the gradient is not read.
+
+    On a GPU the gradient is changed in place, so that the host does not wait for the scale.
+    """
+    if dispatch.is_gpu(gradient.device) and dispatch.has_kernels(gradient.device):
+        scale = scale.double().contiguous()
+        shape, call = (gradient.shape[0], gradient.shape[1]), KernelLaunch(gradient.device)
+        call.launch(
+            "scale",
+            dtype=gradient.dtype,
+            matrix=(
+                call.address("gradient", gradient, gradient.dtype, shape, True),
+                gradient.stride(0),
+            ),
+            num_rows=shape[0],
+            row_size=shape[1],
+            scale=call.address("scale", scale, torch.float64, ()),
         )
-    return is_wanted
+        return gradient
+    if float(scale) == 1:
+        return gradient
+    return gradient * scale.to(gradient.dtype)

@@ -1,9 +1,8 @@
-"""Which kernels run on a device, how they become PyTorch operators, and the checks of arguments."""
+"""Which kernels run on a device, how one is called, and the checks of its arguments."""
 
-import threading
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,52 +31,22 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def operator(
-    *,
-    schema: str | None = None,
-    fake: Callable[..., Any] | None = None,
-    derivative: Callable[[Any], None] | None = None,
-) -> Callable[[Callable[..., Any]], Any]:
-    """Register a typed function as the operator `maxrl_fast::NAME` on CPU and CUDA, and return it.
-
-    Args:
-        schema: default: the function's annotations.
-        fake: what runs when traced, on tensors without memory. Default: the same function, whose
-            `KernelLaunch` then launches nothing. A function that reads values needs another one.
-        derivative: registers the derivative of the operator that it is given
-            (derivatives.register_backward).
-
-    torch.library.custom_op would add 8 us to the 14 us of a small group_advantage.
-    """
-
-    def register(implementation: Callable[..., Any]) -> Any:
-        name = implementation.__name__.removeprefix("_")
-        inferred = schema or torch.library.infer_schema(implementation, mutates_args=())
-        torch.library.define(f"maxrl_fast::{name}", inferred, tags=(torch.Tag.pt2_compliant_tag,))
-        for device in ("CPU", "CUDA"):
-            torch.library.impl(f"maxrl_fast::{name}", device, implementation)
-
-        def without_memory(*arguments: Any) -> Any:
-            before, _tracing.is_active = _tracing.is_active, True
-            try:
-                return implementation(*arguments)
-            finally:
-                _tracing.is_active = before
-
-        torch.library.register_fake(f"maxrl_fast::{name}", fake or without_memory)
-        op = getattr(torch.ops.maxrl_fast, name).default
-        if derivative is not None:
-            derivative(op)
-        return op
-
-    return register
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
-class _Tracing(threading.local):
-    is_active = False  # whether this thread runs an operator on tensors without memory
+def eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorate a public function so that torch.compile breaks its graph there and calls it as it
+    is. torch.compiler.disable at once would import the compiler with the package (seconds)."""
 
+    @wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if torch.compiler.is_compiling():
+            outside = torch.compiler.disable(function)
+            return outside(*args, **kwargs)  # type: ignore[no-any-return]
+        return function(*args, **kwargs)
 
-_tracing = _Tracing()
+    return call
 
 
 def check_fields(record: str, fields: tuple[str, ...]) -> None:
@@ -97,15 +66,13 @@ class KernelLaunch:
     """One kernel call on a device, and the only place in the package that takes a tensor's address.
 
     A kernel runs without the GIL, on a GPU even after its launch has returned, so the call holds
-    every tensor whose address it has given. When traced, all addresses are 0, and `launch` returns
-    None.
+    every tensor whose address it has given.
     """
 
-    __slots__ = ("_cached", "_kept", "device", "is_traced")
+    __slots__ = ("_cached", "_kept", "device")
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.is_traced = _tracing.is_active
         self._kept: list[Tensor] = []
         self._cached: tuple[Tensor, ...] = ()
 
@@ -144,10 +111,11 @@ class KernelLaunch:
         return {name: self.address(name, x, dtype, shape) for name, x in tensors.items()}
 
     def keep(self, tensor: Tensor) -> int:
-        if self.is_traced:
-            return 0
         self._kept.append(tensor)
-        return tensor.data_ptr()
+        address = tensor.data_ptr()
+        if not address and tensor.numel():  # as within torch.func.vmap or a FakeTensorMode
+            raise ValueError("the kernels need tensors with values, got one without memory")
+        return address
 
     def keep_cached(self, tensor: Tensor) -> int:
         """Return the address of a tensor from a cache, which may drop it at any time: on a GPU
@@ -158,8 +126,6 @@ class KernelLaunch:
     def launch(self, kernel: str, **arguments: Any) -> Any:
         """Run a kernel. Tensors among the arguments are memory that the caller made for results;
         None is the address 0."""
-        if self.is_traced:
-            return None
         for name, x in arguments.items():
             if x is None or isinstance(x, Tensor):
                 arguments[name] = 0 if x is None else self.keep(x)

@@ -1,5 +1,6 @@
 """The exact divergence of a policy from a teacher, from hidden states, in plain PyTorch."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,9 +8,9 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_choice, check_number, is_host_readable
 from maxrl_fast.algorithms.options import Limit
-from maxrl_fast.ops.derivatives import check_mode, needs_gradient
-from maxrl_fast.ops.dispatch import operator
-from maxrl_fast.ops.logit_chunks import Chunks, check_hidden, empty_gradients
+from maxrl_fast.ops.derivatives import LossWithGradients, needs_gradient
+from maxrl_fast.ops.dispatch import eager
+from maxrl_fast.ops.logit_chunks import Chunks, check_hidden
 from maxrl_fast.ops.token_batch import (
     check_tokens,
     check_values,
@@ -17,7 +18,6 @@ from maxrl_fast.ops.token_batch import (
     real_dtype,
     token_temperature,
 )
-from maxrl_fast.ops.token_loss_kernel import loss_derivative
 
 DIVERGENCES = ("reverse", "forward", "jsd")
 # beyond it float32 rounds beta or 1 - beta to 1, and the logarithm of the mixture is infinite
@@ -27,6 +27,7 @@ _BLOCK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 27}
 _MAX_LOG_RATIO = 80.0  # its exp is finite in float32; smaller probabilities add nothing to jsd
 
 
+@eager
 def linear_divergence(
     hidden: Tensor,
     weight: Tensor,
@@ -88,18 +89,12 @@ def linear_divergence(
     teacher = teacher_hidden.detach(), teacher_weight.detach()
     rows = c.detach().double() / divisor, tau, has_zeros
     options = divergence, beta, softcap, teacher_softcap, chunk
-    check_mode("linear_divergence", hidden, weight)
     needed = needs_gradient(hidden), needs_gradient(weight)
-    sums, *_ = linear_divergences(hidden, weight, *teacher, *rows, *options, *needed)
+    compute = partial(linear_divergences, hidden, weight, *teacher, *rows, *options, needed)
+    sums = LossWithGradients.apply("linear_divergence", compute, hidden, weight)
     return sums[0].to(real), {"divergence": sums.detach()[1:]}
 
 
-def _fake(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    sums = hidden.new_empty(1 + len(hidden), dtype=torch.float64)
-    return sums, *empty_gradients(hidden, weight, *arguments)
-
-
-@operator(fake=_fake, derivative=loss_derivative("linear_divergence", 2))
 def linear_divergences(
     hidden: Tensor,
     weight: Tensor,
@@ -113,15 +108,13 @@ def linear_divergences(
     softcap: float,
     teacher_softcap: float,
     chunk: int,
-    needs_hidden: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss and all D, [1 + T], and the gradients of hidden and weight, or [0] if not
-    needed."""
+    needed: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the loss and all D, [1 + T], and the needed gradients of hidden and weight."""
     index: Any = coefficients.nonzero()[:, 0] if has_zeros else slice(None)
     c, tau = coefficients[index], temperature[index, None]
     slopes = (c[:, None] / tau).to(tau.dtype)
-    chunks = Chunks(hidden[index], weight, chunk, needs_hidden, needs_weight, softcap)
+    chunks = Chunks(hidden[index], weight, chunk, *needed, softcap)
     size, other = chunks.size, teacher_hidden[index]
     others = Chunks(other, teacher_weight, size, False, False, teacher_softcap)
     row_bytes = max(len(weight), 1) * tau.element_size()
@@ -140,7 +133,7 @@ def linear_divergences(
     # frees the chunks before the gradient is rounded
     logits = other = chunks.buffer = others.buffer = values
     grad_hidden, grad_weight = chunks.gradients()
-    if needs_hidden and has_zeros:
+    if grad_hidden is not None and has_zeros:
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_hidden)
     sums = values.new_zeros(1 + len(hidden))
     sums[0], sums[1:][index] = c.dot(values), values

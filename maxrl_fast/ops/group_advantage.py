@@ -12,7 +12,7 @@ from maxrl_fast.algorithms.estimator import INPUTS, OBJECTS
 from maxrl_fast.algorithms.estimators import Estimator, Group, find_estimator
 from maxrl_fast.algorithms.options import check_options
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops.dispatch import has_kernels
+from maxrl_fast.ops.dispatch import eager, has_kernels
 from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
 from maxrl_fast.ops.groups import PaddedGroups, check_numbers
 
@@ -25,6 +25,7 @@ _KINDS = {
 }
 
 
+@eager
 def group_advantage(
     rewards: Tensor | list[Any],
     estimator: str | Estimator,
@@ -73,9 +74,9 @@ def group_advantage(
         one with centred estimators, and uneven groups with too few rollouts for k, get 0. A custom
         function of rewards [G, N] with `lengths` may return one for each of their tokens, [T].
 
-    Uneven groups are padded to the largest, whose size is read from the device (in torch.compile to
-    S). On the CPU numbers that are not finite, not allowed for the estimator or beyond 1e150 are
-    errors. A GPU would wait: there the advantages of the group, or the batch, become NaN."""
+    Uneven groups are padded to the largest, whose size is read from the device. On the CPU numbers
+    that are not finite, not allowed for the estimator or beyond 1e150 are errors. A GPU would wait:
+    there the advantages of the group, or the batch, become NaN."""
     if isinstance(rewards, list):
         rewards = torch.tensor(rewards)
     check_tensor("rewards", rewards)

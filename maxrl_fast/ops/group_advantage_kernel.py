@@ -4,22 +4,16 @@ On a GPU nothing is read back, so that a CUDA graph can capture the operator.
 """
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group
-from maxrl_fast.ops.dispatch import KernelLaunch, is_gpu, operator
+from maxrl_fast.ops.dispatch import KernelLaunch, is_gpu
 
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 
-def _without_memory(rewards: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(rewards)
-
-
-@operator(fake=_without_memory)
 def group_advantage(
     rewards: Tensor,  # [G, N]
     valid: Tensor | None,  # [G, N]; None: all are

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import is_host_readable, is_traced
+from maxrl_fast.algorithms.arguments import is_host_readable
 from maxrl_fast.algorithms.estimators import Estimator
 
 
@@ -25,7 +25,7 @@ class PaddedGroups:
     def of(
         cls, rewards: Tensor, offsets: Tensor | None, group_ids: Tensor | None, valid: Tensor | None
     ) -> "PaddedGroups":
-        """Pad to the largest group, whose size is read from the device; traced, to S rollouts."""
+        """Pad to the largest group, whose size is read from the device."""
         shape, total, device = rewards.shape, rewards.numel(), rewards.device
         if offsets is None and group_ids is None:
             valid = None if valid is None else valid.reshape(-1, shape[-1])
@@ -39,10 +39,10 @@ class PaddedGroups:
             assert group_ids is not None
             ids, order = group_ids.long().sort(stable=True)
             group = (ids.diff(prepend=ids[:1]) != 0).long().cumsum(0)  # [S], 0, 0, 1, ...
-            num_groups = total if is_traced() else int(group[-1]) + 1  # traced, the last are empty
+            num_groups = int(group[-1]) + 1
             bounds = torch.searchsorted(group, torch.arange(num_groups + 1, device=device))
         sizes = bounds.diff()
-        width = total if is_traced() else int(sizes.max())
+        width = int(sizes.max())
         place = torch.arange(width, device=device)  # [N]
         present = place < sizes[:, None]  # [G, N]
         index = (bounds[:-1, None] + place).clamp(0, total - 1)
@@ -70,14 +70,13 @@ def _bounds(offsets: Tensor, total: int) -> Tensor:
         got = f"{offsets.dtype} of shape {tuple(offsets.shape)}"
         raise ValueError(f"offsets must be int64 [G+1], got {got}")
     bounds = offsets.long()
-    if not is_traced():
-        listed = bounds.cpu().tolist()
-        falls = [g for g, (a, b) in enumerate(pairwise(listed)) if b < a]
-        if falls or listed[0] != 0 or listed[-1] != total:
-            got = f"from {listed[0]} to {listed[-1]}"
-            if falls:
-                got = f"{listed[falls[0]]} followed by {listed[falls[0] + 1]} at group {falls[0]}"
-            raise ValueError(f"offsets must rise from 0 to {total}, got {got}")
+    listed = bounds.cpu().tolist()
+    falls = [g for g, (a, b) in enumerate(pairwise(listed)) if b < a]
+    if falls or listed[0] != 0 or listed[-1] != total:
+        got = f"from {listed[0]} to {listed[-1]}"
+        if falls:
+            got = f"{listed[falls[0]]} followed by {listed[falls[0] + 1]} at group {falls[0]}"
+        raise ValueError(f"offsets must rise from 0 to {total}, got {got}")
     return bounds
 
 

@@ -1,8 +1,7 @@
-"""Losses and log-probs from hidden states and the output matrix, one chunk of logits at a time.
+"""Losses and log-probs from hidden states and the output matrix, one chunk of logits at a time."""
 
-Registered as operators, because torch.compile could not trace the number of rows with a gradient.
-"""
-
+import inspect
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,24 +10,26 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.losses.registry import call_rows
 from maxrl_fast.ops import token_loss_kernel as kernels
-from maxrl_fast.ops.derivatives import check_mode, needs_gradient, register_backward
-from maxrl_fast.ops.dispatch import has_kernels, is_gpu, operator
+from maxrl_fast.ops.derivatives import LossWithGradients, check_first_order, needs_gradient
+from maxrl_fast.ops.dispatch import eager, has_kernels, is_gpu
 from maxrl_fast.ops.function_loss import (
     function_loss,
     linear_rows,
     token_logprobs_reference,
     tokens_of,
 )
-from maxrl_fast.ops.logit_chunks import Chunks, capped_logits, check_hidden, empty_gradients
+from maxrl_fast.ops.logit_chunks import Chunks, capped_logits, check_hidden
 from maxrl_fast.ops.loss_terms import LossTerms
 from maxrl_fast.ops.token_batch import TokenBatch, real_dtype, token_batch, token_rows
 from maxrl_fast.ops.token_loss import loss_and_metrics, policy_gradient_loss
 from maxrl_fast.ops.token_loss_kernel import NUM_SUMS
 
-_OPTIONS = (policy_gradient_loss.__kwdefaults__ or {}).keys() - {"in_place"}
+_PARAMETERS = inspect.signature(policy_gradient_loss).parameters.values()
+_OPTIONS = {x.name for x in _PARAMETERS if x.kind is x.KEYWORD_ONLY}
 _TERMS = _OPTIONS & LossTerms.__dataclass_fields__.keys()
 
 
+@eager
 def linear_policy_gradient_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -58,7 +59,7 @@ def linear_policy_gradient_loss(
             unchanged. A gradient through it takes the memory of a second chunk.
         chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, on a GPU at most 1.25
             GiB, or a 32nd of its memory if that is more, but at least 128 tokens.
-        options: further arguments of policy_gradient_loss, except in_place; results are the same.
+        options: further arguments of policy_gradient_loss; results are the same.
 
     Raises:
         As policy_gradient_loss, and ValueError if hidden and weight do not fit each other.
@@ -99,16 +100,17 @@ def loss_of_hidden(
             rows = linear_rows(hidden, weight, batch.targets, reads, **scale)
         sums = function_loss(terms, batch, tokens_of(batch, logprobs, entropy, rows))
         return loss_and_metrics(sums, hidden)
-    check_mode("linear_policy_gradient_loss", hidden, weight)
     # On a GPU the host waits for the number of rows that are left out.
     leaves_out = has_mask or not is_gpu(hidden.device)
     needed = needs_gradient(hidden), needs_gradient(weight)
-    sums, *_ = linear_loss(
-        hidden, weight, *batch, *terms.of_kernel, chunk, softcap, leaves_out, *needed
+    compute = partial(
+        linear_loss, hidden, weight, batch, terms.of_kernel, chunk, softcap, leaves_out, needed
     )
+    sums = LossWithGradients.apply("linear_policy_gradient_loss", compute, hidden, weight)
     return loss_and_metrics(sums, hidden)
 
 
+@eager
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -127,47 +129,40 @@ def linear_token_logprobs(
     rows = token_rows((len(hidden), size), targets, temperature, hidden.device)
     if not has_kernels(hidden.device):
         return token_logprobs_reference(capped_logits(hidden, weight, softcap), *rows)
-    check_mode("linear_token_logprobs", hidden, weight)
-    logprobs, entropy = linear_logprobs(hidden, weight, *rows, chunk, softcap)
+    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, *rows, chunk, softcap)
     return logprobs, entropy
 
 
-def _loss_fake(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    sums = hidden.new_empty(NUM_SUMS, dtype=torch.float64)
-    return sums, *empty_gradients(hidden, weight, *arguments)
-
-
-@operator(
-    schema=f"(Tensor hidden, Tensor weight, {kernels.LOSS_SCHEMA}, SymInt chunk, float softcap, "
-    "bool leaves_out, bool needs_hidden, bool needs_weight) -> (Tensor, Tensor, Tensor)",
-    fake=_loss_fake,
-    derivative=kernels.loss_derivative("linear_policy_gradient_loss", 2),
-)
-def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the LossSums, and the gradients of hidden [T, H] and weight [V, H], or [0] if not
-    needed."""
-    batch, terms, options = kernels.split_arguments(arguments)
-    chunk, softcap, leaves_out, needs_hidden, needs_weight = options
+def linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    batch: TokenBatch,
+    terms: Sequence[Any],
+    chunk: int,
+    softcap: float,
+    leaves_out: bool,
+    needed: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the LossSums, and the gradients of hidden [T, H] and weight [V, H] that are needed."""
     has_ratio = kernels.needs_sequence_ratio(batch, terms)
     rows, index, num_left_out = hidden, None, torch.tensor(0)
     if leaves_out:
         *_, kl_coef, entropy_coef = terms
         needs_every_token = bool(kl_coef or entropy_coef)
-        needed = batch.needed_rows(needs_every_token, has_ratio).nonzero()[:, 0]
-        if len(needed) < len(hidden):
-            index, rows = needed, hidden.index_select(0, needed)
-            num_left_out = batch.loss_mask().sum() - len(needed)
-            bounds = torch.searchsorted(needed, batch.cu_seqlens)
-            batch = batch.at(needed)._replace(cu_seqlens=bounds)
+        read = batch.needed_rows(needs_every_token, has_ratio).nonzero()[:, 0]
+        if len(read) < len(hidden):
+            index, rows = read, hidden.index_select(0, read)
+            num_left_out = batch.loss_mask().sum() - len(read)
+            bounds = torch.searchsorted(read, batch.cu_seqlens)
+            batch = batch.at(read)._replace(cu_seqlens=bounds)
     if has_ratio:
         inputs = rows, weight, batch.targets, batch.temperature
         logprobs, _ = linear_logprobs(*inputs, chunk, softcap)
         batch = batch.with_sequence_ratio(logprobs)
-    chunks = Chunks(rows, weight, chunk, needs_hidden, needs_weight, softcap)
+    chunks = Chunks(rows, weight, chunk, *needed, softcap)
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
     for start, stop, logits in chunks:
-        needs_gradient = needs_hidden or needs_weight
-        gradient = chunks.gradient(start, stop) if needs_gradient else None
+        gradient = chunks.gradient(start, stop) if any(needed) else None
         part = batch.at(slice(start, stop))
         sums += kernels.run_loss(logits, gradient, part, terms)
         if gradient is not None:
@@ -177,40 +172,11 @@ def linear_loss(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor
     grad_hidden, grad_weight = chunks.gradients()
     if index is not None:
         sums[1:3] += num_left_out  # tokens and dropped_tokens
-        if needs_hidden:
+        if grad_hidden is not None:
             grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_hidden)
     return sums, grad_hidden, grad_weight
 
 
-def _logprobs_fake(hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    shape, dtype = hidden.shape[:1], real_dtype(hidden.dtype)
-    return hidden.new_empty(shape, dtype=dtype), hidden.new_empty(shape, dtype=dtype)
-
-
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.chunk, ctx.softcap = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _linear_logprobs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    needed = ctx.needs_input_grad[:2]
-    contiguous = (grad.contiguous() for grad in grads)
-    gradients = linear_logprobs_backward(
-        *ctx.saved_tensors, *contiguous, ctx.chunk, ctx.softcap, *needed
-    )
-    return tuple(x if yes else None for x, yes in zip(gradients, needed, strict=True))
-
-
-@operator(
-    fake=_logprobs_fake,
-    derivative=partial(
-        register_backward,
-        function="linear_token_logprobs",
-        backward=_linear_logprobs_backward,
-        save=_save_inputs,
-        num_inputs=2,
-    ),
-)
 def linear_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, chunk: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
@@ -223,22 +189,29 @@ def linear_logprobs(
     return logprobs, entropy
 
 
-@operator(fake=empty_gradients)
-def linear_logprobs_backward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
-    chunk: int,
-    softcap: float,
-    needs_hidden: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    chunks = Chunks(hidden, weight, chunk, needs_hidden, needs_weight, softcap)
-    for start, stop, logits in chunks:
-        rows = [x[start:stop] for x in (targets, temperature, grad_logprobs, grad_entropy)]
-        kernels.write_logprobs_gradient(logits, rows, chunks.gradient(start, stop))
-        chunks.backward(start, stop)
-    return chunks.gradients()
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        chunk: int,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, targets, temperature)
+        ctx.chunk, ctx.softcap = chunk, softcap
+        return linear_logprobs(hidden, weight, targets, temperature, chunk, softcap)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("linear_token_logprobs")
+        hidden, weight, *numbers = ctx.saved_tensors
+        numbers += [x.contiguous() for x in grads]
+        chunks = Chunks(hidden, weight, ctx.chunk, *ctx.needs_input_grad[:2], ctx.softcap)
+        for start, stop, logits in chunks:
+            rows = [x[start:stop] for x in numbers]
+            kernels.write_logprobs_gradient(logits, rows, chunks.gradient(start, stop))
+            chunks.backward(start, stop)
+        return *chunks.gradients(), None, None, None, None

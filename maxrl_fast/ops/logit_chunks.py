@@ -163,13 +163,10 @@ class Chunks:
             if self.grad_weight is not None:
                 _add_product(self.grad_weight, gradient, self.hidden[start:stop], int(start > 0))
 
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """Return them in the dtypes of hidden and weight; [0] if not needed."""
-        hidden, weight = self.grad_hidden, self.grad_weight
-        return (
-            self.hidden.new_empty(0) if hidden is None else hidden,
-            self.hidden.new_empty(0, dtype=self.dtype) if weight is None else weight.to(self.dtype),
-        )
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return them in the dtypes of hidden and weight; None if not needed."""
+        weight = self.grad_weight
+        return self.grad_hidden, None if weight is None else weight.to(self.dtype)
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, beta: int) -> None:
@@ -194,12 +191,3 @@ def _full_precision_sums() -> Iterator[None]:
     finally:
         for name in allowed:
             setattr(matmul, name, True)
-
-
-def empty_gradients(hidden: Tensor, weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the gradients without values. The last two arguments say which are needed."""
-    *_, needs_hidden, needs_weight = arguments
-    return (
-        torch.empty_like(hidden) if needs_hidden else hidden.new_empty(0),
-        torch.empty_like(weight) if needs_weight else weight.new_empty(0),
-    )

@@ -13,8 +13,8 @@ from maxrl_fast.algorithms.arguments import (
     check_tensor,
     is_host_readable,
 )
-from maxrl_fast.ops.derivatives import check_mode, register_backward
-from maxrl_fast.ops.dispatch import KernelLaunch, has_kernels, operator
+from maxrl_fast.ops.derivatives import check_first_order
+from maxrl_fast.ops.dispatch import KernelLaunch, eager, has_kernels
 from maxrl_fast.ops.token_batch import check_denominator, check_sequences, check_tokens
 
 DTYPES = (torch.float32, torch.float64)
@@ -22,6 +22,7 @@ SCORES = ("rloo", "grpo", "dr_grpo", "naive")
 WEIGHTS = ("balanced", "none")
 
 
+@eager
 def log_ratio_reward(
     logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -51,9 +52,8 @@ def log_ratio_reward(
     check_tokens(len(logprobs), logprobs.device, mask=mask)
     beta = check_finite("beta", beta)
     check_sequences(cu_seqlens, len(logprobs), logprobs.device)
-    check_mode("log_ratio_reward", logprobs)
     has_kernel = has_kernels(logprobs.device)
-    proxies: Tensor = (_log_ratio_reward if has_kernel else log_ratio_reward_reference)(
+    proxies: Tensor = (_LogRatioReward.apply if has_kernel else log_ratio_reward_reference)(
         logprobs.contiguous(),
         ref_logprobs.detach().to(logprobs.dtype).contiguous(),
         cu_seqlens.to(torch.int64).contiguous(),
@@ -74,50 +74,43 @@ def log_ratio_reward_reference(
     return beta * logprobs.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, log_ratio)
 
 
-@operator()
-def _log_ratio_reward(
-    logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float
-) -> Tensor:
-    call, dtype, size = KernelLaunch(logprobs.device), logprobs.dtype, len(logprobs)
-    proxies = logprobs.new_empty(len(cu_seqlens) - 1)
-    call.launch(
-        "log_ratio_reward",
-        dtype=dtype,
-        **_sequences(call, cu_seqlens, mask, beta, size),
-        **call.addresses(dtype, size, logprobs=logprobs, ref_logprobs=ref_logprobs),
-        proxies=proxies,
-    )
-    return proxies
+class _LogRatioReward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logprobs: Tensor,
+        ref_logprobs: Tensor,
+        cu_seqlens: Tensor,
+        mask: Tensor | None,
+        beta: float,
+    ) -> Tensor:
+        ctx.save_for_backward(cu_seqlens, mask)
+        ctx.beta, ctx.num_tokens = beta, len(logprobs)
+        call, dtype, size = KernelLaunch(logprobs.device), logprobs.dtype, len(logprobs)
+        proxies = logprobs.new_empty(len(cu_seqlens) - 1)
+        call.launch(
+            "log_ratio_reward",
+            dtype=dtype,
+            **_sequences(call, cu_seqlens, mask, beta, size),
+            **call.addresses(dtype, size, logprobs=logprobs, ref_logprobs=ref_logprobs),
+            proxies=proxies,
+        )
+        return proxies
 
-
-def _save_sequences(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    logprobs, _, cu_seqlens, mask, ctx.beta = inputs
-    ctx.save_for_backward(cu_seqlens, mask)
-    ctx.num_tokens = logprobs.shape[0]
-
-
-def _backward(ctx: Any, grad_proxies: Tensor) -> tuple[Tensor]:
-    grad = grad_proxies.contiguous()
-    return (_log_ratio_reward_backward(grad, *ctx.saved_tensors, ctx.beta, ctx.num_tokens),)
-
-
-register_backward(_log_ratio_reward, "log_ratio_reward", _backward, save=_save_sequences)
-
-
-@operator()
-def _log_ratio_reward_backward(
-    grad_proxies: Tensor, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
-) -> Tensor:
-    call, dtype = KernelLaunch(grad_proxies.device), grad_proxies.dtype
-    gradient = grad_proxies.new_empty(num_tokens)
-    call.launch(
-        "log_ratio_reward_backward",
-        dtype=dtype,
-        **_sequences(call, cu_seqlens, mask, beta, num_tokens),
-        grad_proxies=call.address("grad_proxies", grad_proxies, dtype, (len(cu_seqlens) - 1,)),
-        gradient=gradient,
-    )
-    return gradient
+    @staticmethod
+    def backward(ctx: Any, grad_proxies: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("log_ratio_reward")
+        cu_seqlens, mask = ctx.saved_tensors
+        call, grad = KernelLaunch(grad_proxies.device), grad_proxies.contiguous()
+        gradient = grad.new_empty(ctx.num_tokens)
+        call.launch(
+            "log_ratio_reward_backward",
+            dtype=grad.dtype,
+            **_sequences(call, cu_seqlens, mask, ctx.beta, ctx.num_tokens),
+            grad_proxies=call.address("grad_proxies", grad, grad.dtype, (len(cu_seqlens) - 1,)),
+            gradient=gradient,
+        )
+        return gradient, None, None, None, None
 
 
 def _sequences(

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import check_flag, check_integer, check_tensor, is_traced
+from maxrl_fast.algorithms.arguments import check_flag, check_integer, check_tensor
 from maxrl_fast.algorithms.estimator import INPUTS
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, find_estimator
 from maxrl_fast.algorithms.options import REQUIRED
@@ -96,7 +96,7 @@ def effective_weight(
         k, order, options: as in `group_advantage`.
 
     Returns W_n(p), of the shape of `pass_rate`, float64. Raises ValueError and TypeError as
-    group_advantage, and for a pass rate outside [0, 1]; in torch.compile its weight is NaN instead.
+    group_advantage, and for a pass rate outside [0, 1].
     """
     row = find_estimator(estimator)
     if not row.has_weight:
@@ -105,7 +105,7 @@ def effective_weight(
     check_tensor("pass_rate", pass_rate)
     p = pass_rate.double().flatten()[:, None]
     is_rate = (p >= 0) & (p <= 1)
-    if p.device.type != "meta" and not is_traced() and not bool(is_rate.all()):
+    if p.device.type != "meta" and not bool(is_rate.all()):
         raise ValueError("pass_rate must be between 0 and 1 everywhere")
     rewards = torch.ones(n + 1, n, dtype=torch.float64).tril(-1)  # row c: c correct ones
     lengths = torch.ones(n + 1, n, dtype=torch.int64) if "lengths" in row.inputs else None

@@ -1,15 +1,14 @@
 """Policy-gradient losses of packed responses, and log-probs, from logits."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import check_flag
 from maxrl_fast.ops import token_loss_kernel as kernels
-from maxrl_fast.ops.derivatives import check_mode, first_order, needs_gradient
-from maxrl_fast.ops.dispatch import has_kernels
+from maxrl_fast.ops.derivatives import LossWithGradients, needs_gradient
+from maxrl_fast.ops.dispatch import eager, has_kernels
 from maxrl_fast.ops.function_loss import (
     function_loss,
     rows_of_loss,
@@ -23,6 +22,7 @@ from maxrl_fast.ops.token_loss_kernel import LossSums, shape_of
 _MEANS = LossSums._fields[3:]  # over the tokens with a gradient
 
 
+@eager
 def token_logprobs(
     logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -42,11 +42,11 @@ def token_logprobs(
     rows = token_rows(shape_of(logits), targets, temperature, logits.device)
     if not has_kernels(logits.device):
         return token_logprobs_reference(logits, *rows)
-    check_mode("token_logprobs", logits)
-    logprobs, entropy = kernels.token_logprobs(contiguous_rows(logits), *rows)
+    logprobs, entropy = kernels.TokenLogprobs.apply(contiguous_rows(logits), *rows)
     return logprobs, entropy
 
 
+@eager
 def policy_gradient_loss(
     logits: Tensor,
     targets: Tensor,
@@ -70,7 +70,6 @@ def policy_gradient_loss(
     aggregation: str = "token_mean",
     mask: Tensor | None = None,
     denominator: float | Tensor | None = None,
-    in_place: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the policy-gradient loss of packed responses, and metrics.
 
@@ -112,9 +111,6 @@ def policy_gradient_loss(
         denominator: the number, or [], that divides the sum. Give the count of the whole batch
             (tokens, or responses), so that the losses of micro-batches and ranks add up. Default:
             the count in this call.
-        in_place: overwrite the logits with their gradient instead of allocating as much memory, for
-            losses that a kernel computes. If another operation needs the logits for its gradient,
-            the backward pass raises an error.
 
     Returns:
         The loss, a float32 scalar (float64 for float64 logits), and metrics, detached float64
@@ -123,8 +119,6 @@ def policy_gradient_loss(
         clipped_low and clipped_high, kl, entropy, logprob_diff (|logp - old|).
     """
     shape = shape_of(logits)
-    check_flag("in_place", in_place)
-    check_mode("policy_gradient_loss", logits)
     terms = LossTerms(
         loss, aggregation, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef, loss_options
     )
@@ -144,22 +138,13 @@ def policy_gradient_loss(
         mask=mask,
         denominator=denominator,
     )
-    spec, of_kernel = terms.spec, terms.of_kernel
-    in_place = in_place and logits.requires_grad and torch.is_grad_enabled()
-    if in_place and not spec.fused:
-        raise ValueError(f"in_place must be False for {spec.name}, which no kernel computes")
-    if in_place and (logits.is_leaf or (logits._base is not None and logits._base.is_leaf)):
-        raise ValueError(
-            "in_place needs logits that were computed, got a leaf or a view of one, a parameter's "
-            "own value"
-        )
-    if not has_kernels(logits.device) or not spec.fused:
+    if not has_kernels(logits.device) or not terms.spec.fused:
         sums = _by_function(logits, batch, terms)
-    elif in_place:
-        sums = _overwrite(logits, batch, of_kernel)
     else:
         rows = contiguous_rows(logits)
-        sums, _ = kernels.token_loss(rows, *batch, *of_kernel, needs_gradient(logits))
+        needed = needs_gradient(logits)
+        compute = partial(kernels.token_loss, rows, batch, terms.of_kernel, needed)
+        sums = LossWithGradients.apply("policy_gradient_loss", compute, rows)
     return loss_and_metrics(sums, logits)
 
 
@@ -183,78 +168,3 @@ def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tens
 
 def contiguous_rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
-
-
-def _overwrite(logits: Tensor, batch: TokenBatch, terms: Sequence[Any]) -> Tensor:
-    """Return the differentiable LossSums [10], and write their gradient over the logits.
-
-    If an earlier operation saved the logits, autograd notices their changed version and raises. A
-    later operation's backward pass goes through `_ConsumedLogits`, which raises too.
-    """
-    if logits.is_neg() or (logits.shape[1] > 1 and logits.stride(1) != 1):
-        raise ValueError(
-            f"in_place needs logits whose rows are contiguous, got strides {logits.stride()}"
-        )
-    if logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]:
-        raise ValueError(
-            f"in_place needs logits whose rows do not share memory, got strides {logits.stride()}"
-        )
-    gradient = _Gradient(logits.detach())
-    sums: Tensor = _InPlaceLoss.apply(logits, gradient, batch, terms)
-    _ConsumedLogits.apply(logits)
-    gradient.version = logits._version
-    return sums
-
-
-class _Gradient:
-    """The gradient in the memory of the logits, until the backward pass takes it."""
-
-    def __init__(self, values: Tensor):
-        self.values: Tensor | None = values
-        self.version = 0
-
-    def take(self) -> Tensor:
-        values, self.values = self.values, None
-        if values is None:
-            raise RuntimeError(
-                "backward ran already, and in_place keeps one gradient: compute the loss again "
-                "instead"
-            )
-        if values._version != self.version:
-            raise RuntimeError(
-                "the logits were changed after policy_gradient_loss(in_place=True) left their "
-                "gradient there"
-            )
-        return values
-
-
-class _InPlaceLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, gradient: _Gradient, batch: TokenBatch, terms: Sequence[Any]
-    ) -> Tensor:
-        ctx.gradient = gradient
-        values = logits.detach()
-        sums = kernels.write_loss(values, values, batch, terms)
-        torch.autograd.graph.increment_version(logits)
-        return sums
-
-    @staticmethod
-    @first_order("policy_gradient_loss")
-    def backward(ctx: Any, *grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = kernels.scaled(ctx.gradient.take(), grad_sums[0][0], in_place=True)
-        return gradient, None, None, None
-
-
-class _ConsumedLogits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.mark_dirty(logits)
-        return logits
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        raise RuntimeError(
-            "the logits were used after policy_gradient_loss(in_place=True) had put its gradient "
-            "in their place: use them before and without keeping them, or leave in_place out"
-        )

@@ -1,11 +1,10 @@
-"""The token loss operators on CPU and CUDA.
+"""The token loss kernels on CPU and CUDA.
 
 token_loss computes the gradient in its forward pass, so that the logits are read once.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, get_type_hints
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from maxrl_fast import _C
 from maxrl_fast.algorithms.arguments import check_tensor
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.derivatives import register_backward
-from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, dtype_name, operator
+from maxrl_fast.ops.derivatives import check_first_order
+from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, dtype_name
 from maxrl_fast.ops.loss_terms import KERNEL_TERMS
 from maxrl_fast.ops.token_batch import TokenBatch, real_dtype
 
@@ -111,62 +110,18 @@ def run_loss(
     return workspace[:NUM_SUMS]
 
 
-def loss_derivative(function: str, num_gradients: int) -> Callable[[Any], None]:
-    """Return what registers the derivative of an operator that returns LossSums and the gradients
-    of its first arguments. Its last arguments say which gradients are needed."""
-
-    def save(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        ctx.mark_non_differentiable(*results[1:])
-        ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros like the gradients
-        ctx.save_for_backward(*results[1:])
-        ctx.needed, ctx.is_spent = inputs[-num_gradients:], False
-
-    def backward(ctx: Any, grad_sums: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        gradients = ctx.saved_tensors
-        if grad_sums is None:
-            return (None,) * num_gradients
-        if ctx.is_spent and grad_sums.device.type == "cuda":
-            raise RuntimeError(
-                "backward ran already, and scaled the gradient in place: compute the loss again "
-                "instead"
-            )
-        ctx.is_spent = True
-        pairs = zip(gradients, ctx.needed, strict=True)
-        return tuple(scaled(x, grad_sums[0]) if is_needed else None for x, is_needed in pairs)
-
-    return partial(
-        register_backward, function=function, backward=backward, save=save, num_inputs=num_gradients
-    )
-
-
-# The arguments of token_loss after the logits: a TokenBatch and the terms.
-_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?"}
-_OF_BATCH = {name: _TYPES[kind] for name, kind in get_type_hints(TokenBatch).items()}
-LOSS_SCHEMA = ", ".join(f"{kind} {name}" for name, kind in (_OF_BATCH | KERNEL_TERMS).items())
-
-
-def split_arguments(arguments: Sequence[Any]) -> tuple[TokenBatch, Sequence[Any], Sequence[Any]]:
-    """Return the batch, the terms and what follows them."""
-    end = len(_OF_BATCH) + len(KERNEL_TERMS)
-    batch = TokenBatch(*arguments[: len(_OF_BATCH)])
-    return batch, arguments[len(_OF_BATCH) : end], arguments[end:]
-
-
 def needs_sequence_ratio(batch: TokenBatch, terms: Sequence[Any]) -> bool:
     return LOSSES[terms[0]].by_sequence and batch.old_logprobs is not None
 
 
-@operator(
-    schema=f"(Tensor logits, {LOSS_SCHEMA}, bool needs_gradient) -> (Tensor, Tensor)",
-    derivative=loss_derivative("policy_gradient_loss", 1),
-)
-def token_loss(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """The second result is the gradient of the logits [T, V], or [0, 0] if not needed."""
-    batch, terms, (needs_gradient,) = split_arguments(arguments)
-    gradient = logits.new_empty(0, 0)
+def token_loss(
+    logits: Tensor, batch: TokenBatch, terms: Sequence[Any], needs_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the LossSums, and the gradient of the logits [T, V] if it is needed."""
+    gradient = None
     if needs_gradient:
         gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return write_loss(logits, gradient if needs_gradient else None, batch, terms), gradient
+    return write_loss(logits, gradient, batch, terms), gradient
 
 
 def write_loss(
@@ -179,23 +134,8 @@ def write_loss(
     return run_loss(logits, gradient, batch, terms)
 
 
-def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _token_logprobs_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor]:
-    return (token_logprobs_backward(*ctx.saved_tensors, *(x.contiguous() for x in grads)),)
-
-
-@operator(
-    derivative=partial(
-        register_backward,
-        function="token_logprobs",
-        backward=_token_logprobs_backward,
-        save=_save_rows,
-    )
-)
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each target's log-prob and each row's entropy [T], without a gradient."""
     call = LogitsLaunch(logits, targets, temperature)
     logprobs, entropy = (
         torch.empty(len(targets), dtype=call.real, device=logits.device) for _ in range(2)
@@ -204,18 +144,21 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tupl
     return logprobs, entropy
 
 
-@operator()
-def token_logprobs_backward(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
-) -> Tensor:
-    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    rows = targets, temperature, grad_logprobs, grad_entropy
-    write_logprobs_gradient(logits, rows, gradient)
-    return gradient
+class TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(logits, targets, temperature)
+        return token_logprobs(logits, targets, temperature)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("token_logprobs")
+        logits, *rows = ctx.saved_tensors
+        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        write_logprobs_gradient(logits, [*rows, *(x.contiguous() for x in grads)], gradient)
+        return gradient, None, None
 
 
 def write_logprobs_gradient(logits: Tensor, rows: Sequence[Tensor], gradient: Tensor) -> None:
@@ -229,33 +172,3 @@ def write_logprobs_gradient(logits: Tensor, rows: Sequence[Tensor], gradient: Te
         call.real, call.shape[0], grad_logprobs=grad_logprobs, grad_entropy=grad_entropy
     )
     call.run("token_logprobs_backward", gradient, **grads)
-
-
-def scaled(gradient: Tensor, scale: Tensor, in_place: bool = False) -> Tensor:
-    """Return gradient times scale []. If scale is 1, as nearly always, the gradient is not read.
-
-    On a GPU the gradient is changed in place, so that the host does not wait for the scale.
-    """
-    is_traced = torch.compiler.is_compiling() or type(scale) is not Tensor
-    # batched tensors come from is_grads_batched=True
-    if is_traced or torch._C._functorch.is_legacy_batchedtensor(scale):
-        return gradient * scale.to(gradient.dtype)
-    if dispatch.is_gpu(gradient.device) and dispatch.has_kernels(gradient.device):
-        scale = scale.double().contiguous()
-        shape, call = (gradient.shape[0], gradient.shape[1]), KernelLaunch(gradient.device)
-        call.launch(
-            "scale",
-            dtype=gradient.dtype,
-            matrix=(
-                call.address("gradient", gradient, gradient.dtype, shape, True),
-                gradient.stride(0),
-            ),
-            num_rows=shape[0],
-            row_size=shape[1],
-            scale=call.address("scale", scale, torch.float64, ()),
-        )
-        return gradient
-    if float(scale) == 1:
-        return gradient
-    scale = scale.to(gradient.dtype)
-    return gradient.mul_(scale) if in_place else gradient * scale

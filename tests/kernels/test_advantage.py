@@ -7,9 +7,9 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.ops.group_advantage_kernel import forget_tables
+from maxrl_fast.ops.group_advantage_kernel import group_advantage as OP
 from tests.ops.test_group_advantage import call, inputs_of
 
-OP = torch.ops.maxrl_fast.group_advantage.default
 SHAPES = [(1, 1), (3, 8), (5, 31), (4, 33), (2, 257), (300, 16), (3, 1024), (2, 3000), (1, 4096)]
 KERNELS = {name: row for name, row in ops.ESTIMATORS.items() if row.kernel is not None}
 # Those with the same formula differ only in numbers, so one of them runs in float64 too.

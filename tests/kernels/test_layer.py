@@ -178,36 +178,6 @@ def test_large_gates_saturate_and_no_rows_are_none(device):
     assert all((x == 0).all() for x in of_none)
 
 
-@pytest.mark.parametrize(
-    "where", [Device("cpu"), pytest.param(Device("emulated"), marks=pytest.mark.emulated)]
-)
-def test_the_operators_pass_opcheck(where):
-    x, weight, heads = torch.randn(5, 16), torch.ones(16), torch.randn(5, 2, 8)
-    tables = (torch.ones(5, 1, 4), torch.ones(5, 1, 4))
-    of_head, packed, positions = torch.ones(8), torch.randn(5, 4 * 8), torch.arange(5)
-    grads = heads, heads[:, :1] + 1, heads[:, :1] + 2
-    rows = [torch.tensor(i) for i in ([1, 0, 1, 3, 0], [1, 4, 0, 2, 3], [0, 2, 4, 4, 5])]
-    calls = [
-        ("add_rms_norm", x, x, weight, 1e-6),
-        ("add_rms_norm", x, None, weight, 1e-6),
-        ("add_rms_norm_backward", x, x, x, weight, 1e-6),
-        ("add_rms_norm_backward", x, None, x, weight, 1e-6),
-        ("rotate_heads", packed, 2, 1, None, None, *tables, positions, 0.0),
-        ("rotate_heads", packed, 2, 1, of_head, of_head, *tables, None, 1e-6),
-        ("rotate_heads_backward", *grads, None, None, None, *tables, positions, 0.0),
-        ("rotate_heads_backward", *grads, packed, of_head, of_head, *tables, None, 1e-6),
-        ("swiglu", packed),
-        ("swiglu_backward", x, packed),
-        ("choose_rows_backward", x, *(rows if where.is_gpu else (rows[0], None, None)), 4),
-    ]
-    with where.running():
-        for name, *arguments in calls:
-            operator = getattr(torch.ops.maxrl_fast, name).default
-            # those of a backward pass have no derivative
-            few = {"test_utils": ("test_schema", "test_faketensor")} if "backward" in name else {}
-            torch.library.opcheck(operator, tuple(arguments), **few)
-
-
 @pytest.mark.emulated
 def test_a_launch_refuses_what_it_cannot_read():
     x, ones, add = torch.ones(4, 8), torch.ones(8), KERNELS.add_rms_norm

@@ -250,8 +250,8 @@ def test_loss_gradient_and_metrics_equal_the_cpus(gpu, size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [31, 1030, 24001])
-def test_rows_at_any_address_and_in_place(device, vocab, dtype):
-    """The padding between rows is not written; on a CPU the results are bitwise the same."""
+def test_rows_at_any_address(device, vocab, dtype):
+    """On a CPU the results are bitwise the same."""
     logits, batch = example(vocab, dtype)
     tolerance, options = OF_GPU[dtype] if device.is_gpu else 0.0, OPTIONS[2]
     _, expected, _ = results(logits, batch, **options)
@@ -260,17 +260,8 @@ def test_rows_at_any_address_and_in_place(device, vocab, dtype):
         columns = slice(offset, offset + vocab)
         padded[:, columns] = device.put(logits)
         for capability in device.capabilities if vocab > 10_000 else device.capabilities[:1]:
-            one = torch.ones((), dtype=dtype, device=device.place, requires_grad=True)
             _, gradient, _ = on(device, padded[:, columns], batch, capability, **options)
-            written = one * padded
-            with device.running(capability):
-                given = device.put(batch) | options | {"in_place": True}
-                ops.policy_gradient_loss(written[:, columns], **given)[0].backward()
             assert_rows_close(gradient, expected, tolerance)
-            assert_rows_close(written.detach()[:, columns], expected, tolerance)
-            for result in (padded, written.detach()):
-                assert (result[:, :offset] == 7).all()
-                assert (result[:, offset + vocab :] == 7).all()
     _, transposed, _ = on(device, logits.T.contiguous().T, batch, **options)
     assert_rows_close(transposed, expected, tolerance)
 

@@ -44,7 +44,7 @@ def results(function, qkv, grad):
 
 
 def ours(layout, qkv, grad):
-    return results(lambda *x: attention._tree_attention(*x, *layout)[0], qkv, grad)
+    return results(lambda *x: attention._TreeAttention.apply(*x, *layout), qkv, grad)
 
 
 def pytorchs(layout, qkv, grad):
@@ -180,7 +180,7 @@ def test_a_rows_output_is_bitwise_the_same_in_every_forest(dtype):
     lengths, parents = [150, 20, 3, 70, 31, 1, 9, 100], [-1, 0, 1, 2, 2, 0, 5, 0]
     layout, (q, k, v), _ = stream(lengths, parents, 4, 2, 24, dtype=dtype)
     k = k * torch.linspace(0.1, 20, len(k))[:, None, None].to(dtype)
-    together = attention._tree_attention(q, k, v, *layout)
+    together = attention._TreeAttention.apply(q, k, v, *layout)
     rows, paths = torch.arange(len(q)).split(lengths), []
     for own, parent in zip(rows, parents, strict=True):
         path = torch.cat([paths[parent], own]) if parent >= 0 else own
@@ -188,9 +188,8 @@ def test_a_rows_output_is_bitwise_the_same_in_every_forest(dtype):
         for cut in ([len(path)], [1, len(path) - 1], [37] * (len(path) // 37) + [len(path) % 37]):
             cut = [length for length in cut if length]
             chain = torch.tensor(cut), torch.arange(len(cut)) - 1
-            alone = attention._tree_attention(q[path], k[path], v[path], *chain)
-            for x, y in zip(alone, together, strict=True):
-                assert torch.equal(x, y[path])
+            alone = attention._TreeAttention.apply(q[path], k[path], v[path], *chain)
+            assert torch.equal(alone, together[path])
 
 
 def test_which_streams_the_kernel_takes():
@@ -205,12 +204,12 @@ def test_which_streams_the_kernel_takes():
 
     check_exact(layout, qkv, grad, by_calls)
     with pytest.raises(ValueError, match="needs heads of 1 to 256"):
-        attention._tree_attention(*qkv, *layout)
+        attention._TreeAttention.apply(*qkv, *layout)
 
 
 def test_bad_forests_are_a_sentence():
     (lengths, parents), (q, k, v), _ = stream([4, 3, 2], [-1, 0, 0], 2, 1, 16)
-    attend = attention._tree_attention
+    attend = attention._TreeAttention.apply
     with pytest.raises(ValueError, match="lengths must add up to the 9 tokens, got 12"):
         attend(q, k, v, lengths + 1, parents)
     message = "must have at least 1 token, and be in depth-first order after the"
@@ -225,14 +224,3 @@ def test_bad_forests_are_a_sentence():
             attend(q, k, v, *map(torch.tensor, wrong))
     with pytest.raises(ValueError, match="q and k must be float32, float64, bfloat16"):
         attend(q.half(), k.half(), v.half(), lengths, parents)
-
-
-def test_the_operators_pass_opcheck():
-    layout, qkv, grad = stream([4, 3, 2, 2], [-1, 0, -1, 2], 4, 2, 16, dtype=torch.float32)
-    leaves = [x.requires_grad_() for x in qkv]
-    torch.library.opcheck(torch.ops.maxrl_fast.tree_attention.default, (*leaves, *layout))
-    qkv = [x.detach() for x in leaves]
-    saved = attention._tree_attention(*qkv, *layout)
-    torch.library.opcheck(
-        torch.ops.maxrl_fast.tree_attention_backward.default, (grad, *qkv, *saved, *layout)
-    )

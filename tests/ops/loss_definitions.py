@@ -14,14 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from maxrl_fast.algorithms.losses.registry import find_loss
 from maxrl_fast.ops import LOSSES, linear_policy_gradient_loss, policy_gradient_loss
 from maxrl_fast.ops.loss_terms import AGGREGATIONS, KL_ESTIMATORS
 
 LENGTHS = [4, 0, 1, 9, 3, 5]
 T, S, V = sum(LENGTHS), len(LENGTHS), 7
 CU_SEQLENS = torch.tensor([0, *LENGTHS]).cumsum(0)
-HOW = ["kernel", "reference", "linear", "in place"]
+HOW = ["kernel", "reference", "linear"]
 # Numbers that are not the defaults, all different, so that no two options can be swapped.
 OTHER = {
     "gmpo": {"low": 0.15, "high": 0.35},
@@ -340,10 +339,9 @@ def computed(how, logits, **arguments):
             arguments |= {"chunk_tokens": 4, "softcap": 30.0}
             loss, metrics = linear_policy_gradient_loss(leaf, weight, **arguments)
         else:
-            in_place = how == "in place" and find_loss(arguments.get("loss", "ppo")).fused
             module = sys.modules[policy_gradient_loss.__module__]
             patch.setattr(module, "has_kernels", lambda device: how != "reference")
-            loss, metrics = policy_gradient_loss(leaf * 1, **arguments, in_place=in_place)
+            loss, metrics = policy_gradient_loss(leaf, **arguments)
         gradient = torch.autograd.grad(3 * loss, leaf)[0] / slope / 3
     return loss.detach(), gradient, metrics
 

@@ -4,6 +4,7 @@ and never zeros.
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -40,7 +41,6 @@ def divergence(hidden, weight):
 # The name in the error, a function of one tensor that returns a scalar, and the tensor.
 CASES = {
     "policy_gradient_loss": ("policy_gradient_loss", loss, LOGITS),
-    "in place": ("policy_gradient_loss", lambda x: loss(x * 1, in_place=True), LOGITS),
     "token_logprobs": (
         "token_logprobs",
         lambda x: ops.token_logprobs(x, TARGETS)[0].exp().sum(),
@@ -99,35 +99,35 @@ def test_a_second_derivative_is_refused(case):
         torch.autograd.functional.hvp(function, x, torch.ones_like(x))
 
 
-def test_the_forward_mode_is_refused(case):
-    name, function, x = case
-    message, ones = rf"^{name} can be differentiated in reverse mode only", torch.ones_like(x)
-    with pytest.raises(RuntimeError, match=message):
-        torch.func.jvp(function, (x,), (ones,))
+def test_the_forward_mode_and_torch_func_are_refused(case):
+    _, function, x = case
+    ones = torch.ones_like(x)
     for requires_grad in (False, True):
-        with forward_ad.dual_level(), pytest.raises(RuntimeError, match=message):
-            function(forward_ad.make_dual(x.clone().requires_grad_(requires_grad), ones))
-
-
-def test_torch_func_is_refused(case):
-    name, function, x = case
-    message = rf"^{name} can be differentiated (by backward|in reverse mode)"
-    for transform in (torch.func.grad, torch.func.hessian):
-        with pytest.raises(RuntimeError, match=message):
+        dual = x.clone().requires_grad_(requires_grad)
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward mode"):
+            function(forward_ad.make_dual(dual, ones))
+    for transform in (torch.func.grad, torch.func.hessian, torch.func.vmap):
+        # by PyTorch, or before it by a check of shapes or values, which a batch of inputs hides
+        with pytest.raises((RuntimeError, ValueError), match="."):
             transform(function)(x)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "attention"])
-def test_vmap_is_right_and_differentiable(name):
-    """Of inputs, and of factors, as torch.autograd.functional.jacobian(vectorize=True) has them."""
+def test_compiled_code_breaks_its_graph_at_a_loss_and_runs(name):
     _, function, x = CASES[name]
-    xs = torch.stack([x, 2 * x, -x]).requires_grad_()
-    values, expected = torch.func.vmap(function)(xs), torch.stack([function(row) for row in xs])
-    torch.testing.assert_close(values, expected)
-    slopes = (torch.autograd.grad(y.sum(), xs, retain_graph=True)[0] for y in (values, expected))
-    torch.testing.assert_close(*slopes)
-    x = x.detach().requires_grad_()
-    (slope,) = torch.autograd.grad(function(x).sum(), x)
-    factors = torch.tensor([1.0, -2.0], dtype=x.dtype)
-    (both,) = torch.autograd.grad(function(x).sum(), x, factors, is_grads_batched=True)
-    torch.testing.assert_close(both, torch.stack([slope, -2 * slope]))
+
+    def step(x):
+        return function(2 * x) + 1
+
+    results = []
+    for run in (torch.compile(step, backend="aot_eager"), step):
+        leaf = x.clone().requires_grad_()
+        loss = run(leaf)
+        results.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=0)
+    assert results[0][1].abs().max() > 0
+
+
+def test_tensors_without_memory_are_refused():
+    with FakeTensorMode(), pytest.raises((ValueError, RuntimeError), match=r"memory|pointer|data"):
+        ops.token_logprobs(torch.zeros(T, V), torch.zeros(T, dtype=torch.int64))

@@ -133,19 +133,3 @@ def test_memory_is_two_chunks_and_frozen_inputs_have_no_gradient_buffer(monkeypa
         assert max(operators.sizes() - of_gradients) == 4 * 1031
         for i in free:
             assert error(torch.autograd.grad(loss, inputs[i])[0], expected[i]) <= 1e-12
-
-
-def test_compiles_as_one_graph():
-    """With tokens that are left out, whose number the compiler cannot know."""
-
-    def step(hidden, *sides):
-        coefficients = torch.arange(len(hidden)) % 3 - 1
-        return linear_divergence(2 * hidden, *sides, "jsd", coefficients=coefficients)
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
-    for num_tokens in (50, 46):
-        sides = make(num_tokens, 70)
-        (actual, found), (expected, metrics) = compiled(*sides), step(*sides)
-        assert actual.item() == expected.item()
-        assert torch.equal(found["divergence"], metrics["divergence"])
-        assert max(map(error, gradients(actual, sides), gradients(expected, sides))) < 1e-12

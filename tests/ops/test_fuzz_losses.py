@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
+from maxrl_fast.ops import token_loss_kernel
 from tests.fuzzing import (
     FLOATS,
     TOLERANCE,
@@ -195,37 +196,6 @@ def test_policy_gradient_loss(data):
     call_with_strangers(data.draw, ops.policy_gradient_loss, data.draw(batches()), check)
 
 
-@settings(100)
-@hypothesis.given(st.data())
-def test_policy_gradient_loss_in_place(data):
-    """With computed logits of any layout: the gradient is written, or nothing is."""
-    arguments = data.draw(batches())
-    leaf = arguments.pop("logits").requires_grad_()
-    tokens, vocab = leaf.shape
-    layouts = {
-        "dense": leaf * 1,
-        "far rows": torch.cat([leaf, leaf], 1)[:, :vocab],
-        "columns": (leaf * 1).T.contiguous().T,
-        "view of a leaf": leaf[:],
-        "one row": (leaf[:1] * 1).expand(tokens, vocab),
-    }
-    layout = data.draw(st.sampled_from([*layouts]))
-    logits = layouts[layout]
-    values = logits.detach().clone()
-    may_refuse = layout not in ("dense", "far rows") or not ops.LOSSES[arguments["loss"]].fused
-
-    def in_place(**given):
-        return ops.policy_gradient_loss(logits, in_place=True, **given)
-
-    def check(result, **given):
-        assert layout != "view of a leaf"
-        check_loss(result, values, lambda loss, wanted: [(logits, wanted)], **given)
-
-    call_with_strangers(data.draw, in_place, arguments, check, may_refuse)
-    if may_refuse and tokens > 1 and vocab > 1:
-        assert torch.equal(logits, values)
-
-
 # --- from hidden states; logits are rounded to their dtype
 
 LINEAR_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -301,7 +271,7 @@ _SEQUENCES = {name: _LOSS[name] for name in ("ref_logprobs", "cu_seqlens", "mask
 _PACS = {"reward_proxy": torch.ones(4), "labels": torch.tensor([0.0, 1, 1, 0]), "groups": 2}
 PLAIN = {
     "token_logprobs": {**_LOGITS, **_ROWS},
-    "policy_gradient_loss": {**_LOGITS, **_LOSS, "in_place": False},
+    "policy_gradient_loss": {**_LOGITS, **_LOSS},
     "linear_token_logprobs": {**_HIDDEN, **_ROWS},
     "linear_policy_gradient_loss": {**_HIDDEN, **_LOSS},
     "linear_divergence": {
@@ -329,7 +299,7 @@ def test_every_argument_is_checked(name):
 def test_operators_that_do_not_look_at_a_temperature_give_nan():
     """As on a GPU, where the check would wait."""
     tau = torch.tensor([1.0, 0.0, -1.0, math.nan, math.inf])
-    for values in torch.ops.maxrl_fast.token_logprobs(
+    for values in token_loss_kernel.token_logprobs(
         torch.arange(10.0).view(5, 2), torch.zeros(5).long(), tau.double()
     ):
         assert values[0].isfinite()

@@ -111,29 +111,6 @@ def test_chunks_fill_whole_waves_of_tiles():
         assert chunk_tokens(num_tokens, most, 4096, 132) == chunk
 
 
-def test_the_loss_compiles_as_one_graph():
-    """Also for another number of tokens, and with rows that are left out, whose number the compiler
-    cannot know.
-    """
-
-    def step(hidden, weight, batch):
-        options = {"loss": "gspo", "aggregation": "seq_mean_token_mean"}
-        return linear_policy_gradient_loss(2 * hidden, weight, **batch, **options)
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
-    for seed, start in ((0, 0), (2, 4)):
-        hidden, weight, batch = make(torch.float32, seed)
-        batch["advantages"] = torch.tensor([1.0, 0.0, 0.0, 0.5])
-        batch["cu_seqlens"] = (batch["cu_seqlens"] - start).clamp_min(0)
-        batch = {name: x[start:] if len(x) == T else x for name, x in batch.items()}
-        results = [f(hidden[start:], weight, batch) for f in (compiled, step)]
-        (actual, metrics), (expected, eager_metrics) = results
-        assert actual.item() == expected.item()
-        assert all(x.item() == eager_metrics[name].item() for name, x in metrics.items())
-        gradients = [torch.autograd.grad(loss, (hidden, weight)) for loss in (actual, expected)]
-        assert_close(*gradients, torch.float32)
-
-
 def test_split_sums_of_gradients_are_in_full_precision(monkeypatch):
     """cuBLAS may otherwise add parts of the sum over the vocabulary in half precision."""
     matmul, seen, mm = torch.backends.cuda.matmul, [], torch.mm

@@ -68,19 +68,6 @@ def test_loss_and_gradient(score, weight, groups):
     torch.testing.assert_close(second, wanted, rtol=1e-8, atol=1e-12)
 
 
-def test_compiled_as_one_graph():
-    proxies, labels = example()
-
-    def step(r):
-        return pacs_loss(r, labels, OFFSETS, score="grpo")[0]
-
-    gradients = []
-    for function in (torch.compile(step, fullgraph=True, backend="aot_eager"), step):
-        r = proxies.clone().requires_grad_()
-        gradients.append(torch.autograd.grad(function(r), r)[0])
-    torch.testing.assert_close(*gradients)
-
-
 @pytest.mark.parametrize("score", SCORES)
 def test_equal_proxies_and_equal_labels_have_exactly_zero_gradient(score):
     """Only naive has a gradient, since it has no group. The derivative of the standard deviation at

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from maxrl_fast.algorithms.arguments import is_host_readable
 from maxrl_fast.algorithms.method import AnyFunction, Method, Registry, name_of
@@ -122,14 +121,8 @@ def learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], 
     """
     if loss.fused:
         return False
-    # the call may be in vmap
-    with temporarily_clear_interpreter_stack(), torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         return _learns_without_advantage(loss, options)
-
-
-# What torch.compiler.assume_constant_result does; that would import the compiler, and sympy, with
-# this module.
-learns_without_advantage._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1024)

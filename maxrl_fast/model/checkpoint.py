@@ -236,9 +236,10 @@ def _open(path: Path) -> dict[str, StoredTensor]:
         file = safe_open(path, framework="pt")
         return {name: StoredTensor(path, file, name) for name in file.keys()}  # noqa: SIM118
     except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: from PyTorch's mmap
-        raise InputError(
-            f"cannot read the weights {printable(path)}: {printable(error)}"
-        ) from error
+        reason = printable(error)
+        if not path.parent.is_dir():
+            reason = "a run removes its older checkpoints, this one meanwhile; start again"
+        raise InputError(f"cannot read the weights {printable(path)}: {reason}") from error
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:

@@ -50,11 +50,12 @@ def check_model(model: str, wanted: str = FOLDER) -> str | None:
 
 
 def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) -> str:
-    """Return what a run records as its model: the absolute path, or hf://ORG/NAME@COMMIT. `warn` is
-    called if the cached copy is used because the hub cannot be reached."""
+    """Return what a run records as its model: the path without links, since a run moves its
+    `latest`, or hf://ORG/NAME@COMMIT. `warn` is called if the cached copy is used because the hub
+    cannot be reached."""
     name = check_model(model, wanted)
     if name is None:
-        return str(Path(model).absolute())
+        return str(Path(model).resolve())
     repository, revision = _parts(name)
     if revision is not None and _COMMIT.fullmatch(revision):
         return name

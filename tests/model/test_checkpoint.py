@@ -5,7 +5,9 @@ with a file.
 import json
 import math
 import os
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import SHARD_BYTES, kept_files, load_checkpoint
+from maxrl_fast.model.checkpoint import SHARD_BYTES, find_tensors, kept_files, load_checkpoint
+from maxrl_fast.model.hub import find_model
 from maxrl_fast.model.huggingface_checkpoint import load_huggingface
 from maxrl_fast.model.policy import load_policy
 from maxrl_fast.model.tokenizer import load_tokenizer, tokenizer_files
@@ -229,6 +232,17 @@ def edit_config(directory, **changes):
 def refused_after(directory, message):
     with refused(message):
         load_checkpoint(directory)
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_a_sentence(tmp_path):
+    folder, link = tmp_path / "step-1", tmp_path / "latest"
+    save(folder)
+    link.symlink_to(folder.name)
+    model = find_model(str(link), pytest.fail)
+    assert model == str(folder)
+    shutil.rmtree(folder)
+    with pytest.raises(InputError, match="a run removes its older checkpoints, this one meanwhile"):
+        find_tensors(Path(model))
 
 
 @pytest.mark.parametrize(

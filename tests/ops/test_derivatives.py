@@ -108,7 +108,7 @@ def test_the_forward_mode_and_torch_func_are_refused(case):
             function(forward_ad.make_dual(dual, ones))
     for transform in (torch.func.grad, torch.func.hessian, torch.func.vmap):
         # by PyTorch, or before it by a check of shapes or values, which a batch of inputs hides
-        with pytest.raises((RuntimeError, ValueError), match="."):
+        with pytest.raises((RuntimeError, ValueError), match=r"."):
             transform(function)(x)
 
 

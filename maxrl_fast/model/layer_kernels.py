@@ -6,6 +6,7 @@ depends only on the shapes. Backward passes write the gradient of q, k and v, or
 one matrix, so autograd adds and copies nothing.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,60 +58,27 @@ def _empty_sums(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
-def add_rms_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return x + delta, empty without delta, and its norm, for rows x and delta [U, H]."""
-    call, (num_rows, size) = KernelLaunch(x.device), x.shape
-    total, normed = x.new_empty(0) if delta is None else torch.empty_like(x), torch.empty_like(x)
-    call.launch(
-        "add_rms_norm",
-        dtype=x.dtype,
-        num_rows=num_rows,
-        size=size,
-        eps=eps,
-        **call.addresses(x.dtype, num_rows, size, x=x, delta=delta),
-        weight=call.address("weight", weight, x.dtype, (size,)),
-        sum=total,
-        normed=normed,
-    )
-    return total, normed
-
-
-def add_rms_norm_backward(
-    grad_normed: Tensor, grad_sum: Tensor | None, x: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the sum [U, H], for both summands, and of the weight, not rounded."""
-    call, (num_rows, size) = KernelLaunch(x.device), x.shape
-    grad_x = torch.empty_like(x)
-    partials = _empty_sums(x, _partials(x, num_rows, size), size)
-    call.launch(
-        "add_rms_norm_backward",
-        dtype=x.dtype,
-        num_rows=num_rows,
-        size=size,
-        eps=eps,
-        **call.addresses(
-            x.dtype, num_rows, size, sum=x, grad_sum=grad_sum, grad_normed=grad_normed
-        ),
-        weight=call.address("weight", weight, x.dtype, (size,)),
-        grad_x=grad_x,
-        num_partials=len(partials),
-        grad_weight=partials,
-    )
-    return grad_x, partials[0] if len(partials) == 1 else partials.sum(0)
-
-
 class _AddRmsNorm(torch.autograd.Function):
-    """Without delta, the first result is x itself, so the kernel adds both gradients of x."""
+    """x + delta and its norm, for rows x and delta [U, H]. Without delta, the first result is x
+    itself, so the kernel adds both gradients of x."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        rounded = weight.to(x.dtype)
-        total, normed = add_rms_norm(x, delta, rounded, eps)
-        total = x if delta is None else total
+        call, (num_rows, size), rounded = KernelLaunch(x.device), x.shape, weight.to(x.dtype)
+        total, normed = x if delta is None else torch.empty_like(x), torch.empty_like(x)
+        call.launch(
+            "add_rms_norm",
+            dtype=x.dtype,
+            num_rows=num_rows,
+            size=size,
+            eps=eps,
+            **call.addresses(x.dtype, num_rows, size, x=x, delta=delta),
+            weight=call.address("weight", rounded, x.dtype, (size,)),
+            sum=None if delta is None else total,
+            normed=normed,
+        )
         ctx.save_for_backward(total, rounded)
         ctx.has_delta, ctx.eps, ctx.weight_dtype = delta is not None, eps, weight.dtype
         ctx.set_materialize_grads(False)
@@ -123,10 +91,28 @@ class _AddRmsNorm(torch.autograd.Function):
         check_first_order("add_rms_norm")
         if grad_normed is None:
             return grad_total, grad_total if ctx.has_delta else None, None, None
-        grad = None if grad_total is None else grad_total.contiguous()
-        grad_x, grad_weight = add_rms_norm_backward(
-            grad_normed.contiguous(), grad, *ctx.saved_tensors, ctx.eps
+        x, weight = ctx.saved_tensors
+        call, (num_rows, size) = KernelLaunch(x.device), x.shape
+        grad_x = torch.empty_like(x)
+        partials = _empty_sums(x, _partials(x, num_rows, size), size)
+        rows = {
+            "sum": x,
+            "grad_sum": None if grad_total is None else grad_total.contiguous(),
+            "grad_normed": grad_normed.contiguous(),
+        }
+        call.launch(
+            "add_rms_norm_backward",
+            dtype=x.dtype,
+            num_rows=num_rows,
+            size=size,
+            eps=ctx.eps,
+            **call.addresses(x.dtype, num_rows, size, **rows),
+            weight=call.address("weight", weight, x.dtype, (size,)),
+            grad_x=grad_x,
+            num_partials=len(partials),
+            grad_weight=partials,
         )
+        grad_weight = partials[0] if len(partials) == 1 else partials.sum(0)
         return grad_x, grad_x if ctx.has_delta else None, grad_weight.to(ctx.weight_dtype), None
 
 
@@ -135,14 +121,14 @@ class _AddRmsNorm(torch.autograd.Function):
 
 def _rotation(
     call: KernelLaunch,
-    heads: tuple[Tensor, Tensor, Tensor | None],
-    norms: tuple[Tensor | None, Tensor | None],
+    heads: Sequence[Tensor | None],
+    norms: Sequence[Tensor | None],
     tables: tuple[Tensor, Tensor, Tensor | None],
     to: list[Tensor],
 ) -> dict[str, Any]:
     """Return the arguments of a rotation of q, k and v [U, heads, D], whose rows, as those of `to`,
     may have any stride."""
-    q, (cos, sin, positions) = heads[0], tables
+    q, (cos, sin, positions) = to[0], tables
     num_rows, _, dim = q.shape
 
     def argument(name: str, x: Tensor | None) -> tuple[int, int, int]:
@@ -171,74 +157,14 @@ def _rotation(
     }
 
 
-def _parts(packed: Tensor, counts: list[int]) -> list[Tensor]:
+def _parts(packed: Tensor, counts: tuple[int, ...]) -> list[Tensor]:
     """Return views [U, heads, D] of packed heads [U, all heads D]."""
     return list(packed.unflatten(1, (sum(counts), -1)).split(counts, 1))
 
 
-def rotate_heads(
-    packed: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q and k, normed and rotated, and v, each [U, heads, D], of packed [U, all heads D]."""
-    call = KernelLaunch(packed.device)
-    q, k, v = _parts(packed, [num_heads, num_kv_heads, num_kv_heads])
-    to = [x.new_empty(x.shape) for x in (q, k, v)]
-    inputs = _rotation(call, (q, k, v), (q_norm, k_norm), (cos, sin, positions), to)
-    call.launch("rotate_heads", **inputs, eps=eps, direction=1.0)
-    return to[0], to[1], to[2]
-
-
-def rotate_heads_backward(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    packed: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `packed` and of the norms' weights [2, D], not rounded. Without norms
-    `packed` is None and the second result is empty."""
-    call, grads = KernelLaunch(grad_q.device), (grad_q, grad_k, grad_v)
-    counts, (num_rows, _, dim) = [x.shape[1] for x in grads], grad_q.shape
-    grad, tables = grad_q.new_empty(num_rows, sum(counts) * dim), (cos, sin, positions)
-    to = _parts(grad, counts)
-    if packed is None:
-        inputs = _rotation(call, grads, (None, None), tables, to)
-        call.launch("rotate_heads", **inputs, eps=0.0, direction=-1.0)
-        return grad, grad.new_empty(0)
-    q, k, _ = _parts(packed, counts)
-    num_normed, is_gpu = counts[0] + counts[1], dispatch.is_gpu(grad.device)
-    num_partials = _partials(grad, num_rows, num_normed * dim)
-    of_norms = _empty_sums(grad, *((num_partials, num_normed) if is_gpu else (2,)), dim)
-    if is_gpu:  # on a CPU the kernel copies it
-        to[2].copy_(grad_v)
-    call.launch(
-        "rotate_heads_backward",
-        **_rotation(call, (q, k, None if is_gpu else grad_v), (q_norm, k_norm), tables, to),
-        eps=eps,
-        direction=1.0,
-        grad=[call.address("grad", x, grad.dtype, x.shape) for x in grads[:2]],
-        num_partials=num_partials,
-        grad_norm=of_norms,
-    )
-    if is_gpu:
-        of_norms = torch.stack([x.sum((0, 1)) for x in of_norms.split(counts[:2], 1)])
-    return grad, of_norms
-
-
 class _RotateHeads(torch.autograd.Function):
+    """q and k, normed and rotated, and v, each [U, heads, D], of packed [U, all heads D]."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -247,22 +173,53 @@ class _RotateHeads(torch.autograd.Function):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        *tables: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
     ) -> Heads:
-        rounded = [None if norm is None else norm.to(packed.dtype) for norm in (q_norm, k_norm)]
+        norms = tuple(None if norm is None else norm.to(packed.dtype) for norm in (q_norm, k_norm))
         # a rotation's gradient does not need the heads
-        ctx.save_for_backward(None if q_norm is None else packed, *rounded, *tables)
+        ctx.save_for_backward(None if q_norm is None else packed, *norms, cos, sin, positions)
         ctx.eps, ctx.norm_dtype = eps, None if q_norm is None else q_norm.dtype
-        heads: Heads = rotate_heads(packed, *counts[:2], *rounded, *tables, eps)
-        return heads
+        call = KernelLaunch(packed.device)
+        q, k, v = _parts(packed, counts)
+        to = [x.new_empty(x.shape) for x in (q, k, v)]
+        inputs = _rotation(call, (q, k, v), norms, (cos, sin, positions), to)
+        call.launch("rotate_heads", **inputs, eps=eps, direction=1.0)
+        return to[0], to[1], to[2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         check_first_order("rotate_heads")
-        saved = ctx.saved_tensors
-        grad, of_norms = rotate_heads_backward(*(x.contiguous() for x in grads), *saved, ctx.eps)
-        norms = (None, None) if ctx.norm_dtype is None else of_norms.to(ctx.norm_dtype).unbind()
-        return grad, None, *norms, *(None,) * (len(saved) - 2)
+        packed, q_norm, k_norm, cos, sin, positions = ctx.saved_tensors
+        tables = cos, sin, positions
+        call, given = KernelLaunch(grads[0].device), tuple(x.contiguous() for x in grads)
+        counts, (num_rows, _, dim) = tuple(x.shape[1] for x in given), given[0].shape
+        grad = given[0].new_empty(num_rows, sum(counts) * dim)
+        to = _parts(grad, counts)
+        if packed is None:
+            inputs = _rotation(call, given, (None, None), tables, to)
+            call.launch("rotate_heads", **inputs, eps=0.0, direction=-1.0)
+            return grad, *(None,) * 7
+        q, k, _ = _parts(packed, counts)
+        num_normed, is_gpu = counts[0] + counts[1], dispatch.is_gpu(grad.device)
+        num_partials = _partials(grad, num_rows, num_normed * dim)
+        of_norms = _empty_sums(grad, *((num_partials, num_normed) if is_gpu else (2,)), dim)
+        if is_gpu:  # on a CPU the kernel copies it
+            to[2].copy_(given[2])
+        heads = q, k, None if is_gpu else given[2]
+        call.launch(
+            "rotate_heads_backward",
+            **_rotation(call, heads, (q_norm, k_norm), tables, to),
+            eps=ctx.eps,
+            direction=1.0,
+            grad=[call.address("grad", x, grad.dtype, x.shape) for x in given[:2]],
+            num_partials=num_partials,
+            grad_norm=of_norms,
+        )
+        if is_gpu:
+            of_norms = torch.stack([x.sum((0, 1)) for x in of_norms.split(counts[:2], 1)])
+        return grad, None, *of_norms.to(ctx.norm_dtype).unbind(), *(None,) * 4
 
 
 def _rotate_heads_in_kernel(
@@ -289,39 +246,32 @@ def _gate_and_up(call: KernelLaunch, packed: Tensor) -> dict[str, Any]:
     }
 
 
-def swiglu(packed: Tensor) -> Tensor:
-    """Return silu(gate) up [U, F] of [gate | up] [U, 2 F]."""
-    call, out = KernelLaunch(packed.device), packed.new_empty(len(packed), packed.shape[1] // 2)
-    call.launch("swiglu", **_gate_and_up(call, packed), out=out)
-    return out
-
-
-def swiglu_backward(grad: Tensor, packed: Tensor) -> Tensor:
-    call, to = KernelLaunch(grad.device), torch.empty_like(packed)
-    grad_gate, grad_up = to.chunk(2, 1)
-    call.launch(
-        "swiglu_backward",
-        **_gate_and_up(call, packed),
-        out=0,
-        grad=call.address("grad", grad, packed.dtype, (len(packed), packed.shape[1] // 2)),
-        grad_gate=grad_gate,
-        grad_up=grad_up,
-        grad_stride=packed.shape[1],
-    )
-    return to
-
-
 class _SwiGlu(torch.autograd.Function):
+    """silu(gate) up [U, F] of [gate | up] [U, 2 F]."""
+
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> Tensor:
         ctx.save_for_backward(packed)
-        out: Tensor = swiglu(packed)
+        call, out = KernelLaunch(packed.device), packed.new_empty(len(packed), packed.shape[1] // 2)
+        call.launch("swiglu", **_gate_and_up(call, packed), out=out)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
         check_first_order("swiglu")
-        return (swiglu_backward(grad.contiguous(), *ctx.saved_tensors),)
+        (packed,), grad = ctx.saved_tensors, grad.contiguous()
+        call, to = KernelLaunch(grad.device), torch.empty_like(packed)
+        grad_gate, grad_up = to.chunk(2, 1)
+        call.launch(
+            "swiglu_backward",
+            **_gate_and_up(call, packed),
+            out=0,
+            grad=call.address("grad", grad, packed.dtype, (len(packed), packed.shape[1] // 2)),
+            grad_gate=grad_gate,
+            grad_up=grad_up,
+            grad_stride=packed.shape[1],
+        )
+        return (to,)
 
 
 KERNELS = LayerOps(_AddRmsNorm.apply, _rotate_heads_in_kernel, _SwiGlu.apply)
@@ -329,39 +279,34 @@ KERNELS = LayerOps(_AddRmsNorm.apply, _rotate_heads_in_kernel, _SwiGlu.apply)
 # Rows.
 
 
-def choose_rows_backward(
-    grad: Tensor, rows: Tensor, order: Tensor | None, starts: Tensor | None, num_rows: int
-) -> Tensor:
-    """Return the gradient [num_rows, H] from that of the chosen rows [R, H]."""
-    call, (num_chosen, size) = KernelLaunch(grad.device), grad.shape
-    to = grad.new_empty(num_rows, size)
-    call.launch(
-        "chosen_rows_backward",
-        dtype=grad.dtype,
-        num_rows=num_rows,
-        num_chosen=num_chosen,
-        size=size,
-        rows=call.address("rows", rows, torch.int64, (num_chosen,)),
-        order=call.address("order", order, torch.int64, (num_chosen,)),
-        starts=call.address("starts", starts, torch.int64, (num_rows + 1,)),
-        grad=call.address("grad", grad, grad.dtype, grad.shape),
-        to=to,
-    )
-    return to
-
-
 class _ChooseRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, *by_row: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, *by_row)
+    def forward(
+        ctx: Any, x: Tensor, rows: Tensor, order: Tensor | None, starts: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(rows, order, starts)
         ctx.num_rows = len(x)
         return x.index_select(0, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_first_order("choose_rows")
-        grad = choose_rows_backward(grad.contiguous(), *ctx.saved_tensors, ctx.num_rows)
-        return grad, None, None, None
+        rows, order, starts = ctx.saved_tensors
+        call, (num_chosen, size), grad = KernelLaunch(grad.device), grad.shape, grad.contiguous()
+        to = grad.new_empty(ctx.num_rows, size)
+        call.launch(
+            "chosen_rows_backward",
+            dtype=grad.dtype,
+            num_rows=ctx.num_rows,
+            num_chosen=num_chosen,
+            size=size,
+            rows=call.address("rows", rows, torch.int64, (num_chosen,)),
+            order=call.address("order", order, torch.int64, (num_chosen,)),
+            starts=call.address("starts", starts, torch.int64, (ctx.num_rows + 1,)),
+            grad=call.address("grad", grad, grad.dtype, grad.shape),
+            to=to,
+        )
+        return to, None, None, None
 
 
 def choose_rows(x: Tensor, rows: Tensor, by_row: list[Tensor] | None = None) -> Tensor:

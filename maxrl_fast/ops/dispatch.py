@@ -42,8 +42,7 @@ def eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resu
     @wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         if torch.compiler.is_compiling():
-            outside = torch.compiler.disable(function)
-            return outside(*args, **kwargs)  # type: ignore[no-any-return]
+            return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call

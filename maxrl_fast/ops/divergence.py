@@ -86,11 +86,22 @@ def linear_divergence(
         check_values("coefficients", c, "finite", ~c.double().isfinite(), None)
     tau = token_temperature(temperature, size, device, mask).to(real)
     divisor = loss_denominator(denominator, "token_mean", size, 0, mask, device)
-    teacher = teacher_hidden.detach(), teacher_weight.detach()
-    rows = c.detach().double() / divisor, tau, has_zeros
-    options = divergence, beta, softcap, teacher_softcap, chunk
-    needed = needs_gradient(hidden), needs_gradient(weight)
-    compute = partial(linear_divergences, hidden, weight, *teacher, *rows, *options, needed)
+    compute = partial(
+        linear_divergences,
+        hidden,
+        weight,
+        teacher_hidden.detach(),
+        teacher_weight.detach(),
+        coefficients=c.detach().double() / divisor,
+        temperature=tau,
+        has_zeros=has_zeros,
+        divergence=divergence,
+        beta=beta,
+        softcap=softcap,
+        teacher_softcap=teacher_softcap,
+        chunk=chunk,
+        needed=(needs_gradient(hidden), needs_gradient(weight)),
+    )
     sums = LossWithGradients.apply("linear_divergence", compute, hidden, weight)
     return sums[0].to(real), {"divergence": sums.detach()[1:]}
 

@@ -209,7 +209,8 @@ class _LinearLogprobs(torch.autograd.Function):
         check_first_order("linear_token_logprobs")
         hidden, weight, *numbers = ctx.saved_tensors
         numbers += [x.contiguous() for x in grads]
-        chunks = Chunks(hidden, weight, ctx.chunk, *ctx.needs_input_grad[:2], ctx.softcap)
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        chunks = Chunks(hidden, weight, ctx.chunk, needs_hidden, needs_weight, ctx.softcap)
         for start, stop, logits in chunks:
             rows = [x[start:stop] for x in numbers]
             kernels.write_logprobs_gradient(logits, rows, chunks.gradient(start, stop))

@@ -117,8 +117,8 @@ class Update:
         """
         # older commits have the cost in the learner
         owner: Any = getattr(self.learner, "passes", self.learner)
-        cost = owner.merge_cost if hasattr(owner, "merge_cost") else owner._merge_cost
-        packer = packing.Packer(self.prompts, self.rollouts, self.advantages, cost)
+        how: Any = getattr(owner, "shares_all", 0.0)  # older commits: the cost of merging, 0
+        packer = packing.Packer(self.prompts, self.rollouts, self.advantages, how)
         sequences = torch.arange(4 * packer.num_rollouts)
         batch = packer.pack(sequences)
         plan = (

@@ -29,15 +29,13 @@ def one_batch(
     prompts: Prompts,
     rollouts: Rollouts,
     advantages: torch.Tensor | None = None,
-    merge_cost: float = 0.0,
+    shares_all: bool = True,
 ) -> MicroBatch:
-    """Pack all rollouts into one micro-batch. With merge_cost 0, rollouts share their prompt
-    wherever they can.
-    """
+    """Pack all rollouts into one micro-batch."""
     num_sequences = len(rollouts)
     if advantages is None:
         advantages = torch.ones(num_sequences, device=rollouts.tokens.device)
-    return Packer(prompts, rollouts, advantages, merge_cost).pack(torch.arange(num_sequences))
+    return Packer(prompts, rollouts, advantages, shares_all).pack(torch.arange(num_sequences))
 
 
 def collected(

@@ -12,13 +12,6 @@ BURST = 8
 # of prompts computed together; more are no faster, and their tensors are not counted in the limit
 PREFILL_TOKENS = 32768
 
-# multiply-adds in the time it takes to move one number: at how many shared tokens of a prefix one
-# more attention call is worth its merge
-FLOPS_PER_ELEMENT = {"cpu": 20, "cuda": 300}
-# operations in the time that four levels of a forest take in a layer, forward and backward: on an
-# H200 a level of the maze job's forest took 1 ms or more
-FOREST_FLOPS = 1e12
-
 
 def chunk_bytes(device_type: str, memory: int) -> int:
     """Return the bytes of a chunk of logits on a device with this much memory."""

@@ -11,6 +11,7 @@ from maxrl_fast.algorithms.losses.entropy import highest_entropies, nucleus_entr
 from maxrl_fast.algorithms.losses.registry import call_rows
 from maxrl_fast.algorithms.losses.sequence_ratios import far_responses
 from maxrl_fast.errors import NonFiniteError, TeacherError
+from maxrl_fast.model.attention import has_kernel
 from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_divergence, linear_token_logprobs
@@ -24,7 +25,7 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import Critic
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import moment_variance, zero_gradients
-from maxrl_fast.training.packing import MicroBatch, Packer, least_gain, merge_cost
+from maxrl_fast.training.packing import MicroBatch, Packer
 from maxrl_fast.training.passes import Passes, run_batch
 from maxrl_fast.training.sharding import exchange_gradients
 
@@ -103,14 +104,14 @@ class Learner:
 
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module
-        sizes = self.model.config, self.model.lm_head.weight.device
+        # one kernel attends to a whole forest; elsewhere each level is a call, which is slow
+        device, head_dim = self.model.lm_head.weight.device, self.model.config.head_dim
         self.passes = Passes(
             self.ranks,
             self.token_budget,
             self.dtype,
             self.settings.temperature,
-            merge_cost(*sizes),
-            least_gain(*sizes),
+            shares_all=has_kernel(device, torch.float32, head_dim),
             shares_weights=bool(self.model.bare),
         )
         self.accumulated: list[Accumulated] = []

@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.attention import Forest, has_kernel
-from maxrl_fast.model.policy_model import PolicySizes
+from maxrl_fast.model.attention import Forest
 from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences, ranges
-from maxrl_fast.runtime import tuning
 from maxrl_fast.runtime.device import to_device, to_host
 from maxrl_fast.training.prefix_tree import Integers, SortedRows
 
@@ -52,34 +50,6 @@ class MicroBatch:
         )
 
 
-def merge_cost(config: PolicySizes, device: torch.device) -> float:
-    """Return the cost of merging two attention calls per response token, relative to a
-    token's forward and backward pass.
-
-    About 12 numbers are moved for every number of a query, against 6 operations for every weight
-    of a layer. It is 0 where one kernel attends to all segments.
-    """
-    if has_kernel(device, torch.float32, config.head_dim):  # or bfloat16
-        return 0.0
-    heads = config.num_attention_heads * config.head_dim
-    moved = 12 * heads * tuning.FLOPS_PER_ELEMENT.get(device.type, 20)
-    return moved / (6 * weights_of_layer(config))
-
-
-def least_gain(config: PolicySizes, device: torch.device) -> float:
-    """Return how many tokens of a micro-batch a forest below the prompts must save on a GPU, where
-    each of its levels, rarely fewer than four, is slow for any number of tokens."""
-    if device.type != "cuda":
-        return 0.0
-    return tuning.FOREST_FLOPS / (6 * weights_of_layer(config))
-
-
-def weights_of_layer(config: PolicySizes) -> int:
-    heads, keys = config.num_attention_heads, config.num_key_value_heads
-    in_attention = 2 * (heads + keys) * config.head_dim
-    return config.hidden_size * (in_attention + 3 * config.intermediate_size)
-
-
 @dataclass(frozen=True)
 class Packer:
     """Packs micro-batches of a step's rollouts, which have `advantages` [S]."""
@@ -87,8 +57,7 @@ class Packer:
     prompts: Prompts
     rollouts: Rollouts
     advantages: Tensor
-    merge_cost: float = 0.0
-    least_gain: float = 0.0
+    shares_all: bool = True  # what samples begin with; False: prompts and whole rows
     teacher: "Packer | None" = None  # of the same rollouts, to the teacher's prompts
 
     @property
@@ -154,7 +123,7 @@ class Packer:
         lengths, of_host = self.lengths[sequences], sequences
         targets = ranges(self._on_host[1][:-1][sequences], lengths)  # among the sampled tokens
         of_rows = sequences.numpy(), self._read_at[targets].numpy(), lengths.numpy()
-        tree = self.rows.tree(*of_rows, self.merge_cost, self.least_gain)
+        tree = self.rows.tree(*of_rows, self.shares_all)
         predicted_from = torch.from_numpy(tree.chosen)  # [T]
         predicts = torch.zeros(len(tree.index), dtype=torch.bool)
         predicts[predicted_from] = True

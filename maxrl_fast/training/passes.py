@@ -50,8 +50,7 @@ class Passes:
     token_budget: int
     dtype: torch.dtype
     temperature: float
-    merge_cost: float
-    least_gain: float
+    shares_all: bool  # of what samples begin with: see Packer
     shares_weights: bool
 
     def packer(self, samples: Samples, advantages: Tensor | None = None) -> Packer:
@@ -61,8 +60,7 @@ class Passes:
             samples.prompts,
             samples.rollouts,
             none if advantages is None else advantages,
-            self.merge_cost,
-            self.least_gain,
+            self.shares_all,
         )
 
     def micro_batches(self, packer: Packer, sequences: Tensor) -> Iterator[Pass]:

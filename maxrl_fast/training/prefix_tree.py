@@ -93,21 +93,19 @@ class SortedRows:
         sequences: Integers,
         positions: Integers,
         counts: Integers,
-        merge_cost: float,
-        least_gain: float,
+        shares_all: bool,
     ) -> Tree:
         """Return the forest of the rows [S'], and where `counts` [S'] tokens of each, those at the
         packed `positions` [T] in its row, are in it.
 
-        Where more than whole rows and prompts saves no more than `least_gain` tokens, no more is
-        shared; with 0, all that merge_cost allows.
+        All that rows begin with is shared, or prompts and whole rows only, where each further level
+        of the forest would be another call of attention.
         """
         by_rank = self.ranks[sequences].argsort()
         rows = sequences[by_rank]
-        lengths, prompts, whole = self.lengths[rows], self.sizes[rows, 0], self.common(rows)
-        common = np.where(whole < lengths, np.where(whole < prompts, 0, prompts), whole)
-        if not least_gain or (whole - common).sum() > least_gain:
-            common = cheapest(whole, lengths, merge_cost)
+        lengths, prompts, common = self.lengths[rows], self.sizes[rows, 0], self.common(rows)
+        if not shares_all:
+            common = np.where(common < lengths, np.where(common < prompts, 0, prompts), common)
         added = lengths - common
         starts = added.cumsum() - added
         above, adds = find(common, np.repeat(by_rank.argsort(), counts), positions)
@@ -141,34 +139,3 @@ def find(common: Integers, rows: Integers, positions: Integers) -> tuple[Integer
     for step in reversed(steps):
         rows = np.where(positions < common[step[rows]], step[rows], rows)
     return above, np.where(positions < common[rows], above[rows], rows)
-
-
-def cheapest(common: Integers, lengths: Integers, merge_cost: float) -> Integers:
-    """Return how many tokens of each row come from the row before, of `common` ones.
-
-    A segment with n rows below it is shared where (n - 1) x its length exceeds merge_cost x the
-    tokens below it. Others become a part of each segment directly below them.
-    """
-    if not merge_cost:
-        return common
-    shared = np.zeros_like(common)
-    # open segments: end, first row, tokens before it less what it shares, rows that leave here
-    path: list[tuple[int, int, int, list[int]]] = [(0, 0, 0, [])]
-    tokens, before = 0, common.tolist()
-    for i, (length, depth) in enumerate(zip(lengths.tolist(), [*before[1:], 0], strict=True), 1):
-        first, base = i - 1, tokens - before[i - 1]
-        tokens = base + length
-        while path[-1][0] > depth:
-            end, first, base, rows = path.pop()
-            if path[-1][0] < depth:
-                path.append((depth, first, base, []))
-            start, *_, above = path[-1]
-            if (i - first - 1) * (end - start) > merge_cost * (tokens - base - end):
-                shared[rows] = end
-            else:
-                above += rows
-                tokens += len(rows) * (end - start)
-        if path[-1][0] < depth:
-            path.append((depth, first, base, []))
-        path[-1][3].append(i)
-    return shared

@@ -36,10 +36,10 @@ def parts_of(packer, budget):
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "merge_cost", "budget"),
-    [(2, 0.0, "alone"), (2, 0.0, 10_000), (2, 0.2, 13), (32, 0.0, 40), (32, 1.0, 1), (32, 1e9, 13)],
+    ("vocabulary", "shares_all", "budget"),
+    [(2, True, "alone"), (2, True, 10_000), (2, False, 13), (32, True, 40), (32, False, 1)],
 )
-def test_packed_episodes_equal_each_alone_with_dense_attention(vocabulary, merge_cost, budget):
+def test_packed_episodes_equal_each_alone_with_dense_attention(vocabulary, shares_all, budget):
     prompts, episodes, samples = samples_of(vocabulary, vocabulary)
     model = tiny_decoder().double()
     generator = torch.Generator().manual_seed(1)
@@ -47,7 +47,7 @@ def test_packed_episodes_equal_each_alone_with_dense_attention(vocabulary, merge
     own_prompts = [prompt for prompt in prompts for _ in range(NUM_ROLLOUTS)]
     naive = torch.cat([naive_logprobs(model, *x) for x in zip(own_prompts, episodes, strict=True)])
     expected = torch.autograd.grad(weights @ naive, [*model.parameters()])
-    packer = Packer(samples.prompts, samples.rollouts, torch.ones(len(episodes)), merge_cost)
+    packer = Packer(samples.prompts, samples.rollouts, torch.ones(len(episodes)), shares_all)
     ours, total = torch.zeros_like(naive), torch.zeros((), dtype=torch.float64)
     read = 0
     for part in parts_of(packer, budget):
@@ -65,7 +65,7 @@ def test_packed_episodes_equal_each_alone_with_dense_attention(vocabulary, merge
     for own, reference in zip(gradients, expected, strict=True):
         assert reference.abs().max() > 1e-3
         assert (own - reference).abs().max() < 1e-12 * max(1.0, float(reference.abs().max()))
-    if budget == 10_000 and merge_cost == 0:
+    if budget == 10_000:
         rows = [
             [*prompt, *(x for part in parts for x in part)][:-1]
             for prompt, parts in zip(own_prompts, episodes, strict=True)

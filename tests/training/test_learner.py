@@ -45,9 +45,14 @@ def test_logprobs_are_bitwise_the_same_however_much_is_shared():
     rollouts = Rollouts.given([x[: 68 + s].tolist() for s, x in enumerate(responses)])
     samples, model, results = Samples(prompts, rollouts), tiny_decoder(), []
     # all that is alike, in one micro-batch and in several, then prompts alone, then nothing
-    for cost, budget, levels in ((0.0, 10_000, 3), (0.0, 400, 3), (1.0, 10_000, 1), (0.0, 1, 3)):
+    for shares_all, budget, levels in (
+        (True, 10_000, 3),
+        (True, 400, 3),
+        (False, 10_000, 1),
+        (True, 1, 3),
+    ):
         learning = learner(model, budget=budget)
-        learning.passes = dataclasses.replace(learning.passes, merge_cost=cost)
+        learning.passes = dataclasses.replace(learning.passes, shares_all=shares_all)
         packed = learning.passes.packer(samples).pack(torch.arange(12))
         assert len(packed.forest.levels) == levels
         results.append(learning.passes.logprobs(model, samples, torch.arange(12)))

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxrl_fast.records import Rollouts
-from maxrl_fast.training.packing import Packer, least_gain, merge_cost
+from maxrl_fast.training.packing import Packer
 from tests.batches import make_prompts, one_batch
 from tests.fuzzing import settings
-from tests.models import TINY
 
 PROMPTS = make_prompts([[10, 11, 12], [20]])
 ROLLOUTS = Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8]])  # two to each prompt
@@ -60,12 +59,12 @@ def test_forests_of_random_samples(data):
     count = group * len(prompts)
     responses = data.draw(st.lists(st.lists(few, max_size=7), min_size=count, max_size=count))
     chosen = data.draw(st.lists(st.sampled_from(range(count)), min_size=1, unique=True))
-    cost = data.draw(st.sampled_from([0.0, 0.1, 1.0, 9.0]))
+    shares_all = data.draw(st.booleans())
     chosen = torch.tensor(sorted(chosen))
-    packer = Packer(make_prompts(prompts), Rollouts.given(responses), torch.ones(count), cost)
+    packer = Packer(make_prompts(prompts), Rollouts.given(responses), torch.ones(count), shares_all)
     batch = packer.pack(chosen)
     rows = [prompts[s // group] + responses[s][:-1] for s in chosen.tolist()]
-    if cost == 0:
+    if shares_all:
         assert len(batch.tokens) == tries(rows)
     assert tries(rows) <= len(batch.tokens) <= sum(map(len, rows))
     lengths, parents = batch.forest.lengths.tolist(), batch.forest.parents.tolist()
@@ -85,37 +84,13 @@ def test_forests_of_random_samples(data):
             assert paths[at] == prompt + response[:t]
 
 
-def test_the_cheaper_layout_is_chosen():
-    # Merging moves 12 x 32 numbers per token, each in the time of 300 operations. A layer needs 6
-    # operations per token for each of its 7,680 weights.
-    assert merge_cost(TINY, torch.device("cuda")) == pytest.approx(12 * 32 * 300 / (6 * 7680))
-    assert merge_cost(TINY, torch.device("cpu")) == 0.0  # one kernel attends to both
-
-    def shared(prompt_length, response_lengths):
-        responses = Rollouts.given([[s + 2] * n for s, n in enumerate(response_lengths)])
-        prompts, cost = make_prompts([[1] * prompt_length]), 12 * 32 * 20 / (6 * 7680)
-        batch = one_batch(prompts, responses, merge_cost=cost)
-        return len(batch.forest.lengths) > len(response_lengths)
-
-    assert shared(300, [10, 10])  # a long prompt with few rollouts
-    # a short prompt with many long rollouts: 14 more tokens cost less than 1,592 merges
-    assert not shared(2, [200] * 8)
-    assert shared(300, [200] * 8)
-    assert not shared(300, [10])
-
-
-def test_on_a_gpu_only_prompts_and_whole_rows_are_shared_unless_a_forest_saves_enough():
-    assert least_gain(TINY, torch.device("cuda")) == pytest.approx(1e12 / (6 * 7680))
-    assert least_gain(TINY, torch.device("cpu")) == 0.0
+def test_prompts_and_whole_rows_alone_can_be_shared():
     # Rows without their last tokens: 1 2 3 5, 1 2 3 6, twice 1 2 3 6 7, and 1 2 4
     prompts, responses = make_prompts([[1, 2]]), [[3, 5, 9], [3, 6, 9], *2 * [[3, 6, 7, 9]], [4, 9]]
     rollouts = Rollouts.given(responses)
-    lengths = {}
-    for gain in (0.0, 2.0, 3.0):  # what more than prompts and whole rows saves: 3 and 36 once
-        packer = Packer(prompts, rollouts, torch.ones(5), 0.0, gain)
-        lengths[gain] = packer.pack(torch.arange(5)).forest.lengths.tolist()
-    assert lengths[0.0] == lengths[2.0] == [2, 1, 1, 1, 1, 1]
-    assert lengths[3.0] == [2, 2, 2, 3, 1]
+    for shares_all, lengths in ((True, [2, 1, 1, 1, 1, 1]), (False, [2, 2, 2, 3, 1])):
+        packer = Packer(prompts, rollouts, torch.ones(5), shares_all)
+        assert packer.pack(torch.arange(5)).forest.lengths.tolist() == lengths
 
 
 def test_micro_batches_cover_every_chosen_sequence_once_within_the_budget():

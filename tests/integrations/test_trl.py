@@ -29,13 +29,6 @@ def job():
     return trl_job
 
 
-@pytest.fixture
-def integration():
-    from maxrl_fast.integrations import trl
-
-    return trl
-
-
 def ours(rows, estimator, weights=(1.0,), **options):
     """Return the advantages of a generated batch; its groups are found by their prompts, not by
     position.
@@ -164,27 +157,3 @@ def test_the_correction_for_vllm_stays_in_the_batch(job, tmp_path, monkeypatch):
 def test_what_does_not_fit_is_refused_before_training(job, tmp_path, name, options, message):
     with pytest.raises(ValueError, match=message):
         job.build(name, tmp_path, **options)
-
-
-@pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (3.0, 0.25)])
-def test_linear_logprobs_are_those_of_trl(integration, softcap, scale):
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        torch.randn(7, 8, generator=generator) * 3,
-        torch.randn(19, 8, generator=generator),
-    )
-    targets, results = torch.randint(19, (7,), generator=generator), []
-    for function in (integration._ChunkedLogProbFunction, integration._LinearLogprobs):
-        inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logprobs, entropy, *rest = function.apply(
-            *inputs, None, targets, 0.7, 256, softcap, scale, ("log_probs", "entropy")
-        )
-        assert rest == [None] * 3
-        results.append(
-            (
-                logprobs,
-                entropy,
-                *torch.autograd.grad((logprobs * hidden[:, 0] + entropy).sum(), inputs),
-            )
-        )
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)

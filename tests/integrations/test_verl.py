@@ -18,13 +18,9 @@ from tests.integrations import uneven
 pytestmark = pytest.mark.integrations
 
 
-def run(code, **environment):
+def run(code):
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **environment},
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
@@ -51,9 +47,9 @@ def test_importing_verl_registers_every_estimator_and_says_so():
 
 
 def test_an_error_of_the_plug_in_is_said_though_verl_hides_it():
-    _, said = run("import verl", MAXRL_FAST_VERL_LINEAR="yes")
+    _, said = run("import sys; sys.modules['maxrl_fast.integrations.rollouts'] = None; import verl")
     assert "maxrl_fast is not registered with verl" in said
-    assert "MAXRL_FAST_VERL_LINEAR must be 0 or 1, got 'yes'" in said
+    assert "import of maxrl_fast.integrations.rollouts halted" in said
 
 
 def data_of(batch):
@@ -132,46 +128,3 @@ def test_options_come_from_verls_command_line():
         compute(batch, "maxrl_fast/maxpo", configuration().algorithm)
     with pytest.raises(ValueError, match="rloo does not use k"):
         compute(batch, "maxrl_fast/rloo", config)
-
-
-def logprobs_of_verls_forward(dtype=None):
-    """Return log-probs, entropies and the gradient of the output matrix of a tiny model with verl's
-    fused kernels.
-    """
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from verl.models.transformers.monkey_patch import apply_monkey_patch
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 37}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
-    model, options = Qwen2ForCausalLM(Qwen2Config(**sizes)), {"fused_kernels_backend": "torch"}
-    apply_monkey_patch(model, use_remove_padding=False, use_fused_kernels=True, **options)
-    ids = torch.randint(37, (3, 11))
-    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-        out = model(input_ids=ids, temperature=0.7, return_dict=True)
-    (out.log_probs.float() + 0.3 * out.entropy.float()).mul(
-        torch.linspace(-1, 1, 11)
-    ).sum().backward()
-    return out.log_probs.detach(), out.entropy.detach().float(), model.lm_head.weight.grad
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(None, 1e-5), (torch.bfloat16, 0.05)])
-def test_the_fused_output_layer_replaces_that_of_verl(monkeypatch, dtype, tolerance):
-    from verl.utils.experimental import torch_functional
-
-    from maxrl_fast.integrations import verl as plugin
-
-    theirs = logprobs_of_verls_forward(dtype)
-    calls, apply = [], plugin.FusedLinear.apply
-    monkeypatch.setattr(
-        plugin.FusedLinear, "apply", staticmethod(lambda *a: calls.append(1) or apply(*a))
-    )
-    monkeypatch.setattr(
-        torch_functional, "FusedLinearForPPOFunction", torch_functional.FusedLinearForPPOFunction
-    )
-    plugin.use_fused_linear()
-    ours = logprobs_of_verls_forward(dtype)
-    assert calls == [1]
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.shape == b.shape
-        assert (a - b).abs().max() <= tolerance * b.abs().max()

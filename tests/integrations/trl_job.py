@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
+from examples.trl_pacs import PACSTrainer
 from maxrl_fast.integrations.trl import AdvantageMixin, MaxPOTrainer, MaxRLTrainer
-from maxrl_fast.integrations.trl_pacs import PACSTrainer
 
 WORDS = ["<pad>", "<eos>", *"abcdefghijklmn"]
 

@@ -1,6 +1,6 @@
 """TRL: a GRPOTrainer with the loss of PACS.
 
-    from maxrl_fast.integrations.trl_pacs import PACSTrainer
+    from trl_pacs import PACSTrainer  # with examples/ on the PYTHONPATH
 
     trainer = PACSTrainer(...)  # everything as for a GRPOTrainer; rewards are 0 or 1
 
@@ -17,10 +17,10 @@ from torch.nn.functional import pad
 from trl import GRPOTrainer
 
 from maxrl_fast import ops
-from maxrl_fast.integrations.trl import GroupAdvantages
+from maxrl_fast.integrations.trl import AdvantageMixin
 
 
-class PACSTrainer(GroupAdvantages, GRPOTrainer):  # type: ignore[misc]  # TRL has no types
+class PACSTrainer(AdvantageMixin, GRPOTrainer):  # type: ignore[misc]  # TRL has no types
     """A GRPOTrainer with the loss of PACS; TRL's `loss_type` has no effect, and nothing is clipped.
 
     Args:

@@ -35,7 +35,7 @@ PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
 # markers of the suites that need a GPU, or a build or an environment of their own
 LANES := gpu and not emulated and not vllm and not browser and not integrations and not language
 
-.PHONY: help setup setup-hf train language test test-all test-everything size lint format test-vllm test-browser test-integrations test-language dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-smoke gpu-profile gpu-races gpu-maze gpu-wheels clean
+.PHONY: help setup setup-hf train language test test-all test-everything size lint format test-vllm test-browser test-integrations test-language dist test-emulated sanitize sanitize-gpu bench peers gpu gpu-smoke gpu-peers gpu-profile gpu-races gpu-maze gpu-wheels clean
 
 help:  ## print this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-18s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,7 +54,7 @@ language: $(HF_STAMP)  ## train SmolLM2-135M on arithmetic in words, on two CPU 
 	  $(RUN) examples/language/prepare.py; }
 	$(RUN) -m maxrl_fast.train --config examples/language/word_problems.toml --resume auto
 
-size: $(STAMP)  ## bytes of package, csrc and tests beside their budgets
+size: $(STAMP)  ## bytes of everything that is kept here, beside their budgets
 	$(RUN) tests/size.py
 
 lint: $(STAMP) size  ## ruff, clang-format, mypy and the budgets of bytes
@@ -117,8 +117,12 @@ gpu-smoke:  ## needs nvcc, a GPU and a PyTorch that sees it: build, the commands
 gpu: gpu-smoke  ## gpu-smoke, then the benchmarks and the other tests; bench/README.md (at most 9 minutes more)
 	$(PYTHON) -m bench.gpu --part figures
 
-gpu-profile:  ## the needs of gpu-smoke: profiles, hardware counters, torch.compile and peers (at most 9 minutes)
-	$(PYTHON) -m bench.gpu --part profile
+gpu-peers:  ## the needs of gpu-smoke: torch.compile, transformers and TRL beside ours (at most 7 minutes)
+	$(PYTHON) -m bench.gpu --part peers
+
+gpu-profile:  ## the needs of gpu-smoke: kernels of a rollout, a whole step and an update, and ncu's counters of the loss (at most 7 minutes)
+	$(PYTHON) -m bench.gpu --part figures --only rollout whole_step qwen_0.5b --profile
+	$(PYTHON) -m bench.gpu --part figures --only token_loss --counters
 
 gpu-races:  ## needs compute-sanitizer too: memcheck, racecheck and synccheck on the smallest tests (at most 9 minutes)
 	$(PYTHON) -m bench.gpu --part races

@@ -1,20 +1,16 @@
 """`python -m bench.advantages`: every group advantage, against other implementations and the
 cost of any operator.
 
-The others are the MaxPO paper's O(N^2) matrix form, a Python loop over groups as in verl, and view,
-mean and std as in TRL. All are timed in turn, in one process, after their results were compared.
-There are two floors: an operator with the same arguments that does nothing, and a copy of the
-rewards. With --device cuda some are timed in a CUDA graph too, and their launches counted; the
-floor is an empty kernel. The last line is one JSON document.
+The others are the MaxPO paper's O(N^2) matrix form, and view, mean and std as in TRL. All are timed
+in turn, in one process, after their results were compared. There are two floors: an operator with
+the same arguments that does nothing, and a copy of the rewards. With --device cuda some are timed
+in a CUDA graph too; the floor is an empty kernel. The last line is one JSON document.
 
 It takes some minutes on two cores, and `make gpu` gives it 40 seconds.
 """
 
 import json
-import math
-import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -26,7 +22,6 @@ from bench.measure import (
     argument_parser,
     describe,
     keep,
-    launches,
     machine,
     microseconds,
     microseconds_in_a_graph,
@@ -35,7 +30,6 @@ from bench.measure import (
 )
 from maxrl_fast.algorithms.estimators.tables import subset_ratios
 from maxrl_fast.ops import ESTIMATORS, group_advantage, log_ratio_reward
-from maxrl_fast.records import cumulative
 
 SHAPES = ((1024, 16), (256, 128), (32, 1024))
 K = 4
@@ -44,21 +38,6 @@ OPTIONS = {
     "noisy_verifier_forward": {"false_negative_rate": 0.05},
 }
 SCHEMA = "(Tensor rewards, Tensor? valid, str estimator, int size, float[] options) -> Tensor"
-
-
-def loop_over_groups(rewards: Tensor, ids: list[int]) -> Tensor:
-    """Return grpo as verl computes it: scores collected by prompt id, advantages one by one."""
-    scores = rewards.clone()
-    by_id: dict[int, list[Tensor]] = defaultdict(list)
-    for i in range(len(scores)):
-        by_id[ids[i]].append(scores[i])
-    mean, deviation = {}, {}
-    for name, group in by_id.items():
-        mean[name] = torch.mean(torch.stack(group)) if len(group) > 1 else torch.tensor(0.0)
-        deviation[name] = torch.std(torch.stack(group)) if len(group) > 1 else torch.tensor(1.0)
-    for i in range(len(scores)):
-        scores[i] = (scores[i] - mean[ids[i]]) / (deviation[ids[i]] + 1e-6)
-    return scores
 
 
 def view_mean_std(rewards: Tensor, n: int) -> Tensor:
@@ -92,7 +71,7 @@ def matrix_form(rewards: Tensor, weights: Tensor, without: Tensor) -> Tensor:
     return torch.zeros_like(rewards).scatter(-1, order, improvement - baseline)
 
 
-def estimator_calls(rewards: Tensor, layout: dict[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
+def estimator_calls(rewards: Tensor) -> dict[str, Callable[[], Tensor]]:
     lengths = torch.randint(1, 2000, rewards.shape).to(rewards.device)
     known = {
         "lengths": lengths,
@@ -107,22 +86,13 @@ def estimator_calls(rewards: Tensor, layout: dict[str, Tensor]) -> dict[str, Cal
 
     def call(name: str) -> Callable[[], Tensor]:
         row = ESTIMATORS[name]
-        keywords: dict[str, Any] = (
-            {key: known[key] for key in row.inputs} | layout | OPTIONS.get(name, {})
-        )
+        keywords: dict[str, Any] = {key: known[key] for key in row.inputs} | OPTIONS.get(name, {})
         if row.size is not None and row.size.required:
             keywords["k"] = K
         values = (rewards > 0.5).float() if row.binary else rewards
         return lambda: group_advantage(values, name, **keywords)
 
     return {name: call(name) for name in ESTIMATORS}
-
-
-def family(name: str) -> str:
-    kernel = ESTIMATORS[name].kernel
-    if kernel is None:
-        return "functions"
-    return "moments" if kernel.table is None else "ranks"
 
 
 @cache
@@ -147,12 +117,6 @@ def check_agreement(rewards: Tensor) -> None:
             matrix_form(exact, *matrix_weights(n, K)),
             group_advantage(exact, "maxpo", k=K),
         ),
-        "loop": (
-            loop_over_groups(
-                exact.flatten(), torch.arange(exact.numel()).div(n, rounding_mode="floor").tolist()
-            ),
-            group_advantage(exact, "grpo").flatten(),
-        ),
         "view": (view_mean_std(exact.flatten(), n), group_advantage(exact, "grpo").flatten()),
     }
     for name, (theirs, ours) in pairs.items():
@@ -161,85 +125,23 @@ def check_agreement(rewards: Tensor) -> None:
             raise RuntimeError(f"{name}: the advantages differ by {error}")
 
 
-def growth(rounds: int, device: torch.device) -> dict[str, Any]:
-    """Return maxpo's nanoseconds per rollout by N at a constant 32768 rollouts, and their linear
-    fit in log2 N.
-
-    At a cost of N log N per group they are linear in log2 N, at N^2 linear in N.
-    """
-    sizes = [64, 128, 256, 512, 1024, 2048, 4096]
-    rewards = {n: torch.randn(32768 // n, n, device=device) for n in sizes}
-    times = microseconds(
-        {str(n): partial(group_advantage, r, "maxpo", k=K) for n, r in rewards.items()},
-        rounds,
-        device,
-    )
-    per_rollout = [times[str(n)] / 32768 * 1e3 for n in sizes]  # ns
-    x = [math.log2(n) for n in sizes]
-    slope, intercept = statistics.linear_regression(x, per_rollout)
-    return {
-        "sizes": sizes,
-        "nanoseconds_per_rollout": per_rollout,
-        "fit": f"{intercept:.2f} + {slope:.2f} log2 N ns",
-        "correlation_with_log2_n": statistics.correlation(x, per_rollout),
-        "exponent_of_n": statistics.linear_regression(
-            x, [math.log2(t * n) for t, n in zip(per_rollout, sizes, strict=True)]
-        ).slope,
-    }
-
-
-def even_groups(rewards: Tensor, rounds: int, with_loop: bool) -> dict[str, float]:
-    g, n = rewards.shape
-    flat, ids = rewards.flatten(), torch.arange(g).repeat_interleave(n).tolist()
+def even_groups(rewards: Tensor, rounds: int) -> dict[str, float]:
+    n = rewards.shape[1]
+    flat = rewards.flatten()
     weights = [table.to(rewards) for table in matrix_weights(n, K)]
     functions: dict[str, Callable[[], object]] = {
         "floor: an operator that does nothing": partial(nothing_operator(), rewards),
         "floor: a copy of the rewards": rewards.clone,
-        **estimator_calls(rewards, {}),
+        **estimator_calls(rewards),
         "peer: grpo by view, mean, std": partial(view_mean_std, flat, n),
         "peer: maxpo by matrix": partial(matrix_form, rewards, *weights),
     }
-    times = microseconds(functions, rounds, rewards.device)
-    if with_loop:
-        loop = {"peer: grpo by a loop over groups": partial(loop_over_groups, flat, ids)}
-        times |= microseconds(loop, 3, rewards.device)
-    return times
-
-
-def uneven_groups(
-    sizes: Tensor, generator: torch.Generator, rounds: int, device: torch.device
-) -> dict[str, float]:
-    ids = torch.repeat_interleave(sizes)
-    rewards = torch.randn(len(ids), generator=generator).to(device)
-    offsets, shuffled = (
-        cumulative(sizes).to(device),
-        ids[torch.randperm(len(ids), generator=generator)].to(device),
-    )
-    functions: dict[str, Callable[[], object]] = {
-        "floor: an operator that does nothing": partial(nothing_operator(), rewards),
-        "floor: a copy of the rewards": rewards.clone,
-        **estimator_calls(rewards, {"offsets": offsets}),
-        "maxpo, ids in any order": lambda: group_advantage(
-            rewards, "maxpo", k=K, group_ids=shuffled
-        ),
-        "peer: maxpo by its function": lambda: group_advantage(
-            rewards, ESTIMATORS["maxpo"], k=K, offsets=offsets
-        ),
-    }
-    times = microseconds(functions, rounds, device)
-    if device.type == "cpu":
-        listed = ids.tolist()
-        times |= microseconds(
-            {"peer: grpo by a loop over groups": lambda: loop_over_groups(rewards, listed)},
-            3,
-            device,
-        )
-    return times
+    return microseconds(functions, rounds, rewards.device)
 
 
 def on_gpu(rounds: int, device: torch.device) -> dict[str, Any]:
     """Return the time of small operators at 1024 x 16 in a CUDA graph, without the CPU's part of a
-    launch, and the kernels that one call launches; the floor is an empty kernel.
+    launch; the floor is an empty kernel.
     """
     one, rewards = torch.zeros(1, device=device), torch.randn(1024, 16, device=device)
     logprobs = torch.randn(1024 * 16 * 64, device=device, requires_grad=True)
@@ -251,10 +153,7 @@ def on_gpu(rounds: int, device: torch.device) -> dict[str, Any]:
         "grpo": partial(group_advantage, rewards, "grpo"),
         "log_ratio_reward": partial(log_ratio_reward, logprobs, reference, cu_seqlens),
     }
-    return {
-        "microseconds_in_a_graph": microseconds_in_a_graph(calls, rounds, device),
-        "launches": {name: launches(function) for name, function in calls.items()},
-    }
+    return {"microseconds_in_a_graph": microseconds_in_a_graph(calls, rounds, device)}
 
 
 def measure(rounds: int, device: torch.device) -> dict[str, Any]:
@@ -267,18 +166,11 @@ def measure(rounds: int, device: torch.device) -> dict[str, Any]:
         "k": K,
         "microseconds": shapes,
     }
-    is_cpu = device.type == "cpu"
     for g, n in SHAPES:
         rewards = torch.randn(g, n, generator=generator).to(device)
-        # on a GPU a call of the loop takes seconds, as every element is a launch
-        shapes[f"{g}x{n}"] = even_groups(rewards, rounds, with_loop=is_cpu)
+        shapes[f"{g}x{n}"] = even_groups(rewards, rounds)
         keep(result)
-    sizes = torch.randint(1, 32, (1024,), generator=generator)
-    name = f"uneven, {int(sizes.sum())} rollouts in 1024 groups of 1 to 31"
-    shapes[name] = uneven_groups(sizes, generator, rounds, device)
-    result["growth"] = growth(rounds, device)
-    keep(result)
-    return result if is_cpu else result | {"gpu": on_gpu(rounds, device)}
+    return result if device.type == "cpu" else result | {"gpu": on_gpu(rounds, device)}
 
 
 def report(result: dict[str, Any]) -> None:
@@ -292,11 +184,7 @@ def report(result: dict[str, Any]) -> None:
             f"\n{shape}, k = {result['k']}, microseconds per call: doing nothing {nothing:.1f}, "
             f"copying {copy:.1f}"
         )
-        families: dict[str, list[str]] = defaultdict(list)
-        for name in (name for name in times if name in ESTIMATORS):
-            families[family(name)].append(name)
-        for kind, names in families.items():
-            print(f"  {kind}: " + ", ".join(f"{name} {times[name]:.1f}" for name in names))
+        print("  " + ", ".join(f"{name} {times[name]:.1f}" for name in times if name in ESTIMATORS))
         for name, time_of_peer in times.items():
             if name.startswith("peer: "):
                 ours = "maxpo" if "maxpo" in name else "grpo"
@@ -304,20 +192,6 @@ def report(result: dict[str, Any]) -> None:
                     f"  {name[6:]}: {time_of_peer:,.1f}, {time_of_peer / times[ours]:,.1f} times "
                     f"{ours} here"
                 )
-            elif name not in ESTIMATORS and not name.startswith("floor"):
-                print(f"  {name}: {times[name]:.1f}")
-    fit = result["growth"]
-    print(
-        "\nmaxpo, 32768 rollouts in groups of N, ns per rollout: "
-        + ", ".join(
-            f"{n}: {t:.1f}"
-            for n, t in zip(fit["sizes"], fit["nanoseconds_per_rollout"], strict=True)
-        )
-    )
-    print(
-        f"  fit {fit['fit']}, correlation {fit['correlation_with_log2_n']:.3f}; "
-        f"a group's time grows as N^{fit['exponent_of_n']:.2f}"
-    )
     if "gpu" in result:
         for name, figures in result["gpu"].items():
             print(f"  {name}, 1024x16: {figures}")

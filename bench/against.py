@@ -6,21 +6,14 @@ a built one instead. Both sides answer in turn, in the order A B B A, after thei
 same weights, prompts and responses were compared. A ratio is the median over rounds of the commit's
 time to ours. Cases:
 
-    job         90 steps of the default job by the command line, `--objective maxpo --k 4`, float32;
-                --short: 20 and 10 steps of it
-    update      an update of the default job, 9x9 mazes, 32 x 16, in which every rollout has a
-                gradient
-    update17    the same of the MaxRL paper's policy (3.9M parameters), 17x17 mazes, 2 x 64
-    rollout     the native engine's rollouts of bench.rollout: the paper's policy on 7x7 and 17x17
-                mazes, the default job's
-    attention   bench.attention: this tree's kernel against the FlashAttention calls that the commit
-                made
-    operators   the operators that a layer of the default job calls in a forward and a backward
-                pass, by the profiler
+    job      90 steps of the default job by the command line, `--objective maxpo --k 4`, float32
+    update   an update of the default job, 9x9 mazes, 32 x 16, in which every rollout has a gradient
+    rollout  the native engine's rollouts of bench.rollout: the default job's, and the MaxRL paper's
+             policy on 17x17 mazes
 
 The floor of an update and of a rollout is the FLOPs of its matrix multiplications at the GEMM
 throughput measured between rounds, and MFU is floor over time. With one thread, times are CPU time,
-except the job's. The last line is one JSON document. All cases take about 10 minutes on two cores.
+except the job's. The last line is one JSON document. All cases take about 8 minutes on two cores.
 """
 
 import argparse
@@ -43,8 +36,8 @@ from typing import Any
 
 import torch
 
-from bench import attention, rollout
-from bench.against_side import Update
+from bench import rollout
+from bench.against_side import Update, clock
 from bench.layouts import update_flops
 from bench.measure import argument_parser, describe, keep, machine, prepare, run_command
 from maxrl_fast.errors import InputError
@@ -56,15 +49,13 @@ ROOT = Path(__file__).parents[1]
 LIMIT_SECONDS = 3600.0  # of a build, a job and one answer
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 DEFAULT = DecoderConfig(32, 128, 256, 4, 8, 4, 16, max_position_embeddings=128)
-PAPER = DecoderConfig(32, 256, 1024, 4, 4, 2, 64, max_position_embeddings=512)
-UPDATES = {
-    "update": (DEFAULT, attention.CASES["default job"]),
-    "update17": (PAPER, attention.CASES["17x17 maze"]),
+UPDATE = {
+    "config": asdict(DEFAULT),
+    **{"count": 32, "prompt_length": 94, "num_rollouts": 16, "shortest": 9, "longest": 17},
 }
-ROLLOUTS = ("maze7", "default", "maze17")  # of bench.rollout
+ROLLOUTS = ("default", "maze17")  # of bench.rollout
 JOB = ["--objective", "maxpo", "--k", "4", "--dtype", "float32", "--seed", "0", "--device", "cpu"]
 LONG = ["--steps", "90"]  # the same in commits with another default
-SHORT = ["--sft-steps", "20", "--steps", "10", "--eval-every", "0"]
 COMPARED = ["--sft-steps", "3", "--steps", "1", "--eval-every", "0"]  # before rounding has grown
 
 
@@ -138,18 +129,10 @@ class Side:
         of each stage.
         """
         with tempfile.TemporaryDirectory() as folder:
-            command = [
-                sys.executable,
-                "-m",
-                "maxrl_fast.train",
-                *JOB,
-                *flags,
-                "--out",
-                f"{folder}/run",
-            ]
+            words = ["-m", "maxrl_fast.train", *JOB, *flags, "--out", f"{folder}/run"]
             start = time.perf_counter()
             done = subprocess.run(
-                command,
+                [sys.executable, *words],
                 cwd=self.folder,
                 env=self.environment(),
                 capture_output=True,
@@ -163,11 +146,8 @@ class Side:
                     f"{done.stderr[-500:]}"
                 )
             first = (Path(folder) / "run/metrics.jsonl").read_text().splitlines()[0]
-            return (
-                seconds,
-                json.loads(first),
-                json.loads((Path(folder) / "run/timings.json").read_text()),
-            )
+            timings = (Path(folder) / "run/timings.json").read_text()
+            return seconds, json.loads(first), json.loads(timings)
 
 
 Sides = tuple[Side, Side]  # this tree, the commit
@@ -187,24 +167,18 @@ def build(folder: Path) -> None:
     """
     # for cmake and ninja
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    process = subprocess.Popen(
+    done = subprocess.run(
         [sys.executable, "setup.py", "build_ext", "--inplace"],
         cwd=folder,
         env=os.environ | {"MAXRL_FAST_CUDA": "OFF", "PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         text=True,
-        start_new_session=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
     )
-    try:
-        output, _ = process.communicate(timeout=LIMIT_SECONDS)
-    finally:
-        # Ctrl-C: its compilers must not write into a folder that is being removed
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)  # which ninja passes on to them
-            process.communicate(timeout=60)
-    if process.returncode:
-        raise RuntimeError(f"the commit's extension does not build: {output[-2000:]}")
+    if done.returncode:
+        output = f"{done.stdout}{done.stderr}"[-2000:]
+        raise RuntimeError(f"the commit's extension does not build: {output}")
 
 
 @contextmanager
@@ -274,91 +248,67 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
 
 
 def time_work(
-    sides: Sides,
-    kind: str,
-    name: str,
-    case: dict[str, Any],
-    flops: float,
-    options: argparse.Namespace,
+    sides: Sides, kind: str, name: str, case: dict[str, Any], flops: float, dtype: str, rounds: int
 ) -> Any:
-    """Return and print the figures of an update or a rollout in each dtype; all are timed in
-    turn.
-    """
-    calls: dict[str, Callable[[], float]] = {}
-    for dtype in options.dtypes:
-        key = f"{name} {dtype}"
-        arguments = {"name": key, "kind": kind, "case": case | {"dtype": dtype}}
-        agree(
-            key,
-            {side.name: side.ask(do="prepare", **arguments) for side in sides},
-            TOLERANCE[dtype],
-        )
-        calls |= {f"{side.name} {dtype}": partial(side.ask, do="time", name=key) for side in sides}
-        calls[dtype] = partial(attention.throughput, getattr(torch, dtype))
+    """Return and print the figures of an update or a rollout, timed in turn."""
+    request = {"name": name, "kind": kind, "case": case | {"dtype": dtype}}
+    results = {side.name: side.ask(do="prepare", **request) for side in sides}
+    agree(name, results, TOLERANCE[dtype])
+    calls: dict[str, Callable[[], float]] = {
+        side.name: partial(side.ask, do="time", name=name) for side in sides
+    }
+    calls["gemm"] = partial(gemm_throughput, getattr(torch, dtype))
     for call in calls.values():  # a warm-up
         call()
-    values = in_turn(calls, options.rounds)
-    figures: dict[str, Any] = {"gigaflop": flops * 1e-9}
-    for dtype in options.dtypes:
-        ours, theirs = (values[f"{side.name} {dtype}"] for side in sides)
-        throughput = statistics.median(values[dtype])  # FLOPs in a millisecond
-        times = {
-            side.name: statistics.median(x) for side, x in zip(sides, (ours, theirs), strict=True)
-        }
-        floor = flops / throughput
-        figures[dtype] = {
-            "milliseconds": times,
-            "ratio": ratio(theirs, ours),
-            "gemm_gflops": throughput * 1e-6,
-            "floor_milliseconds": floor,
-            "share_of_floor": {side: floor / x for side, x in times.items()},
-            "of_our_float32": ratio(values[f"{sides[0].name} float32"], ours)
-            if "float32" in options.dtypes
-            else None,
-        }
-        report(f"{name}, {dtype}", figures[dtype])
-    return figures
-
-
-def report(name: str, x: Mapping[str, Any]) -> None:
-    times = ", ".join(
-        f"{side} {t:,.1f} ms ({x['share_of_floor'][side]:.0%} MFU)"
-        for side, t in x["milliseconds"].items()
-    )
-    line = (
-        f"{name}: {times}, {x['ratio']:.2f} x; floor {x['floor_milliseconds']:,.1f} ms at "
-        f"{x['gemm_gflops']:,.0f} GFLOP/s"
+    ours, theirs, gemm = in_turn(calls, rounds).values()
+    throughput = statistics.median(gemm)  # FLOPs in a millisecond
+    floor = flops / throughput
+    times = {side.name: statistics.median(x) for side, x in zip(sides, (ours, theirs), strict=True)}
+    shares = {side: floor / x for side, x in times.items()}
+    sides_text = ", ".join(
+        f"{side} {x:,.1f} ms ({shares[side]:.0%} MFU)" for side, x in times.items()
     )
     print(
-        line
-        + (
-            ""
-            if x["of_our_float32"] in (None, 1.0)
-            else f"; {x['of_our_float32']:.2f} x our float32"
-        ),
+        f"{name}, {dtype}: {sides_text}, {ratio(theirs, ours):.2f} x; floor {floor:,.1f} ms at "
+        f"{throughput * 1e-6:,.0f} GFLOP/s",
         flush=True,
     )
-
-
-def update_case(name: str) -> dict[str, Any]:
-    config, shape = UPDATES[name]
     return {
-        "config": asdict(config),
-        "count": shape.prompts,
-        "prompt_length": shape.prompt_length,
-        "num_rollouts": shape.responses,
-        "shortest": shape.shortest,
-        "longest": shape.longest,
+        "gigaflop": flops * 1e-9,
+        "dtype": dtype,
+        "milliseconds": times,
+        "ratio": ratio(theirs, ours),
+        "gemm_gflops": throughput * 1e-6,
+        "floor_milliseconds": floor,
+        "share_of_floor": shares,
     }
 
 
+def gemm_throughput(dtype: torch.dtype) -> float:
+    """Return the FLOPs in a millisecond of a matrix multiplication, the best of five."""
+    x, y = torch.randn(2, 1024, 1024).to(dtype)
+    times = []
+    for _ in range(5):
+        start = clock()
+        x @ y
+        times.append(clock() - start)
+    return 2e-3 * 1024**3 / min(times)
+
+
 def update(name: str, sides: Sides, options: argparse.Namespace) -> Any:
-    case = update_case(name)
-    here = Update(**case, dtype="float32")
+    here = Update(**UPDATE, dtype="float32")
     batch = Packer(here.prompts, here.rollouts, here.advantages).pack(
         torch.arange(len(here.advantages))
     )
-    return time_work(sides, "update", name, case, update_flops(here.model.config, batch), options)
+    return time_work(
+        sides,
+        "update",
+        name,
+        UPDATE,
+        update_flops(here.model.config, batch),
+        options.dtype,
+        options.rounds,
+    )
 
 
 def rollouts(name: str, sides: Sides, options: argparse.Namespace) -> Any:
@@ -375,7 +325,9 @@ def rollouts(name: str, sides: Sides, options: argparse.Namespace) -> Any:
             "num_rollouts": num_rollouts,
             "limit": task.max_new_tokens,
         }
-        figures[shape] = time_work(sides, "rollout", f"{name} {shape}", case, flops, options)
+        figures[shape] = time_work(
+            sides, "rollout", f"{name} {shape}", case, flops, options.dtype, options.rounds
+        )
     return figures
 
 
@@ -395,7 +347,7 @@ def job(name: str, sides: Sides, options: argparse.Namespace) -> Any:
     stages: dict[str, dict[str, float]] = {}
 
     def seconds(side: Side) -> float:
-        seconds, _, stages[side.name] = side.run_job(SHORT if options.short else LONG)
+        seconds, _, stages[side.name] = side.run_job(LONG)
         return seconds
 
     times = in_turn({side.name: partial(seconds, side) for side in sides}, min(options.rounds, 2))
@@ -407,38 +359,13 @@ def job(name: str, sides: Sides, options: argparse.Namespace) -> Any:
         flush=True,
     )
     return {
-        "short": options.short,
         "seconds": medians,
         "ratio": ratio(theirs, ours),
         "last_stages": stages,
     }
 
 
-def alone(name: str, sides: Sides, options: argparse.Namespace) -> Any:
-    return {
-        dtype: attention.measure_cases(getattr(torch, dtype), options.rounds)
-        for dtype in options.dtypes
-    }
-
-
-def operators(name: str, sides: Sides, options: argparse.Namespace) -> Any:
-    case = update_case("update") | {"dtype": "float32"}
-    counts = {side.name: side.ask(do="operators", case=case) for side in sides}
-    print(
-        f"{name} of a layer, forward and backward: "
-        f"{', '.join(f'{side} {n}' for side, n in counts.items())}"
-    )
-    return counts
-
-
-CASES = {
-    "job": job,
-    "update": update,
-    "update17": update,
-    "rollout": rollouts,
-    "attention": alone,
-    "operators": operators,
-}
+CASES = {"job": job, "update": update, "rollout": rollouts}
 
 
 def arguments() -> argparse.Namespace:
@@ -454,9 +381,8 @@ def arguments() -> argparse.Namespace:
         "--cases", nargs="+", choices=list(CASES), default=list(CASES), help="default: all"
     )
     parser.add_argument(
-        "--dtypes", nargs="+", choices=list(TOLERANCE), default=["float32"], help="default: float32"
+        "--dtype", choices=list(TOLERANCE), default="float32", help="default: float32"
     )
-    parser.add_argument("--short", action="store_true", help="a short job")
     options = parser.parse_args()
     options.device = "cpu"
     return options

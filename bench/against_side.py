@@ -1,12 +1,10 @@
 """One side of bench.against: a process that imports either commit and answers requests, one JSON
 line each.
 
-It imports nothing of `bench`, which differs at the other commit. What differs between the commits
-in `maxrl_fast` is at the top; below are only names that both have. Weights, prompts and responses
-come from seeds, so that both sides compute the same.
+It imports nothing of `bench`, which differs at the other commit, and only names of `maxrl_fast`
+that both have. Weights, prompts and responses come from seeds, so that both sides compute the same.
 """
 
-import importlib
 import json
 import sys
 import time
@@ -14,49 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 import maxrl_fast
-from maxrl_fast import records
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
-from maxrl_fast.records import Prompts, Rollouts, cumulative
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.records import Prompts, Rollouts, Samples, cumulative
+from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
-
-PACKAGE = Path(maxrl_fast.__file__).parent
-# bc21ff5: no packages for stages, and no record Samples
-IS_FLAT = not (PACKAGE / "training").is_dir()
-
-
-def module(name: str, flat_name: str) -> Any:
-    return importlib.import_module(f"maxrl_fast.{flat_name if IS_FLAT else name}")
-
-
-learning, packing = module("training.learner", "learner"), module("training.packing", "batching")
-
-
-def rolled_out(engine: Any, prompts: Prompts, num_samples: int, sampling: Sampling) -> Any:
-    """Before 26 November 2026 engines took the fields of a request as arguments."""
-    request = getattr(importlib.import_module("maxrl_fast.rollout"), "RolloutRequest", None)
-    if request is None:
-        return engine.generate(prompts, num_samples, sampling, seed=0, step=1)
-    return engine.generate(request(prompts, num_samples, sampling, seed=0, step=1))
-
-
-def make_optimizer(model: Decoder) -> torch.optim.Optimizer:
-    if IS_FLAT:
-        optimizer = learning.make_optimizer(model, module("", "options").OptimizerOptions())
-    else:
-        optimizer = module("training.optimizer", "").make_optimizer(
-            model, beta2=0.99, weight_decay=0.01
-        )
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    return optimizer
-
-
-def samples(prompts: Prompts, rollouts: Rollouts) -> tuple[Any, ...]:
-    """The first arguments of Learner.update."""
-    return (prompts, rollouts) if IS_FLAT else (records.Samples(prompts, rollouts),)
+from maxrl_fast.training.learner import Learner
+from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.optimizer import make_optimizer
 
 
 def make_prompts(vocabulary: int, count: int, length: int) -> Prompts:
@@ -92,16 +56,15 @@ class Update:
         self.advantages = torch.randn(len(lengths), generator=generator)
         self.model = Decoder(DecoderConfig(**config))
         self.model.initialise(0)
-        settings = learning.LossSettings(loss="reinforce", aggregation="token_mean")
-        self.learner = learning.Learner(
-            self.model, make_optimizer(self.model), settings, 1.0, 4096, getattr(torch, dtype)
-        )
+        optimizer = make_optimizer(self.model, beta2=0.99, weight_decay=0.01)
+        settings = LossSettings(loss="reinforce", aggregation="token_mean")
+        self.learner = Learner(self.model, optimizer, settings, 1.0, 4096, getattr(torch, dtype))
         self.metrics: Any = None
 
     def __call__(self) -> None:
         everything = torch.arange(len(self.advantages))
         self.metrics = self.learner.update(
-            *samples(self.prompts, self.rollouts),
+            Samples(self.prompts, self.rollouts),
             self.advantages,
             everything,
             when="update",
@@ -110,25 +73,6 @@ class Update:
 
     def results(self) -> dict[str, float]:
         return {"loss": self.metrics.loss, "gradient norm": self.metrics.grad_norm}
-
-    def operators(self) -> int:
-        """Return the number of operators that forward and backward of four prompts call, without
-        autograd's.
-        """
-        # older commits have the cost in the learner
-        owner: Any = getattr(self.learner, "passes", self.learner)
-        how: Any = getattr(owner, "shares_all", 0.0)  # older commits: the cost of merging, 0
-        packer = packing.Packer(self.prompts, self.rollouts, self.advantages, how)
-        sequences = torch.arange(4 * packer.num_rollouts)
-        batch = packer.pack(sequences)
-        plan = (
-            learning.UpdatePlan(sequences, 1.0) if hasattr(learning, "UpdatePlan") else 1.0
-        )  # an older commit takes the number
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            self.learner.loss(batch, plan)[0].backward()
-        return sum(
-            "::" in e.name and not e.name.startswith("autograd::") for e in profiler.events() or ()
-        )
 
 
 class Rollout:
@@ -154,7 +98,8 @@ class Rollout:
         self.rollouts: Rollouts | None = None
 
     def __call__(self) -> None:
-        self.rollouts = rolled_out(self.engine, self.prompts, self.num_rollouts, self.sampling)
+        request = RolloutRequest(self.prompts, self.num_rollouts, self.sampling, seed=0, step=1)
+        self.rollouts = self.engine.generate(request)
 
     def results(self) -> dict[str, float]:
         assert self.rollouts is not None
@@ -172,18 +117,6 @@ class Rollout:
 KINDS: dict[str, type[Update | Rollout]] = {"update": Update, "rollout": Rollout}
 
 
-def operators_of_a_layer(**case: Any) -> int:
-    """Return the number of operators of a layer: what a third layer adds. The last differs: it
-    computes only predicting rows."""
-    counts = []
-    for layers in (2, 3):
-        case["config"]["num_hidden_layers"] = layers
-        update = Update(**case)
-        update()
-        counts.append(update.operators())
-    return counts[1] - counts[0]
-
-
 def clock() -> float:
     """Return seconds of CPU time with one thread, which other programs do not affect; else of wall
     time.
@@ -194,13 +127,11 @@ def clock() -> float:
 def main(threads: int) -> None:
     torch.set_num_threads(threads)
     works: dict[str, Update | Rollout] = {}
-    print(json.dumps({"package": str(PACKAGE)}), flush=True)
+    print(json.dumps({"package": str(Path(maxrl_fast.__file__).parent)}), flush=True)
     for line in sys.stdin:
         answer: Any
         request = json.loads(line)
-        if request["do"] == "operators":
-            answer = operators_of_a_layer(**request["case"])
-        elif request["do"] == "prepare":
+        if request["do"] == "prepare":
             work = works[request["name"]] = KINDS[request["kind"]](**request["case"])
             work()
             answer = work.results()

@@ -1,5 +1,4 @@
-"""`python -m bench.gpu_build`: the extension with CUDA kernels in place, carried here or built
-here.
+"""`python -m bench.gpu_build`: the extension with CUDA kernels in place, carried or built here.
 
 `make gpu-wheels` builds it for another machine: `--for-python python3.12 --to FOLDER`, which needs
 that interpreter's headers. Without options, an extension in the folder of MAXRL_FAST_WHEELS is used
@@ -10,7 +9,6 @@ minutes.
 
 import argparse
 import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -33,22 +31,9 @@ def digest_of_sources() -> str:
     return digest.hexdigest()
 
 
-def carried(folder: Path) -> tuple[Path | None, str]:
-    """Return the extension in a folder if it can be used here; otherwise None, and why."""
-    extension = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    if not extension.exists():
-        return None, f"{folder} has no {extension.name}"
-    if not (folder / DIGEST).exists():  # its build was stopped
-        return None, f"{folder} has no {DIGEST}"
-    if (folder / DIGEST).read_text().strip() != digest_of_sources():
-        return None, f"{extension} was built from other sources"
-    return extension, ""
-
-
 def build_for(python: str, folder: Path) -> None:
     """Build the extension for another interpreter; write it and the digest of its sources into a
-    folder.
-    """
+    folder."""
     import pybind11
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,6 +52,19 @@ def build_for(python: str, folder: Path) -> None:
     (folder / DIGEST).write_text(digest_of_sources() + "\n")
 
 
+def interpreter(python: str) -> str:
+    """Return the path of an interpreter that runs here.
+
+    Raises:
+        OSError: if it does not; a command of pyenv's may choose none.
+    """
+    code = "import sys; print(sys.executable)"
+    run = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise OSError(f"GPU_PYTHON_PATH must name an interpreter that runs, got {python}")
+    return run.stdout.strip()
+
+
 def has_kernels() -> bool:
     code = "from maxrl_fast import _C; raise SystemExit(not _C.cuda)"
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
@@ -74,62 +72,35 @@ def has_kernels() -> bool:
 
 def install() -> bool:
     """Copy the prebuilt extension into the package, or build it in place; return whether it has
-    CUDA kernels.
-    """
-    folder = os.environ.get(WHEELS)
-    extension, why = carried(Path(folder)) if folder else (None, f"{WHEELS} is not set")
-    if extension is not None:
+    CUDA kernels."""
+    folder = Path(os.environ.get(WHEELS) or "no folder, as MAXRL_FAST_WHEELS is not set")
+    extension = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    digest = folder / DIGEST  # absent where a build was stopped
+    if not (extension.exists() and digest.exists()):
+        why = f"{folder} has no {extension.name} with its {DIGEST}"
+    elif digest.read_text().strip() != digest_of_sources():
+        why = f"{extension} was built from other sources"
+    else:
         shutil.copy(extension, ROOT / "maxrl_fast")
         if has_kernels():
             print(f"the extension is the one that was carried here, {extension}", flush=True)
             return True
         why = f"{extension} does not load, or has no CUDA kernels"
     print(f"the extension is built here: {why}", flush=True)
-    absent = [name for name in ("setuptools", "pybind11") if importlib.util.find_spec(name) is None]
-    absent += [name for name in ("cmake", "ninja", "nvcc") if shutil.which(name) is None]
-    if absent:
-        raise OSError(f"a build needs {', '.join(absent)}")
     environment = {"CUDAARCHS": "native"} | os.environ | {"MAXRL_FAST_CUDA": "ON"}
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
     return has_kernels()
 
 
-def interpreter(python: str) -> str:
-    """Return the path of an interpreter that runs here and has its headers: the named one, else
-    one of that name among pyenv's versions, whose commands on the PATH may choose none.
-
-    Raises:
-        OSError: if there is none.
-    """
-    code = "import sysconfig, sys; print(sys.executable, sysconfig.get_path('include'), sep='\\n')"
-    tried = []
-    versions = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
-    for path in [python, *map(str, sorted(versions.glob(f"*/bin/{Path(python).name}")))]:
-        if shutil.which(path) is None:
-            tried.append(f"{path} is not there")
-            continue
-        run = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False)
-        if run.returncode:
-            tried.append(f"{path} does not run")
-            continue
-        executable, include = run.stdout.splitlines()
-        if Path(include, "Python.h").exists():
-            return executable
-        tried.append(f"{path} has no headers")
-    raise OSError(f"no interpreter to build the extension for: {'; '.join(tried)}")
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu_build", description=__doc__)
-    parser.add_argument(
-        "--for-python",
-        metavar="PYTHON",
-        help="build for this interpreter, and leave the package as it is",
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu_build",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--to", type=Path, metavar="FOLDER", help="where --for-python writes the extension"
-    )
+    parser.add_argument("--for-python", metavar="PYTHON", help="build for this interpreter")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="where --for-python writes")
     options = parser.parse_args()
     if (options.for_python is None) != (options.to is None):
         parser.error("--for-python and --to must be given together")

@@ -9,7 +9,6 @@ are those of examples/language/word_problems.py, all computes in --dtype on a CP
     step       a step of GRPO, 8 prompts x 16 rollouts x 24 tokens: ours and TRL's, in turn in one
                process, their peak memory, and the share that an update has of the measured
                throughput of a matrix multiplication
-    start      the seconds from the start of `maxrl_fast.train --model MODEL` to its first rollout
 
 TRL and vLLM need separate environments: `make peers` and `make test-vllm` make them. The last line
 is one JSON document. It takes about ten minutes on two cores.
@@ -18,10 +17,8 @@ is one JSON document. It takes about ten minutes on two cores.
 import importlib.util
 import json
 import runpy
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -87,28 +84,10 @@ def step(config: Config, rounds: int) -> dict[str, Any]:
     return {"ours": ours, "trl": beside}
 
 
-def start(options: list[str]) -> float:
-    """Return the seconds from the start of a training command to its first rollout, an evaluation
-    of one sample included."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        run = ["--steps", "1", "--eval-prompts", "1", "--eval-samples", "1", "--out", str(out)]
-        began = time.perf_counter()
-        with subprocess.Popen(
-            [sys.executable, "-m", "maxrl_fast.train", *options, *run], stdout=subprocess.DEVNULL
-        ) as process:
-            log = out / "metrics.jsonl"
-            while process.poll() is None and not (log.exists() and log.stat().st_size):
-                time.sleep(0.05)
-            seconds = time.perf_counter() - began
-        metrics = json.loads(log.read_text())
-    return float(seconds - metrics["rollout_seconds"] - metrics["train_seconds"])
-
-
 def main() -> int:
     parser = argument_parser("language", __doc__, rounds=3, has_dtype=True)
     parser.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
-    parts = ("sampling", "step", "start")
+    parts = ("sampling", "step")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     options = parser.parse_args()
     device = prepare(options)
@@ -127,9 +106,6 @@ def main() -> int:
             config = parse(job(options.model, Path(folder), STEP, dtype))
             result["step"] = step(config, options.rounds)
             keep(result)
-        if "start" in options.parts:
-            result["start_seconds"] = start(job(options.model, Path(folder), STEP, dtype))
-            print(f"start: {result['start_seconds']:.1f} s to the first rollout")
     print(json.dumps(result))
     return 0
 

@@ -1,4 +1,4 @@
-"""The update of a training step in three layouts of its batch, for bench.train_step."""
+"""The update of a training step in two layouts of its batch, for bench.train_step."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.packing import MicroBatch, Packer
 
 SETTINGS = LossSettings(loss="reinforce", aggregation="token_mean")
-LAYOUTS = ("shared", "repeated", "padded")
+LAYOUTS = ("shared", "padded")
 
 
 @dataclass
@@ -121,9 +121,7 @@ class LayoutUpdates:
             group["lr"] = 0.0
         self.learner = Learner(case.model, self.optimizer, SETTINGS, 1.0, case.token_budget, dtype)
         passes = self.learner.passes
-        self.shared = passes.packer(Samples(case.prompts, rollouts), self.advantages)
-        # a merge cost at which nothing is shared but equal rows
-        self.repeated = Packer(case.prompts, rollouts, self.advantages, 1e9)
+        self.packer = passes.packer(Samples(case.prompts, rollouts), self.advantages)
         for parameter in case.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()  # allocates the moments, before memory is measured
@@ -139,15 +137,7 @@ class LayoutUpdates:
         model, budget = self.case.model, self.case.token_budget
         model.zero_grad()
         if layout == "shared":
-            self._packed(self.shared, budget)
-        elif layout == "repeated":
-            # `split` counts a prompt once, but a repeated micro-batch has one copy of it per
-            # response.
-            prompt = int(self.case.prompts.lengths[0])
-            per_response = prompt + len(self.case.rollouts.tokens) / len(self.case.rollouts)
-            self._packed(
-                self.repeated, int(budget // per_response * (per_response - prompt)) + prompt
-            )
+            self._packed(self.packer, budget)
         else:
             padded_passes(self.case, self.advantages, self.dtype, self.denominator)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -164,10 +154,9 @@ class LayoutUpdates:
             [p.grad.flatten() for p in self.case.model.parameters() if p.grad is not None]
         )
 
-    def work(self, layout: str) -> tuple[int, int]:
-        """Return the FLOPs and tokens of an update, without padding."""
-        packer = self.shared if layout == "shared" else self.repeated
-        batch = packer.pack(torch.arange(len(self.advantages)))
+    def work(self) -> tuple[int, int]:
+        """Return the FLOPs and tokens of an update in the layout "shared"."""
+        batch = self.packer.pack(torch.arange(len(self.advantages)))
         return update_flops(self.case.model.config, batch), len(batch.tokens)
 
 
@@ -219,16 +208,17 @@ def update_in_layouts(
     rollout has a gradient.
 
     Args:
-        rounds: timed rounds; 0: none.
-        layouts: must include "shared".
+        layouts: must include "shared", by whose tokens and FLOPs both are counted.
     """
     updates = LayoutUpdates.on_device(case, device, dtype)
     model = case.model
     times, memory, differences = first_updates(updates, layouts, device)
     throughput = gemm_throughput(4096, model.config.hidden_size, dtype, device)
 
+    flops, tokens = updates.work()
+
     def figures(layout: str) -> dict[str, Any]:
-        (flops, tokens), ms, peak = updates.work(layout), times[layout], memory[layout]
+        ms, peak = times[layout], memory[layout]
         return {
             "milliseconds": ms,
             "tokens": tokens,
@@ -241,7 +231,7 @@ def update_in_layouts(
 
     sizes = {
         "prompts": len(case.prompts),
-        "rollouts": updates.shared.num_rollouts,
+        "rollouts": updates.packer.num_rollouts,
         "prompt_tokens": len(case.prompts.tokens),
         "response_tokens": len(case.rollouts.tokens),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -250,7 +240,6 @@ def update_in_layouts(
         "gradients_agree": agree(differences, dtype),
     }
     yield sizes | {"layouts": {layout: figures(layout) for layout in layouts}}
-    if rounds:
-        calls = {layout: partial(updates.update, layout) for layout in layouts}
-        times = milliseconds(calls, rounds, device)
-        yield sizes | {"layouts": {layout: figures(layout) for layout in layouts}}
+    calls = {layout: partial(updates.update, layout) for layout in layouts}
+    times = milliseconds(calls, rounds, device)
+    yield sizes | {"layouts": {layout: figures(layout) for layout in layouts}}

@@ -13,7 +13,6 @@ from maxrl_fast.ops import linear_divergence, linear_policy_gradient_loss, linea
 from maxrl_fast.ops.logit_chunks import default_chunk, logits_dtype, row_stride
 
 CALLS = 2  # of each function in a round: one takes up to 0.2 s
-PART_BYTES = 1 << 26  # of a product that is added to a float32 matrix; it stays in the L2 cache
 
 
 class Linear:
@@ -100,57 +99,6 @@ class Linear:
         }
         for _ in sides.try_each(makers):
             yield figures()
-
-    def products(self) -> Iterator[dict[str, Any]]:
-        """Yield the milliseconds of a chunk's matrix products with results in half precision and in
-        float32: the logits, and what is added to the output matrix's gradient. It needs a GPU.
-        """
-        hidden, weight = (x.detach() for x in self.matrices())
-        hidden = hidden[: self.chunk(hidden)]
-        logits_grad = torch.randn(
-            len(hidden), len(weight), device=self.device, dtype=self.dtype
-        ).div_(len(hidden) ** 0.5)
-        total, difference = weight.float(), dict[str, float]()
-        rows = max(PART_BYTES // (4 * self.hidden_size), 1)
-
-        def rounded() -> object:
-            return torch.mm(hidden, weight.T)
-
-        def add_parts(total: Tensor = total) -> object:
-            for part, grad in zip(total.split(rows), logits_grad.split(rows, 1), strict=True):
-                part.add_(torch.mm(grad.T, hidden, out_dtype=torch.float32))
-            return total
-
-        def add(total: Tensor = total) -> object:
-            return torch.addmm(total, logits_grad.T, hidden, out_dtype=torch.float32, out=total)
-
-        def checked_add() -> Callable[[], object]:
-            expected, actual = weight.float(), weight.float()
-            add_parts(expected)
-            add(actual)
-            size = float(expected.norm())
-            difference["addmm"] = float(actual.sub_(expected).norm()) / size
-            if not difference["addmm"] < 1e-4:
-                raise RuntimeError(f"addmm differs from parts and add by {difference['addmm']}")
-            return add
-
-        sides = self.sides(rounded, "logits")
-        makers: dict[str, Callable[[], Callable[[], object]]] = {
-            "logits": lambda: rounded,
-            "logits in float32": lambda: partial(
-                torch.mm, hidden, weight.T, out_dtype=torch.float32
-            ),
-            "weight's gradient, parts and add": lambda: add_parts,
-            "weight's gradient, addmm": checked_add,
-        }
-        for _ in sides.try_each(makers):
-            yield self.sizes | {
-                "tokens": len(hidden),
-                "milliseconds": sides.milliseconds,
-                "times_logits": sides.ratio,
-                "relative_difference": difference,
-                "failed": sides.failed,
-            }
 
     def logprobs(self) -> Iterator[dict[str, Any]]:
         """Yield the figures of log-probs, forward and backward; the backward pass recomputes the

@@ -3,6 +3,7 @@
 import argparse
 import ctypes
 import json
+import os
 import statistics
 import sys
 import time
@@ -23,6 +24,8 @@ from maxrl_fast.training.stopwatch import Lap, Stopwatch
 COLD_BYTES = 256 << 20  # more than any second-level cache
 HEAD_START_CYCLES = 20_000_000  # GPU clock cycles: about 10 ms in which the host queues calls
 CALLS_A_ROUND = 10
+LOOK = "MAXRL_FAST_BENCH_LOOK"  # environment variable: "", "profile" or "counters", of bench.gpu
+LONGEST = 25  # kernels of a profile
 
 
 def argument_parser(
@@ -59,16 +62,16 @@ def argument_parser(
     return parser
 
 
-def prepare(options: argparse.Namespace, min_rounds: int = 1) -> torch.device:
+def prepare(options: argparse.Namespace) -> torch.device:
     """Set the number of threads, and return the device of the shared options.
 
     Raises:
         InputError: if the device is absent, or a number is too small.
     """
-    for name, least in {"threads": 1, "rounds": min_rounds}.items():
+    for name in ("threads", "rounds"):
         number = getattr(options, name, None)
-        if number is not None and number < least:
-            raise InputError(f"--{name} must be at least {least}, got {number}")
+        if number is not None and number < 1:
+            raise InputError(f"--{name} must be at least 1, got {number}")
     if options.threads:
         torch.set_num_threads(options.threads)
     return resolve_device(options.device)
@@ -151,7 +154,55 @@ def milliseconds(
             synchronize(device)
             if repeat:
                 times[name].append((time.perf_counter() - start) * 1e3)
+    look_into(functions, device, before)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def look_into(
+    functions: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    before: Callable[[], object],
+) -> None:
+    """For --profile and --counters of `python -m bench.gpu`: print the kernels of one more call of
+    each function, on a CPU its operators, or let ncu count them."""
+    look, on_gpu = os.environ.get(LOOK), device.type == "cuda"
+    for name, function in functions.items() if look else ():
+        before()
+        synchronize(device)
+        if look == "counters":
+            torch.cuda.cudart().cudaProfilerStart()
+            function()
+            synchronize(device)
+            torch.cuda.cudart().cudaProfilerStop()
+            continue
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        with profile(activities=activities) as profiler:
+            start = time.perf_counter()
+            function()
+            synchronize(device)
+            milliseconds = (time.perf_counter() - start) * 1e3
+        events = profiler.key_averages()
+        if on_gpu:  # neither the operators' own events nor an annotation around several kernels
+            events = [
+                x for x in events if x.device_type.name == "CUDA" and not x.is_user_annotation
+            ]
+        times = [
+            (x.self_device_time_total if on_gpu else x.self_cpu_time_total, x.count, x.key)
+            for x in events
+        ]
+        longest = sorted(times, reverse=True)[:LONGEST]
+        document = {
+            "benchmark": "profile",
+            "name": name,
+            "milliseconds": milliseconds,
+            "busy": sum(us for us, *_ in times) / 1e3 / milliseconds,
+            "launches": sum(calls for _, calls, _ in times),
+            "kernels": [{"name": x, "calls": n, "microseconds": us} for us, n, x in longest],
+        }
+        print(json.dumps(document), flush=True)
+        print(f"{name}: {milliseconds:.1f} ms, {document['busy']:.0%} busy, the longest:")
+        for us, calls, kernel in longest:
+            print(f"  {us / 1e3:9.2f} ms {calls:7,} x {kernel:.110}")
 
 
 def kernel_milliseconds(
@@ -160,7 +211,6 @@ def kernel_milliseconds(
     device: torch.device,
     before: Callable[[], object] = lambda: None,
     *,
-    is_hot: bool = False,
     calls: int = CALLS_A_ROUND,
 ) -> dict[str, float]:
     """Return each function's median device time per call; on a CPU this is `milliseconds`.
@@ -169,9 +219,7 @@ def kernel_milliseconds(
     with events around each call. So the host's launch time is not measured.
 
     Args:
-        before: called before each call, untimed.
-        is_hot: whether a call finds in the L2 cache what an untimed call of the same function left
-            there; otherwise the cache is overwritten after `before`.
+        before: called before each call, untimed; then the L2 cache is overwritten.
         calls: of each function in a round on a GPU.
     """
     if device.type != "cuda":
@@ -184,10 +232,7 @@ def kernel_milliseconds(
         for name, function in functions.items():
             for _ in range(calls):
                 before()
-                if is_hot:
-                    function()
-                else:
-                    other.zero_()
+                other.zero_()
                 start, end = (
                     torch.cuda.Event(enable_timing=True),
                     torch.cuda.Event(enable_timing=True),
@@ -200,6 +245,7 @@ def kernel_milliseconds(
         if repeat:
             for name, start, end in marks:
                 times[name].append(start.elapsed_time(end))
+    look_into(functions, device, before)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -245,17 +291,6 @@ def microseconds(
         for name, function in functions.items():
             times[name].append(timed(function, calls[name]))
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-def launches(function: Callable[[], object]) -> int:
-    """Return the number of kernels, copies and fills that one call starts on the GPU."""
-    function()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        function()
-        torch.cuda.synchronize()
-    # The profiler lists the runtime's calls too; only the device's own events count.
-    return sum(event.device_type.name == "CUDA" for event in profiler.events() or ())
 
 
 def microseconds_in_a_graph(

@@ -42,18 +42,8 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.scorer import Scorer
 
 SIZES = {
-    # 3.9M parameters
-    "paper": [
-        "--hidden-size",
-        "256",
-        "--intermediate-size",
-        "1024",
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-    ],
-    "default": [],  # 0.6M
+    "paper": "--hidden-size 256 --intermediate-size 1024 --heads 4 --kv-heads 2",  # 3.9M parameters
+    "default": "",  # 0.6M
 }
 JOBS = {
     "cpu": "--maze-size 7 --prompts 8 --rollouts 16 --dtype float32",
@@ -241,21 +231,9 @@ def main() -> int:
     if importlib.util.find_spec("trl") is None:
         raise InputError("bench.peers needs TRL in its own environment: `make peers` makes one")
     device = prepare(options).type
-    fixed = [
-        "--objective",
-        "grpo",
-        "--lr",
-        "1e-4",
-        "--lr-schedule",
-        "constant",
-        "--warmup-steps",
-        "0",
-        "--sft-steps",
-        "60",
-    ]
-    config = parse(
-        [*fixed, "--device", device, *JOBS[device].split(), *SIZES[options.size], *flags]
-    )
+    fixed = "--objective grpo --lr 1e-4 --lr-schedule constant --warmup-steps 0 --sft-steps 60"
+    words = f"{fixed} --device {device} {JOBS[device]} {SIZES[options.size]}".split()
+    config = parse([*words, *flags])
     result = measure(config, options.turns * TURN, MAX_ROWS[device])
     print(describe(result["machine"]))
     report(result)

@@ -36,18 +36,18 @@ from bench.measure import (
     run_command,
 )
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops import log_ratio_reward, pacs_loss, token_logprobs
+from maxrl_fast.ops import token_logprobs
 from maxrl_fast.runtime.device import memory_bytes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SECTIONS = (
-    *("logits", "other_vocabularies", "linear", "linear_products", "linear_logprobs"),
-    *("divergence", "pacs"),
+    *("logits", "other_vocabularies", "linear", "linear_logprobs"),
+    "divergence",
 )
 SIZES = ("tokens", "hidden_size", "vocabulary")
 RATES = ("copy_gb_per_second", "matrix_product_tflops", "host_microseconds", "tflops")
 COLUMNS = (
-    *("milliseconds", "of_copy_bandwidth", "useful_tflops", "times_ours", "times_logits"),
+    *("milliseconds", "of_copy_bandwidth", "useful_tflops", "times_ours"),
     *("peak_bytes_per_element", "peak_mib"),
 )
 Figures = dict[str, Any]
@@ -137,28 +137,6 @@ class Logits:
                 yield self.figures()
 
 
-def pacs(rounds: int, device: torch.device) -> Iterator[Figures]:
-    """Yield the milliseconds of PACS at 1024 prompts x 16 rollouts x 64 tokens, forward and
-    backward.
-    """
-    logp = torch.randn(1024 * 16 * 64, device=device, requires_grad=True)
-    cu_seqlens = torch.arange(0, logp.numel() + 1, 64, device=device)
-    labels = (torch.rand(1024 * 16, device=device) < 0.3).float()
-    proxies = torch.randn(1024 * 16, device=device, requires_grad=True)
-    ref, grad_rewards = torch.randn_like(logp), torch.randn_like(proxies)
-    times = kernel_milliseconds(
-        {
-            "log_ratio_reward": lambda: torch.autograd.grad(
-                log_ratio_reward(logp, ref, cu_seqlens), logp, grad_rewards
-            ),
-            "pacs_loss": lambda: torch.autograd.grad(pacs_loss(proxies, labels, 16)[0], proxies),
-        },
-        rounds,
-        device,
-    )
-    yield {"milliseconds": times}
-
-
 def default_tokens(device: torch.device, memory: int) -> int:
     """Return a T at which every part fits into the device's memory, in bytes."""
     if device.type == "cpu":
@@ -206,13 +184,10 @@ def parts(
         yield "logits", name, logits["logits", name].ours()
     for name in fast:
         yield "linear", name, losses[name].loss()
-    for name in fast if on_gpu else ():
-        yield "linear_products", name, losses[name].products()
     for name in fast:
         yield "linear_logprobs", name, linear(name, few, few_vocab).logprobs()
     for name in fast:
         yield "divergence", name, linear(name, few if on_gpu else tokens, few_vocab).divergence()
-    yield "pacs", "float32", pacs(rounds, device)
     for v in others:
         name = f"{names[0]} {v}"
         yield "other_vocabularies", name, logits["other_vocabularies", name].ours()

@@ -1,11 +1,10 @@
 """`python -m bench.train_step`: a training step of the default job by stage, and the update in
-three layouts.
+two layouts.
 
 The layouts compute the same loss, gradients and optimizer step from the same rollouts, in turn, in
 one process. Their gradients are compared first.
 
     shared     packed, what responses begin with alike once: the trainer's layout
-    repeated   packed, each response with its own copy of the prompt
     padded     each response with its own copy of the prompt, all padded to one length: the usual
                layout
 
@@ -13,11 +12,8 @@ Cases:
 
     job        the default job after a short warm start, with its own rollouts; takes every option
                of the trainer
-    maze17     the MaxRL paper's maze: 32 prompts of 17x17, 128 rollouts each, about as long as
-               solutions
-    step17     a whole step of that size after a warm start, from prompts to weights back in the
-               rollout engine, in which every
-               rollout has a gradient
+    step17     a whole step of the MaxRL paper's size, 32 prompts of 17x17 mazes, 128 rollouts each,
+               after a warm start, in which every rollout has a gradient
     qwen-0.5b, qwen-1.5b   layers and vocabulary of those sizes with random weights; on a CPU two
                            layers
 
@@ -30,12 +26,10 @@ It takes some minutes on two cores; a case has 30 to 60 seconds in `make gpu`.
 import argparse
 import json
 import sys
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from bench.layouts import LAYOUTS, Case, update_in_layouts
 from bench.measure import (
@@ -43,7 +37,6 @@ from bench.measure import (
     describe,
     keep,
     machine,
-    milliseconds,
     prepare,
     run_command,
 )
@@ -51,11 +44,8 @@ from bench.whole_step import FIRST_PROMPT, timed_trainer, warm_started, whole_st
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.read import parse, parse_options
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
-from maxrl_fast.model.flash_choice import first_correct
-from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences
-from maxrl_fast.rollout import RolloutRequest
+from maxrl_fast.records import Prompts, Rollouts, cumulative
 from maxrl_fast.runtime.device import memory_bytes, resolve_dtype
-from maxrl_fast.tasks.maze import MazeTask
 
 STEPS = 5  # timed steps of the job, after the first
 
@@ -69,59 +59,16 @@ def job(config: Config) -> tuple[Case, dict[str, Any]]:
     for _ in range(1 + STEPS):
         timed.step()
     tokens, stages = timed.tokens(STEPS), timed.median_stages(STEPS)
-    collector = timed.trainer.collector
-    collected = collector.collect(1, FIRST_PROMPT)
-    prompts, num_rollouts = collected.prompts, collected.num_rollouts
-    shared = RolloutRequest(prompts, num_rollouts, collector.sampling, seed=0, step=1)
-    repeated = replace(shared, prompts=repeat_prompts(prompts, num_rollouts), num_samples=1)
-    rollout_ways = milliseconds(
-        {
-            "shared": lambda: collector.engine.generate(shared),
-            "repeated": lambda: collector.engine.generate(repeated),
-        },
-        3,
-        collector.device,
-    )
+    collected = timed.trainer.collector.collect(1, FIRST_PROMPT)
     figures = {
         "milliseconds_by_stage": stages,
         "rollouts_that_teach": round(timed.metric("num_sequences_trained", STEPS)),
         "rollout_tokens_per_second": tokens / stages["rollout"] * 1e3,
         "step_tokens_per_second": tokens / sum(stages.values()) * 1e3,
-        "rollout_milliseconds": rollout_ways,
-        "rollout_ratio": rollout_ways["repeated"] / rollout_ways["shared"],
     }
-    return Case(model, prompts, collected.rollouts, config.optimizer.token_budget), figures
-
-
-def repeat_prompts(prompts: Prompts, times: int) -> Prompts:
-    """Return every prompt `times` times, each copy with its own id, so that the engine computes all
-    copies.
-    """
-    copies = torch.arange(len(prompts), device=prompts.ids.device).repeat_interleave(times)
-    index, cu_seqlens = gather_sequences(prompts.cu_seqlens, copies)
-    return Prompts(
-        prompts.tokens[index], cu_seqlens, torch.arange(len(copies), device=copies.device)
-    )
-
-
-def maze17(num_prompts: int, num_rollouts: int) -> Case:
-    """Return the MaxRL paper's policy and batch. Responses are solutions, shortened by up to a
-    third so that lengths differ.
-    """
-    task = MazeTask(17, 0)
-    config = DecoderConfig(32, 256, 1024, 4, 4, 2, 64, max_position_embeddings=512, rope_theta=1e6)
-    model = Decoder(config)
-    model.initialise(0)
-    prompts, solutions = task.demonstrations(0, num_prompts)
-    generator = torch.Generator().manual_seed(0)
-    lengths = solutions.lengths.repeat_interleave(num_rollouts)
-    lengths = (lengths * (1 - torch.rand(len(lengths), generator=generator) / 3)).long()
-    starts = solutions.cu_seqlens[:-1].repeat_interleave(num_rollouts)
-    cu_seqlens = cumulative(lengths)
-    index = torch.arange(int(cu_seqlens[-1])) + (starts - cu_seqlens[:-1]).repeat_interleave(
-        lengths
-    )
-    return Case(model, prompts, made_up(solutions.tokens[index], cu_seqlens), 16384)
+    return Case(
+        model, collected.prompts, collected.rollouts, config.optimizer.token_budget
+    ), figures
 
 
 QWEN = {"qwen-0.5b": (896, 4864, 24, 14, 2, 64), "qwen-1.5b": (1536, 8960, 28, 12, 2, 128)}
@@ -217,8 +164,7 @@ def report(name: str, case: dict[str, Any]) -> None:
         print(
             f"  response tokens/s: {case['rollout_tokens_per_second']:,.0f} in rollout, "
             f"{case['step_tokens_per_second']:,.0f} "
-            f"in the whole step; {case['rollouts_that_teach']} rollouts have a gradient; "
-            f"rollout with repeated prompts takes {case['rollout_ratio']:.2f} times as long"
+            f"in the whole step; {case['rollouts_that_teach']} rollouts have a gradient"
         )
     print(
         f"  {'update':<12}{'ms':>10}{'x shared':>10}{'tokens':>12}"
@@ -234,17 +180,12 @@ def report(name: str, case: dict[str, Any]) -> None:
 
 
 def report_step(case: dict[str, Any]) -> None:
+    stages = ", ".join(f"{k} {v:,.1f} ms" for k, v in case["milliseconds_by_stage"].items())
     print(
         f"\nwhole step of {case['maze_size']}x{case['maze_size']} mazes, {case['prompts']} x "
-        f"{case['rollouts']} rollouts, "
-        f"{case['response_tokens']:,.0f} response tokens, every rollout with a gradient: "
-        f"{case['step_milliseconds']:,.1f} ms, "
-        f"floor {case['floor_milliseconds']:,.1f} ms, "
-        f"{case['step_tokens_per_second']:,.0f} tokens/s"
-    )
-    print(
-        "  by stage: "
-        + ", ".join(f"{k} {v:,.1f} ms" for k, v in case["milliseconds_by_stage"].items())
+        f"{case['rollouts']} rollouts, {case['response_tokens']:,.0f} response tokens: "
+        f"{case['step_milliseconds']:,.1f} ms, floor {case['floor_milliseconds']:,.1f} ms\n"
+        f"  by stage: {stages}"
     )
     if "compiled" in case:
         print(f"  with torch.compile: {case['compiled']['step_milliseconds']:,.1f} ms")
@@ -252,7 +193,6 @@ def report_step(case: dict[str, Any]) -> None:
 
 SIZES = {
     "job": (32, 16),
-    "maze17": (32, 128),
     "step17": (32, 128),
     "qwen-0.5b": (4, 16),
     "qwen-1.5b": (4, 16),
@@ -268,12 +208,11 @@ def measure(
     result: dict[str, Any],
 ) -> None:
     prompts, rollouts = options.prompts or SIZES[name][0], options.rollouts or SIZES[name][1]
-    rounds = (0 if name == "maze17" else 3) if options.rounds is None else options.rounds
     figures: dict[str, Any] = {}
     if name == "step17":
         config = step17(prompts, rollouts, options.warm_start, device, dtype)
         for figures in whole_step(
-            config, max(rounds, 1), compiles=device.type == "cuda" and not options.no_compile
+            config, options.rounds, compiles=device.type == "cuda" and not options.no_compile
         ):
             result["cases"][name] = figures
             keep(result)  # compilation may take longer than the limit
@@ -284,58 +223,23 @@ def measure(
         given += ["--dtype", str(dtype).removeprefix("torch."), "--device", device.type]
         case, figures = job(parse([*given, *flags]))
     else:
-        case = (
-            maze17(prompts, rollouts) if name == "maze17" else qwen(name, prompts, rollouts, device)
-        )
+        case = qwen(name, prompts, rollouts, device)
     layouts = [layout for layout in LAYOUTS if layout in {"shared", *options.layouts}]
     figures["recomputes"] = case.checkpoint_activations
-    for updates in update_in_layouts(case, rounds, device, dtype, layouts):
+    for updates in update_in_layouts(case, options.rounds, device, dtype, layouts):
         result["cases"][name] = figures | updates
         keep(result)
     report(name, result["cases"][name])
-    if options.attention:
-        result["cases"][name]["attention"] = update_by_attention(
-            options.attention, case, rounds, device, dtype
-        )
-
-
-def update_by_attention(
-    names: list[str], case: Case, rounds: int, device: torch.device, dtype: torch.dtype
-) -> dict[str, dict[str, Any]]:
-    """Return and print the milliseconds of the shared update with each FlashAttention, or why it
-    cannot run.
-    """
-    figures, heads = dict[str, dict[str, Any]](), case.model.head_sizes
-    for name in names:
-        tried = (
-            []
-            if name == "FA2"
-            else first_correct([name], device, dtype, heads, bool, torch.nn.attention)
-        )
-        if name != "FA2" and current_flash_attention_impl() != name:
-            figures[name] = {"refused": tried[0]}
-        else:
-            *_, timed = update_in_layouts(case, rounds, device, dtype, ["shared"])
-            figures[name] = {"milliseconds": timed["layouts"]["shared"]["milliseconds"]}
-        if current_flash_attention_impl() is not None:
-            restore_flash_attention_impl()
-        print(f"  attention {name}: {figures[name]}")
-    return figures
 
 
 def main() -> int:
-    parser = argument_parser("train_step", __doc__, has_dtype=True)
+    parser = argument_parser("train_step", __doc__, rounds=3, has_dtype=True)
     parser.add_argument(
         "--cases",
         nargs="+",
         choices=list(SIZES),
-        default=["job", "maze17"],
-        help="default: job maze17",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        help="timed rounds (default: 3; maze17: 0, which times the first call)",
+        default=["job"],
+        help="default: job",
     )
     parser.add_argument(
         "--layouts",
@@ -343,12 +247,6 @@ def main() -> int:
         choices=LAYOUTS,
         default=list(LAYOUTS),
         help="of the update (default: all)",
-    )
-    parser.add_argument(
-        "--attention",
-        nargs="+",
-        choices=("FA2", "FA3", "FA4"),
-        help="also time the shared update with each (default: none)",
     )
     parser.add_argument(
         "--warm-start",
@@ -362,7 +260,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, help="prompts per step (default: the case's)")
     parser.add_argument("--rollouts", type=int, help="rollouts per prompt (default: the case's)")
     options, flags = parser.parse_known_args()
-    device = prepare(options, min_rounds=0)
+    device = prepare(options)
     dtype = resolve_dtype(options.dtype, device)
     result: dict[str, Any] = {
         "benchmark": "train_step",

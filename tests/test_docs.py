@@ -25,7 +25,7 @@ from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.training.objectives.registry import OBJECTIVES
 
 ROOT = Path(__file__).parent.parent
-OTHER_PAGES = "README.md CONTRIBUTING.md CHANGELOG.md bench/README.md bench/history.md "
+OTHER_PAGES = "README.md CONTRIBUTING.md CHANGELOG.md bench/README.md "
 OTHER_PAGES += "examples/README.md examples/papers/README.md tests/RELIABILITY.md"
 PAGES = [*(ROOT / name for name in OTHER_PAGES.split()), *sorted((ROOT / "docs").rglob("*.md"))]
 OBJECTIVE_PAGES = ROOT / "docs" / "objectives"

@@ -5,36 +5,23 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import gpu
-from bench.gpu_steps import (
-    LIMIT_SECONDS,
-    PARTS,
-    RESULTS,
-    SMALLEST,
-    SMALLEST_FILES,
-    dry_steps,
-    gpu_steps,
-)
-from bench.gpu_table import SECTIONS
+from bench.gpu import PARTS, RESULTS, SMALLEST, SMALLEST_TESTS, gpu_tests, run_step, steps_of
 
 ROOT = Path(__file__).parents[2]
+SHORT = gpu_tests("short", (), 60)
 
 
-def test_the_steps_of_each_part_fit_into_its_limit_and_every_figure_has_a_section():
-    parts = gpu_steps()
-    assert tuple(parts) == PARTS
-    names = [[step.name for step in steps] for steps in parts.values()]
-    assert names == [[step.name for step in steps] for steps in dry_steps().values()]
-    for part, steps in parts.items():
+def test_the_steps_of_each_part_fit_into_its_limit():
+    for part in PARTS:
+        steps = steps_of(part)
         assert steps[0].name == "build"
-        assert sum(step.seconds for step in steps) <= LIMIT_SECONDS[part]
-    with_figures = {x.name for steps in parts.values() for x in steps if x.has_figures}
-    assert with_figures == set(SECTIONS)
+        assert sum(step.seconds for step in steps) <= (240 if part == "smoke" else 540)
 
 
 def collected(*calls):
@@ -55,41 +42,49 @@ for arguments in {calls}:
 
 
 def test_the_steps_of_tests_have_every_file_and_the_race_checks_every_kernel():
-    steps = (step for part in ("smoke", "figures") for step in gpu_steps()[part])
+    steps = (step for part in ("smoke", "figures") for step in steps_of(part))
     files = [word for step in steps for word in step.command if word.startswith("tests/")]
     places = ROOT.glob("tests/kernels/test_*")
     assert sorted(files) == sorted(str(x.relative_to(ROOT)) for x in places)
-    every, smallest = collected(files, ["-k", SMALLEST, *SMALLEST_FILES])
+    of_races = [f"tests/kernels/test_{name}.py" for name in SMALLEST_TESTS]
+    every, smallest = collected(files, ["-k", SMALLEST, *of_races])
     assert {file for file, _ in every} == set(files)
     assert {name.partition("[")[0] for _, name in smallest} == {
         *("test_rows_at_any_address_and_in_place", "test_log_ratio_reward"),
         *("test_sampling_equals_pytorchs", "test_bad_values_become_nan"),
         "test_attention_equals_float64",
     }
-    tools = [step.command[step.command.index("--tool") + 1] for step in gpu_steps()["races"][1:]]
-    assert tools == ["memcheck", "racecheck", "synccheck"]
 
 
-def dry_run(folder, *arguments):
-    command = [sys.executable, *"-m bench.gpu --device cpu".split(), *arguments]
-    environment = os.environ | {RESULTS: str(folder), "OMP_NUM_THREADS": "1"}
-    options = {"capture_output": True, "text": True, "cwd": ROOT, "check": False}
-    return subprocess.run(command, env=environment, **options)
+@pytest.mark.parametrize(
+    ("code", "state", "exit_code"),
+    [("exit 3", "failed", 3), ("sleep 60 & sleep 60", "past its limit", -9), ("true", "done", 0)],
+)
+def test_a_step_has_its_own_end_and_limit(tmp_path, code, state, exit_code):
+    document = '{"benchmark": "one", "figure": 4}'
+    command = ["sh", "-c", f"echo '{document}'; echo 2 failed, 1 passed; {code}"]
+    record = run_step(replace(SHORT, command=command, seconds=1.0), tmp_path / "log")
+    assert (record["state"], record["exit_code"]) == (state, exit_code)
+    assert record["seconds"] < 10
+    assert record["documents"] == [{"benchmark": "one", "figure": 4}]
+    assert record["tests"] == {"failed": 2, "passed": 1}
+    assert "== short" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.slow
 def test_the_dry_run_writes_its_results(tmp_path):
-    run = dry_run(tmp_path / "results", *"--part figures --only other_tests ceilings".split())
+    command = [sys.executable, *"-m bench.gpu --device cpu --part figures".split()]
+    command += ["--only", "ceilings", "--profile"]
+    environment = os.environ | {RESULTS: str(tmp_path / "results"), "OMP_NUM_THREADS": "1"}
+    options = {"capture_output": True, "text": True, "cwd": ROOT, "check": False}
+    run = subprocess.run(command, env=environment, **options)
     assert run.returncode == 0, run.stdout + run.stderr
-    result = json.loads((tmp_path / "results" / "gpu_dry_run_figures.json").read_text())
+    name = "gpu_dry_run_figures_profile_ceilings"
+    result = json.loads((tmp_path / "results" / f"{name}.json").read_text())
     assert result["machine"]["torch"] == torch.__version__
-    states = {name: record["state"] for name, record in result["steps"].items()}
-    assert states == {"other_tests": "absent", "ceilings": "done"}
-    assert result["steps"]["ceilings"]["figures"]["copy_bytes_per_second"] > 0
-    figures = [row["figure"] for row in result["table"]]
-    assert figures == ["copy bandwidth", "float32 GEMM", "other_tests"]
-    assert all(row["reached"] is None for row in result["table"])
-    assert run.stdout.splitlines()[-1].startswith("other_tests")
-    assert "== ceilings" in (tmp_path / "results" / "gpu_dry_run_figures.log").read_text()
-    kept = gpu.earlier_steps(tmp_path / "results" / "gpu_dry_run_figures.json")
-    assert kept["ceilings"]["is_earlier"]
+    (record,) = result["steps"].values()
+    *profiles, figures = record["documents"]
+    assert figures["copy_bytes_per_second"] > 0
+    assert [x["name"] for x in profiles] == ["copy", "multiply"]
+    assert profiles[0]["kernels"][0]["name"] == "aten::copy_"
+    assert "== ceilings" in (tmp_path / "results" / f"{name}.log").read_text()

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import run, standard_error
 from matplotlib.figure import Figure
-from maze_runs import check_methods
 from rich.console import Console
 from rich.table import Table
+from runner import check_methods, run, standard_error
 from stopping import KS, StoppingSettings, compare
 from torch import Tensor
 

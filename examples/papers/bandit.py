@@ -22,9 +22,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from experiment import Settings, rounded, run, tracked
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from runner import Settings, rounded, run, tracked
 from torch import Tensor
 from torch.nn.functional import pad
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from experiment import Settings, rounded, run, tracked
 from matplotlib.figure import Figure
+from runner import Settings, rounded, run, tracked
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from experiment import rounded, run, standard_error, tracked
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from partial_credit import MazeSettings, check_mazes, draw_mazes, mazes, show_mazes, style
+from runner import rounded, run, standard_error, tracked
 from torch import Tensor
 
 from maxrl_fast.errors import InputError

@@ -18,12 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import Settings, run, standard_error
 from matplotlib.figure import Figure
-from objectives_league import build
 from rich.console import Console
 from rich.table import Table
-from training_runs import TokenRun, flags_of, measure_all, records, train_all
+from runner import (
+    Settings,
+    TokenRun,
+    build,
+    flags_of,
+    measure_all,
+    records,
+    run,
+    standard_error,
+    train_all,
+)
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import Settings, rounded, run, standard_error
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from runner import Settings, TokenRun, measure_all, rounded, run, standard_error
 from torch import Generator, Tensor, nn
 from torch.nn import functional
-from training_runs import TokenRun, measure_all
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import effective_weight, group_advantage

@@ -16,11 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import cell, run
 from matplotlib.figure import Figure
-from maze_runs import MazeSettings, check_methods, maze_options, warm_starts
-from objectives_league import build
-from training_runs import TokenRun, measure_all
+from runner import (
+    MazeSettings,
+    TokenRun,
+    build,
+    cell,
+    check_methods,
+    maze_options,
+    measure_all,
+    run,
+    warm_starts,
+)
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.training.optimizer import LearningRate

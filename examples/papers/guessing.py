@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import Settings, run, standard_error
 from matplotlib.figure import Figure
-from objectives_league import build
 from rich.console import Console
 from rich.table import Table
+from runner import Settings, TokenRun, build, flags_of, measure_all, run, standard_error, train_all
 from torch import Tensor
-from training_runs import TokenRun, flags_of, measure_all, train_all
 
 from maxrl_fast.config.read import parse_options
 from maxrl_fast.errors import InputError

@@ -23,13 +23,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from experiment import Settings, run, standard_error
 from matplotlib.figure import Figure
-from objectives_league import build
 from rich.console import Console
 from rich.table import Table
+from runner import Settings, TokenRun, build, measure_all, run, standard_error, thinned
 from torch import Tensor
-from training_runs import TokenRun, measure_all, thinned
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k, powers_of_two

@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiment import cell, run
 from matplotlib.figure import Figure
-from maze_runs import MazeSettings, check_methods, draw_series, late, run_steps, series
 from rich.console import Console
 from rich.table import Table
+from runner import MazeSettings, cell, check_methods, draw_series, late, run, run_steps, series
 
 from maxrl_fast.errors import InputError
 

@@ -18,16 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiment import Settings, run
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
-from training_runs import flags_of, records, thinned, train_all
+from runner import Settings, flags_of, records, run, thinned, train_all, warm_start_flags
 
 from maxrl_fast.errors import InputError
-
-# 0.1 million parameters
-POLICY = {"hidden-size": 64, "intermediate-size": 128, "layers": 4, "heads": 4, "kv-heads": 2}
 
 
 @dataclass(frozen=True)
@@ -61,18 +57,6 @@ class ScalingSettings(Settings):
     """Samples per held-out maze; pass@k is reported up to this k."""
     work: Path = Path("runs/maze_scaling")
     """Folder of the training runs."""
-
-
-def warm_start_flags(settings: ScalingSettings) -> list[str]:
-    """Return the flags of the supervised run that all others start from."""
-    options = {
-        "steps": 0,
-        "sft-steps": settings.sft_steps,
-        "sft-batch": 64,
-        "sft-lr": 3e-3,
-        "eval-prompts": 16,
-    }
-    return flags_of({"maze-size": settings.maze_size, "seed": settings.seed, **POLICY, **options})
 
 
 def run_flags(
@@ -112,9 +96,12 @@ def experiment(settings: ScalingSettings) -> dict[str, Any]:
             )
     if min(settings.rollouts) < 4:
         raise InputError(f"--rollouts must be at least 4 each, got {min(settings.rollouts)}")
-    warm = train_all({"warm-start": warm_start_flags(settings)}, settings.work, 1, "warm start")[
-        "warm-start"
-    ]
+    warm = train_all(
+        {"warm-start": warm_start_flags(settings.maze_size, settings.sft_steps, settings.seed)},
+        settings.work,
+        1,
+        "warm start",
+    )["warm-start"]
     policy = warm / "checkpoints" / "step-000000"
     keys = [  # the longest first, so that no long run is left alone at the end
         (objective, n, settings.seed + 1 + i)

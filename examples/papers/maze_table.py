@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import Settings, run
 from matplotlib.figure import Figure
-from training_runs import records
+from runner import Settings, records, run
 
 import maxrl_fast
 from maxrl_fast.config.changes import checkpoints_of

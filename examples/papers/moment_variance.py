@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiment import cell, run
 from matplotlib.figure import Figure
-from maze_runs import MazeSettings, check_methods, draw_series, run_steps, series
 from rich.console import Console
 from rich.table import Table
+from runner import MazeSettings, cell, check_methods, draw_series, run, run_steps, series
 from torch import Tensor
 
 from maxrl_fast.errors import InputError

@@ -4,40 +4,37 @@ variance of the gradient, time.
     python examples/papers/objectives_league.py
 
 For each seed one warm start is followed by reinforcement learning with each objective, on the same
-mazes, until it has sampled --tokens tokens, or for 250 steps. Seeds come one after the other, so
-that a league that is stopped has a whole table for fewer seeds. Each finished run is a file in
+mazes, until it has sampled --tokens tokens, or for 250 steps. Each finished run is a file in
 --work, and the same command continues with those that are missing.
 """
 
-import json
 import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import Settings, rounded, run, standard_error
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
-from maze_scaling import ScalingSettings, warm_start_flags
 from rich.console import Console
 from rich.table import Table
+from runner import (
+    Settings,
+    TokenRun,
+    build,
+    maze_options,
+    measure_all,
+    run,
+    standard_error,
+    warm_starts,
+)
 from torch import Tensor
-from training_runs import train_all, workers
 
-from maxrl_fast.config.read import parse_options
-from maxrl_fast.config.resolve import resolve
-from maxrl_fast.config.rules import objective_of
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.job.build import RunContext, build_evaluators, build_trainer
-from maxrl_fast.job.build_policy import build_policy, build_reference, build_run_engine
-from maxrl_fast.job.build_task import build_run_task, build_scorer
-from maxrl_fast.runtime.files import write_json
 from maxrl_fast.training.objectives.registry import OBJECTIVES
 from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.trainer import StepRecord, Trainer
@@ -58,8 +55,6 @@ LEAGUE = tuple(name for name in OBJECTIVES if name not in LEFT_OUT)
 WARM_START = "warm start"
 ROLLOUTS, UPDATES, WARMUP_STEPS = 16, 2, 10
 MOST_STEPS = 250  # a policy whose responses have become short would otherwise need thousands
-# with the seed of the warm start, reinforcement learning would begin with its mazes
-SEED_SHIFT = 1000
 COLUMNS = {  # and the label of its axis
     "pass@1": "held-out mazes",
     "pass@16": "held-out mazes",
@@ -81,8 +76,6 @@ class LeagueSettings(Settings):
     """Objectives, with their default options."""
     seeds: int = 3
     """Seeds from --seed on; each has its own warm start and mazes."""
-    hours: float = 1.0
-    """Time after which no new run begins. The same command then continues."""
     tokens: int = 600_000
     """Tokens of responses that a run samples; it ends with the step that reaches them, or after 250
     steps.
@@ -107,41 +100,21 @@ class LeagueSettings(Settings):
     """Folder of the warm starts and the finished runs."""
 
 
-@dataclass(frozen=True)
-class LeagueRun:
-    """One run of the league; `objective` is WARM_START for the evaluation of a warm start alone."""
-
-    objective: str
-    seed: int
-    options: dict[str, Any]  # of maxrl_fast.train
-    tokens: int
-    variance_steps: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.objective.replace(' ', '-')}-seed{self.seed}"
-
-
 def experiment(settings: LeagueSettings) -> dict[str, Any]:
     refuse(settings)
-    end = time.monotonic() + 3600 * settings.hours
-    seeds = range(settings.seed, settings.seed + settings.seeds)
-    warm_starts = {f"start-seed{seed}": warm_flags(settings, seed) for seed in seeds}
-    folders = train_all(warm_starts, settings.work, settings.threads, "warm starts")
+    starts = warm_starts(settings, settings.work)
     runs = [
-        league_run(
-            settings, objective, seed, folders[f"start-seed{seed}"] / "checkpoints" / "step-000000"
-        )
-        for seed in seeds
+        league_run(settings, objective, seed, policy)
+        for seed, policy in starts.items()
         for objective in (WARM_START, *settings.objectives)
     ]
-    finish(runs, settings, end)
-    outcomes = [
-        {"objective": one.objective, "seed": one.seed, **result}
-        for one in runs
-        if (result := stored(one, settings))
-    ]
-    results = {"runs": outcomes, "num_runs": len(runs), "left_out": LEFT_OUT}
+    found = measure_all(partial(measure, settings.variance_steps), runs, settings.threads)
+    results = {
+        "runs": [
+            {"objective": x.name, "seed": x.seed, **y} for x, y in zip(runs, found, strict=True)
+        ],
+        "left_out": LEFT_OUT,
+    }
     show(results, vars(settings))
     return results
 
@@ -163,91 +136,24 @@ def refuse(settings: LeagueSettings) -> None:
         value = getattr(settings, name)
         if (number := len(value) if isinstance(value, tuple) else value) < least:
             raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {number}")
-    if not settings.hours > 0:
-        raise InputError(f"--hours must be above 0, got {settings.hours:g}")
 
 
-def warm_flags(settings: LeagueSettings, seed: int) -> list[str]:
-    """Return the flags of the supervised run that all runs of a seed start from."""
-    return warm_start_flags(
-        ScalingSettings(seed=seed, maze_size=settings.maze_size, sft_steps=settings.sft_steps)
-    )
-
-
-def league_run(settings: LeagueSettings, objective: str, seed: int, policy: Path) -> LeagueRun:
+def league_run(settings: LeagueSettings, objective: str, seed: int, policy: str) -> TokenRun:
+    """Return a run of the league, or with WARM_START the evaluation of a warm start alone."""
     is_start = objective == WARM_START
-    options = {
+    options = maze_options(settings, seed, policy) | {
         "objective": "rloo" if is_start else objective,
-        "seed": seed + SEED_SHIFT,
-        "task": "maze",
-        "model": str(policy),
-        "maze_size": settings.maze_size,
-        "prompts": settings.prompts,
         "rollouts": ROLLOUTS,
-        "lr": settings.lr,
-        "lr_schedule": "constant",
         "warmup_steps": WARMUP_STEPS,
-        "eval_prompts": settings.eval_mazes,
-        "eval_samples": settings.eval_samples,
-        "keep_rollouts": 0,
-        "threads": 1,
-        "device": "cpu",
-        "dtype": "float32",
     }
-    return LeagueRun(
-        objective, seed, options, 0 if is_start else settings.tokens, settings.variance_steps
-    )
+    file = settings.work / f"{objective.replace(' ', '-')}-seed{seed}.json"
+    return TokenRun(objective, seed, options, 0 if is_start else settings.tokens, 1, file)
 
 
-def stored(one: LeagueRun, settings: LeagueSettings) -> dict[str, Any] | None:
-    """Return what a finished run of exactly these settings has measured."""
-    path = settings.work / f"{one.name}.json"
-    record = json.loads(path.read_text()) if path.is_file() else {}
-    return record["outcome"] if record.get("run") == vars(one) else None
-
-
-def finish(runs: Sequence[LeagueRun], settings: LeagueSettings, end: float) -> None:
-    """Make the runs that are not stored, in their order, several at a time. None begins after the
-    clock is at `end`.
-    """
-    missing = [one for one in runs if stored(one, settings) is None]
-    waiting, num_done, start = iter(missing), 0, time.monotonic()
-    pending: dict[Future[dict[str, Any]], LeagueRun] = {}
-
-    def begin() -> None:
-        while (
-            len(pending) < settings.threads
-            and time.monotonic() < end
-            and (one := next(waiting, None)) is not None
-        ):
-            pending[pool.submit(measure, one)] = one
-
-    with workers(settings.threads) as pool:
-        begin()
-        while pending:
-            for done in wait(pending, return_when=FIRST_COMPLETED).done:
-                one, outcome = pending.pop(done), done.result()
-                write_json(
-                    settings.work / f"{one.name}.json",
-                    {"run": vars(one), "outcome": rounded(outcome)},
-                )
-                num_done += 1
-                minutes = (time.monotonic() - start) / num_done * (len(missing) - num_done) / 60
-                print(
-                    f"{one.objective}, seed {one.seed}: pass@1 {outcome['pass_at_k']['1']:.3f}, "
-                    f"{outcome['seconds']:.0f} s; "
-                    f"{len(runs) - len(missing) + num_done} of {len(runs)} runs, about "
-                    f"{minutes:.0f} minutes left",
-                    flush=True,
-                )
-            begin()
-
-
-def measure(one: LeagueRun) -> dict[str, Any]:
-    """Train and evaluate, in a process with one thread."""
-    torch.set_num_threads(1)
+def measure(variance_steps: int, one: TokenRun) -> dict[str, Any]:
+    """Train and evaluate."""
     at_start, _ = build(one.options)
-    before, variance = gradient_variance(at_start, one.variance_steps)
+    before, variance = gradient_variance(at_start, variance_steps)
     trainer, evaluator = build(one.options | {"updates_per_step": UPDATES})
     start = time.perf_counter()
     records = [*steps(trainer, one.tokens)]
@@ -260,28 +166,7 @@ def measure(one: LeagueRun) -> dict[str, Any]:
         "seconds": seconds,
         "steps": len(records),
         "tokens": sum(record.batch.num_tokens for record in records),
-        "reward": [record.metrics["reward_mean"] for record in records],
     }
-
-
-def build(options: dict[str, Any]) -> tuple[Trainer, Evaluator]:
-    """Return the trainer and the evaluator of a run that leaves no folder.
-
-    Raises:
-        InputError: where an option does not fit the objective.
-    """
-    parsed = parse_options(options)
-    task = build_run_task(parsed)
-    config = resolve(parsed, task)
-    model = build_policy(config, task)
-    engine, scorer = build_run_engine(config, model, task), build_scorer(config.reward, task)
-    teacher = build_reference(config, task)
-    objective = objective_of(config)
-    context = RunContext(config, task, objective, model, engine, scorer, teacher)
-    trainer, _ = build_trainer(context)
-    trainer.learner.set_reference()
-    engine.load_weights(model)
-    return trainer, build_evaluators(context)["test"]
 
 
 def steps(trainer: Trainer, tokens: int) -> Iterator[StepRecord]:
@@ -326,21 +211,11 @@ def relative_variance(gradients: Tensor) -> float:
 
 
 def by_objective(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return the runs of each objective, the highest pass@1 first: those of the seeds that all
-    objectives have finished, or of all seeds where there is none."""
+    """Return the runs of each objective, the highest pass@1 first."""
     found: dict[str, list[dict[str, Any]]] = {}
     for one in results["runs"]:
         found.setdefault(one["objective"], []).append(one)
-    whole = (
-        set.intersection(*({one["seed"] for one in runs} for runs in found.values()))
-        if found
-        else set[int]()
-    )
-    kept = {
-        name: [one for one in runs if not whole or one["seed"] in whole]
-        for name, runs in found.items()
-    }
-    return dict(sorted(kept.items(), key=lambda item: -float(column(item[1], "pass@1").mean())))
+    return dict(sorted(found.items(), key=lambda item: -float(column(item[1], "pass@1").mean())))
 
 
 def columns(settings: dict[str, Any]) -> list[str]:
@@ -384,8 +259,6 @@ def show(results: dict[str, Any], settings: dict[str, Any]) -> None:
             objective, *(cell(name, objective, runs) for name in names), str(len(runs)), tokens
         )
     (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
-    if (missing := results["num_runs"] - len(results["runs"])) > 0:
-        print(f"{missing} of {results['num_runs']} runs are missing: the same command continues")
 
 
 def draw(record: dict[str, Any]) -> Figure:

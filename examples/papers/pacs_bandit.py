@@ -15,8 +15,8 @@ from itertools import combinations_with_replacement, product
 from typing import Any
 
 import torch
-from experiment import Settings, cell, run
 from matplotlib.figure import Figure
+from runner import Settings, cell, run
 from torch import Tensor
 
 from maxrl_fast.errors import InputError

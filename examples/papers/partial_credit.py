@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import Settings, standard_error
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from runner import Settings, flags_of, records, standard_error, train_all
 from torch import Tensor
-from training_runs import flags_of, records, train_all
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import max_at_k, powers_of_two

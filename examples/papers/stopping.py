@@ -17,13 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import run, standard_error
 from matplotlib.figure import Figure
-from maze_runs import MazeSettings, check_methods, maze_options, repeat_prompts, warm_starts
-from objectives_league import build
 from rich.console import Console
 from rich.table import Table
-from training_runs import TokenRun, measure_all
+from runner import (
+    MazeSettings,
+    TokenRun,
+    build,
+    check_methods,
+    maze_options,
+    measure_all,
+    repeat_prompts,
+    run,
+    standard_error,
+    warm_starts,
+)
 
 from maxrl_fast.errors import InputError
 

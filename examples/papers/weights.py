@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from experiment import Settings, run
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+from runner import Settings, run
 from torch import Tensor
 
 from maxrl_fast.errors import InputError

@@ -1,8 +1,6 @@
-"""Write the generated parts of these pages: `python docs/pages.py`, from the root of the project.
+"""Write options.md: `python docs/pages.py`, from the root of the project.
 
-options.md is written from the options of the groups and of the parts, and from other_names.txt. A
-page of docs/objectives gets its section "Facts" from the registry: the objectives that its title
-names, each with formula, weight, needs, options and source.
+It is written from the options of the groups and of the parts, and from other_names.txt.
 """
 
 import inspect
@@ -11,13 +9,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from maxrl_fast.algorithms.estimators import ESTIMATORS
-from maxrl_fast.algorithms.method import Method
 from maxrl_fast.algorithms.options import Option, options_of
 from maxrl_fast.config.help_page import metavar
 from maxrl_fast.config.options import Config, fields_of
 from maxrl_fast.config.parts import SECTIONS, options_of_part, owners_by_option
-from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES, OBJECTIVES
 
 OTHER_LIBRARIES = """## Names in other libraries
 
@@ -28,11 +23,6 @@ responses, `--prompts` prompts. `use_vllm` (`vllm`) means: write `--rollout vllm
 
 | here | elsewhere |
 |---|---|"""
-OBJECTIVE_PAGES = Path(__file__).parent / "objectives"
-HEADING = "## Facts"
-METHODS: dict[str, Method] = {**ESTIMATORS, **OBJECTIVE_CLASSES}
-COLUMNS = ("name", "advantage", "weight W_N(p)", "needs", "options", "source")
-
 HEAD = """# Options
 
 `python docs/pages.py` writes this page from `maxrl_fast/config/options.py` and the signatures of
@@ -50,32 +40,6 @@ wrong value is refused with the file and the line. Misspelled names, and those o
 OpenRLHF and others, are answered with the name here: `--num-generations 8` by
 "did you mean --rollouts?".
 """
-
-
-def facts(name: str) -> list[str]:
-    """Return the cells of the row of an objective, or of an estimator that is only a baseline."""
-    row, options = METHODS[name], dict[str, Option]()
-    if name in OBJECTIVES:
-        options = options_of_part("objective", name, fields_of(Config))
-    flags = [
-        f"`{option.flag}`" + f" ({option.shown_default})" * bool(option.shown_default)
-        for option in options.values()
-    ]
-    texts = [escaped(text) for text in (row.formula, row.weight, row.needs)]
-    return [f"`{name}`", *texts, ", ".join(flags) or "-", escaped(row.source)]
-
-
-def with_facts(page: str) -> str:
-    """Return the page of an objective with its facts as the registry has them, before Source."""
-    title = page.split("\n", 1)[0]
-    rows = [facts(name) for name in re.split(r"[#, ]+", title) if name in METHODS]
-    table = "\n".join(
-        f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)
-    )
-    section = f"{HEADING}\n\nFrom the registry, by `python docs/pages.py`.\n\n{table}\n\n"
-    page = re.sub(rf"^{HEADING}\n.*?(?=^## )", "", page, flags=re.DOTALL | re.MULTILINE)
-    before, source, after = page.partition("## Source")
-    return before + section + source + after
 
 
 def options_page() -> str:
@@ -138,9 +102,6 @@ def escaped(text: str) -> str:
 
 def main() -> None:
     (Path(__file__).parent / "options.md").write_text(options_page())
-    for path in sorted(OBJECTIVE_PAGES.glob("*.md")):
-        if path.name != "README.md":
-            path.write_text(with_facts(path.read_text()))
 
 
 if __name__ == "__main__":

@@ -33,11 +33,11 @@ the flag starts with the part's name: `--simko-k`. `python -m maxrl_fast.train -
 options of the default job, and with `--task chain` or `--objective pacs` before `--help` those of
 that task or objective.
 
-Every option is a flag, and a key of the TOML file of `--config`. The key is the flag's name with
-`_` for `-`: `--maze-size 11` is `maze_size = 11`, and `--compile` is `compile = true`. Keys stand
-at the top of the file, without tables. A flag overrides the file. A table, an unknown key or a
-wrong value is refused with the file and the line. Misspelled names, and those of TRL, verl,
-OpenRLHF and others, are answered with the name here: `--num-generations 8` by
+Every option is a flag, and, except `--config` and `--resume`, a key of the TOML file of `--config`.
+The key is the flag's name with `_` for `-`: `--maze-size 11` is `maze_size = 11`, and `--compile`
+is `compile = true`. Keys stand at the top of the file, without tables. A flag overrides the file. A
+table, an unknown key or a wrong value is refused with the file and the line. Misspelled names, and
+those of TRL, verl, OpenRLHF and others, are answered with the name here: `--num-generations 8` by
 "did you mean --rollouts?".
 """
 
@@ -45,7 +45,7 @@ OpenRLHF and others, are answered with the name here: `--num-generations 8` by
 def options_page() -> str:
     """Return docs/options.md."""
     parts, taken = [HEAD], fields_of(Config)
-    head = "| flag | key | value | default | |\n|---|---|---|---|---|"
+    head = "| flag | value | default | |\n|---|---|---|---|"
     for name, group in Config.groups().items():
         title, purpose = name.replace("_", " ").capitalize(), escaped(inspect.getdoc(group) or "")
         rows = [option_row(x) for x in options_of(group).values()]
@@ -82,7 +82,6 @@ def option_row(option: Option, owners: Mapping[str, Option] | None = None) -> st
         said = f"{said} Of {', '.join(f'`{name}`' for name in owners)}.".strip()
     cells = (
         f"{flag}, `--no-{option.flag[2:]}`" if is_flag else flag,
-        "none" if option.name in ("config", "resume") else f"`{option.name}`",
         "flag" if is_flag else choices or f"`{metavar(option)}`",
         f"`{shown}`" if shown not in ("", "on", "off", "the part's") else shown,
         escaped(said),

@@ -122,7 +122,8 @@ def check_names(code: str) -> None:
             signature.bind_partial(*positional, **keywords)
             if function is maxrl_fast.run:
                 page = (ROOT / "docs" / "options.md").read_text()
-                options = re.findall(r"^\| `--[\w-]+` \| `(\w+)`", page, re.M)
+                flags = re.findall(r"^\| `--([\w-]+)`", page, re.M)
+                options = [flag.replace("-", "_") for flag in flags]
                 assert keywords.keys() <= {*signature.parameters, *options}
 
 

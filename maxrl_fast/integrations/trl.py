@@ -57,7 +57,7 @@ class AdvantageMixin(_Base):  # type: ignore[misc]
         estimator_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        for name in ("_calculate_rewards", "_generate_and_score_completions", "_compute_loss"):
+        for name in ("_calculate_rewards", "_generate_and_score_completions"):
             if not hasattr(GRPOTrainer, name):  # the override would never be called
                 raise RuntimeError(
                     f"maxrl_fast needs the GRPOTrainer of TRL 1.16, got TRL {trl.__version__}, "

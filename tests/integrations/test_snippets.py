@@ -1,4 +1,4 @@
-"""The code for slime and prime-rl on docs/integrations.md, run with what their sources pass."""
+"""The code for slime on docs/integrations.md, run with what its source passes."""
 
 import re
 from pathlib import Path

@@ -3,7 +3,6 @@ definition.
 """
 
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,6 @@ from tests.tables import refused
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "sort_task.py"
 GOLDEN = "<bos> 9 6 6 0 1 2 SORT"  # prompt 7 of seed 5, as first generated
-
-
-def test_the_guide_shows_the_example():
-    guide = (ROOT / "docs" / "adding_a_task.md").read_text()
-    assert EXAMPLE.read_text() in re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.M)
 
 
 def test_prompts_depend_on_seed_split_and_index_alone():

@@ -71,7 +71,7 @@ CHAINS = (
         f"{TRAIN} --objective maxpo --k 4 --out $OUT/run",
         "train --resume $OUT/run --steps 4",
         "evaluate $OUT/run --samples 16 --eval-prompts 32 --out $OUT/evaluation",
-        f"{TRAIN} --model $OUT/run/checkpoints/step-000004 --lora-rank 4 --out $OUT/lora",
+        f"{TRAIN} --task maze --model $OUT/run/latest --lora-rank 4 --out $OUT/lora",
     ),
     (f"{TRAIN} --objective pacs --top-p .9 --out $OUT/pacs",),
     (f"{TRAIN} --objective ppo --kl-coef .01 --updates-per-step 2 --out $OUT/ppo",),

@@ -49,7 +49,7 @@ ROOT = Path(__file__).parents[1]
 LIMIT_SECONDS = 3600.0  # of a build, a job and one answer
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 DEFAULT = DecoderConfig(32, 128, 256, 4, 8, 4, 16, max_position_embeddings=128)
-UPDATE = {
+UPDATE: dict[str, Any] = {
     "config": asdict(DEFAULT),
     **{"count": 32, "prompt_length": 94, "num_rollouts": 16, "shortest": 9, "longest": 17},
 }

@@ -31,8 +31,7 @@ BENCHMARKS = [
     if '__name__ == "__main__"' in path.read_text()
 ]
 # which scripts import
-NO_SCRIPTS = {"experiment.py", "maze_progress.py", "maze_runs.py", "partial_credit.py"}
-NO_SCRIPTS |= {"training_runs.py"}
+NO_SCRIPTS = {"maze_progress.py", "partial_credit.py", "runner.py", "trl_pacs.py"}
 # which --rollout, --task, --environment, --loss and --reward load
 NO_SCRIPTS |= {
     *"naive_engine.py sort_task.py calculator_environment.py custom_loss.py judge.py".split(),

@@ -181,9 +181,9 @@ def write_results(folder: Path, record: Mapping[str, Any], figure: Figure) -> No
 def in_few_colors(picture: Image.Image) -> Image.Image:
     """Return an RGB picture in its most frequent colors: those of lines and areas; the shades at
     their borders become the nearest of these."""
-    counts = sorted(picture.getcolors(2**24) or (), reverse=True)
+    counts: list[Any] = sorted(picture.getcolors(2**24) or (), reverse=True)
     palette = Image.new("P", (1, 1))
-    palette.putpalette([x for _, color in counts[:COLORS] for x in color])  # type: ignore[union-attr]
+    palette.putpalette([x for _, color in counts[:COLORS] for x in color])
     return picture.quantize(palette=palette, dither=Image.Dither.NONE)
 
 

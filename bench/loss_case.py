@@ -33,7 +33,7 @@ class Computed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, case: "Case", logits: Tensor) -> Tensor:
         ctx.case = case
-        same = logits.new_empty(0)  # not a view, which in_place could not overwrite
+        same = logits.new_empty(0)
         same.set_(logits.untyped_storage(), 0, logits.shape, logits.stride())  # type: ignore[arg-type, unused-ignore]
         return same
 
@@ -80,7 +80,7 @@ class Case(Batch):
             shape = self.num_tokens + 1, self.vocab_size  # liger-kernel wants a last, unused row
             self.longer = torch.randn(*shape, device=self.device).to(self.dtype)
             self.source = self.longer[:-1]
-            self.working = self.source.clone()  # what in_place overwrites
+            self.working = self.source.clone()  # what each implementation reads
             self.old = token_logprobs(self.source, self.targets)[0] + self.noise
             yield
         finally:

@@ -102,7 +102,6 @@ class Logits:
         case = self.case
         compared: dict[str, Callable[[], Tensor]] = {
             "ours": case.ours,
-            "ours, in place": partial(case.ours, in_place=True),
             "ours, token_logprobs": case.of_logprobs,
         }
         makers: dict[str, Callable[[], Callable[[], object]]] = {

@@ -124,7 +124,7 @@ def floor_milliseconds(trainer: Trainer) -> float:
     collected, model = trainer.collector.collect(1, FIRST_PROMPT), trainer.learner.model
     rollouts = collected.rollouts
     nothing = torch.zeros(len(rollouts), device=rollouts.tokens.device)
-    batch = Packer(collected.prompts, rollouts, nothing, 0.0).pack(torch.arange(len(rollouts)))
+    batch = Packer(collected.prompts, rollouts, nothing).pack(torch.arange(len(rollouts)))
     throughput = gemm_throughput(
         4096, model.config.hidden_size, trainer.learner.dtype, rollouts.tokens.device
     )

@@ -50,7 +50,7 @@ def test_the_steps_of_tests_have_every_file_and_the_race_checks_every_kernel():
     every, smallest = collected(files, ["-k", SMALLEST, *of_races])
     assert {file for file, _ in every} == set(files)
     assert {name.partition("[")[0] for _, name in smallest} == {
-        *("test_rows_at_any_address_and_in_place", "test_log_ratio_reward"),
+        *("test_rows_at_any_address", "test_log_ratio_reward"),
         *("test_sampling_equals_pytorchs", "test_bad_values_become_nan"),
         "test_attention_equals_float64",
     }

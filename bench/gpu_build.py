@@ -61,7 +61,10 @@ def interpreter(python: str) -> str:
     code = "import sys; print(sys.executable)"
     run = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     if run.returncode:
-        raise OSError(f"GPU_PYTHON_PATH must name an interpreter that runs, got {python}")
+        raise OSError(
+            f"GPU_PYTHON_PATH must name an interpreter that runs, got {python}: of pyenv's, name "
+            "the path below its folder versions"
+        )
     return run.stdout.strip()
 
 

@@ -41,7 +41,7 @@ from maxrl_fast.config.read import (
     read_run,
 )
 from maxrl_fast.config.resolve import num_held_out, resolve_place, response_limit
-from maxrl_fast.config.rules import check_shared
+from maxrl_fast.config.rules import SHARED_RULES, View, refuse
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.outcome import RESULTS
@@ -157,7 +157,7 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | Path]:
     source = find_source(others[0])
     if source.run is None and "task" not in flags:
         raise InputError(f"a checkpoint that is not in the folder of a run {TASK_IS_MISSING}")
-    of_run = {} if source.run is None else read_run(source.run, flags)
+    of_run = {} if source.run is None else read_run(source.run)
     shared = _of_task(of_run, flags)
     config, _ = build(EvaluationConfig, flags, shared)
     seed = of_run["seed"].value if "seed" in of_run else None
@@ -198,7 +198,7 @@ def check(config: EvaluationConfig) -> None:
         )
     if any(not 1 <= k <= measure.samples for k in measure.k):
         raise InputError(f"k must be from 1 to the {measure.samples} samples, got {[*measure.k]}")
-    check_shared(config)
+    refuse(SHARED_RULES, View(config.values()))
 
 
 def resolve(

@@ -33,13 +33,12 @@ class TaskAndEngine:
     """The parts of a run, by name; each adds its options."""
 
     task: str = "maze"
-    """maze; chain; guess; gsm8k or math, from the Hugging Face hub or --data; code, Python programs
-    that are run against tests; gym:NAME, a data set of reasoning-gym; dataset, prompts of --data
-    scored by --reward; FILE.py:FUNCTION, which is dataset with this reward; FILE.py:CLASS or
-    package.module:CLASS, your own task."""
+    """maze; chain; guess; gsm8k or math, of the Hugging Face hub or --data; code, Python programs
+    run against tests; gym:NAME of reasoning-gym; dataset, prompts of --data scored by --reward;
+    FILE.py:FUNCTION, which is dataset with this reward; FILE.py:CLASS or package.module:CLASS, your
+    own task."""
     rollout: str = "native"
-    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS or package.module:CLASS,
-    your own."""
+    """Rollout engine: native, vllm, FILE.py:CLASS or package.module:CLASS."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +46,16 @@ class Chosen(TaskAndEngine):
     """The parts of a run, by name; each adds its options."""
 
     objective: str = "maxpo"
-    """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ppo, ... (`python -m
-    maxrl_fast.objectives` lists them all); FILE.py:FUNCTION or package.module:FUNCTION, your own
-    advantage."""
+    """maxpo, maxrl, grpo, dr_grpo, rloo, pkpo, pacs, ppo, ... (`python -m maxrl_fast.objectives`
+    lists all); FILE.py:FUNCTION or package.module:FUNCTION, your own advantage."""
     loss: str = DERIVED
-    """Token loss: ppo, reinforce, cispo, gspo, sapo, dppo, ... (`python -m maxrl_fast.objectives`
-    lists them all); FILE.py:FUNCTION or package.module:FUNCTION, your own. By default the
-    objective's: mostly ppo; reinforce for pacs, verifree and the off-policy objectives."""
+    """Token loss: ppo, reinforce, cispo, gspo, sapo, dppo, ..., FILE.py:FUNCTION or
+    package.module:FUNCTION. By default the objective's: mostly ppo; reinforce for pacs, verifree
+    and the off-policy objectives."""
     correction: str = DERIVED
     """Correction for a rollout engine whose probabilities are not the trainer's: none, tis,
     tis_sequence, icepop, mis or sequence_mask. By default none with native or the objective's own
     loss, else tis."""
-
-    @property
-    def short_name(self) -> str:
-        """The objective without a file."""
-        return self.objective.rpartition(":")[2]
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,7 @@ class Reward:
     """Functions(prompt, response, **columns) -> float, as rewards.py:length or package.module:f,
     in worker processes; or hf:DIR, a sequence classifier. By default the task's own."""
     reward_weights: tuple[float, ...] = ()
-    """Weights of the functions in the reward, which is their sum. By default 1 for each."""
+    """Weights of the functions in the reward, their sum. By default 1 for each."""
     reward_threshold: float | None = None
     """Rewards above this become 1, all others 0."""
     reward_workers: Count = 2
@@ -85,7 +78,7 @@ class Reward:
     reward_memory_gb: Positive = 2.0
     """Memory of a process beside the loaded function, in 1e9 B."""
     reward_env: str = ""
-    """Environment variables that the function may see, such as OPENAI_API_KEY, as NAME,NAME."""
+    """Environment variables that the function may see, as NAME,NAME."""
     max_reward_error_rate: UnitInterval = 0.1
     """Stop when more than this fraction of a step's rewards fails; failed ones are left out."""
 
@@ -95,12 +88,11 @@ class Shaping(Reward):
     """How responses are scored."""
 
     reward_source: Literal["given", "vote", "logprob", "mean_logprob", "rlpr"] = "given"
-    """given: the reward of the task or of --reward; vote: 1 for the answer that most responses to
-    the prompt give, else 0 (SRT, TTRL); logprob: the policy's log-prob of the reference answer,
-    given the response's reasoning; mean_logprob: its mean over tokens; rlpr: RLPR's reward."""
+    """given: by the task or --reward; vote: 1 for the answer that most responses to the prompt
+    give, else 0 (SRT, TTRL); logprob: the policy's log-prob of the reference answer, given the
+    response's reasoning; mean_logprob: its mean over tokens; rlpr: RLPR's reward."""
     overlong_buffer: CountOrZero = 0
-    """DAPO's overlong punishment: responses lose reward in this many last tokens before
-    --max-new-tokens; 0: none."""
+    """DAPO's overlong punishment, in this many last tokens before --max-new-tokens; 0: none."""
     overlong_penalty: Positive = 1.0
     """Reward that a response of --max-new-tokens tokens loses."""
     truncated: Literal["keep", "zero", "mask"] = "keep"
@@ -117,8 +109,7 @@ class Decoding:
     temperature: Positive = 1.0
     """Temperature of the sampling and of the loss."""
     top_p: Share = 1.0
-    """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the
-    probability; 1: from all."""
+    """Sample from the most probable tokens that have this much of the probability; 1: from all."""
     kv_cache_gb: Positive | None = None
     """KV-cache limit of the rollout engine, in 1e9 bytes; samples that do not fit wait. By default
     an eighth of the memory, a quarter of a GPU's."""
@@ -150,9 +141,7 @@ class Sampling(Decoding):
     weights that many updates old; 0: none."""
 
     def samples_of_engine(self, processes: int, tensor_parallel: int) -> int:
-        """Return the most samples of a step that one rollout engine is given, with this many
-        processes.
-        """
+        """Return the most samples of a step that one of the engines of these processes gets."""
         return -(-self.prompts // processes) * tensor_parallel * self.rollouts
 
     def stopping(self) -> Stopping | None:
@@ -161,11 +150,8 @@ class Sampling(Decoding):
             return None
         rule = Stopping if self.schedule is None else load_code("schedule", self.schedule, "CLASS")
         if not (isinstance(rule, type) and issubclass(rule, Stopping)):
-            raise InputError(
-                f"--schedule {self.schedule} must be a class of "
-                "maxrl_fast.training.schedule.Stopping",
-                "schedule",
-            )
+            wanted = "a class of maxrl_fast.training.schedule.Stopping"
+            raise InputError(f"--schedule {self.schedule} must be {wanted}", "schedule")
         return rule(self.prompts, self.first_rollouts, self.rollouts, self.stop_at)
 
 
@@ -215,12 +201,12 @@ class Loss:
     """Terms of the loss."""
 
     aggregation: Aggregation = DERIVED
-    """How token losses are averaged: token_mean over the whole batch, seq_mean_token_mean (grpo),
+    """How token losses are averaged: token_mean over the batch, seq_mean_token_mean (grpo),
     seq_mean_token_sum (pacs, verifree, the off-policy objectives, luspo), or seq_sum_constant
     (dr_grpo). By default the objective's."""
     top_entropy: Share = 1.0
     """Share of tokens, those with the highest entropies, that have a policy gradient (0.2 in the
-    80/20 paper); costs one more forward pass. 1: all."""
+    80/20 paper); costs a forward pass. 1: all."""
     entropy_coef: NotNegative = 0.0
     """Coefficient of the entropy bonus, per nat."""
     siren: NotNegative = 0.0
@@ -242,7 +228,7 @@ class Loss:
     teacher_prompt: str | None = None
     """What the reference policy reads in place of the prompt: answer, the question with the task's
     reference answer; or FILE.py:FUNCTION(prompt, **columns), which returns text or chat messages.
-    Without --reference the reference policy is then the policy, as it is at each step."""
+    Without --reference the reference policy is then the policy at each step."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +237,7 @@ class Model:
     transformers has."""
 
     model: str | None = None
-    """Hugging Face checkpoint to start from: a directory, or hf://ORG/NAME or
+    """Checkpoint to start from: a Hugging Face directory, or hf://ORG/NAME or
     hf://ORG/NAME@REVISION of the hub. Its sizes are its own. By default a new model."""
     model_backend: Literal["auto", "native", "transformers"] = "auto"
     """What runs the layers of --model: native (Qwen2, Qwen3, Llama 3, SmolLM2), transformers
@@ -263,7 +249,7 @@ class Model:
     layers: Count = 4
     """Number of layers."""
     heads: Count = 8
-    """Number of query heads; the size of a head is hidden_size / heads."""
+    """Number of query heads, each of size hidden_size / heads."""
     kv_heads: Count = 4
     """Number of key/value heads."""
     rope_theta: Positive = 100.0
@@ -278,14 +264,12 @@ class Model:
 
     @property
     def directory(self) -> Path | None:
-        """The directory of --model, with a configuration and a tokenizer; weights of the hub are
-        downloaded when needed.
-        """
+        """The directory of --model; weights of the hub are downloaded when needed."""
         return None if self.model is None else directory_of(self.model)
 
 
 # options that fix the shape of the policy and cannot change on resuming
-SHAPE = {*(x.name for x in fields(Model)), "lora_rank"} - {"model", "lora_alpha"}
+SHAPE = {x.name for x in fields(Model)} - {"model", "lora_alpha"}
 
 
 @dataclass(frozen=True)
@@ -303,8 +287,7 @@ class Evaluation:
     """Steps between lines of diagnostics.jsonl, each prompt's pass rate and gradient norm, which
     cost a second backward pass; 0: none."""
     keep_rollouts: CountOrZero = 8
-    """Rollouts of each training step that rollouts.jsonl keeps, with rewards and advantages, in
-    whole groups; 0: none."""
+    """Rollouts of each training step that rollouts.jsonl keeps, in whole groups; 0: none."""
     log_to: Literal["tensorboard", "wandb", "trackio"] | None = None
     """Send metrics to TensorBoard, wandb or trackio too."""
 
@@ -349,8 +332,8 @@ class Run(Place):
     stall_limit: Positive = 1800.0
     """Seconds without progress after which the run ends."""
     dry_run: str | None = None
-    """Print the resolved configuration with an estimate of its memory, and stop. Without a value it
-    is for this machine; with 8x80 for 8 GPUs of 80 GB (1e9 bytes) each, wherever they are."""
+    """Print the resolved configuration with an estimate of its memory, and stop. With a value like
+    8x80 it is for 8 GPUs of 80 GB (1e9 bytes) each, wherever they are; else for this machine."""
 
 
 @dataclass(frozen=True)
@@ -389,14 +372,14 @@ class Options:
 
     def replace(self: AnyConfig, **options: Any) -> AnyConfig:
         """A copy with other values for some options, by flag name; the parts stay."""
-        changed: dict[str, Any] = {}
-        for name in self.groups():
-            group = getattr(self, name)
-            if own := {key: options[key] for key in vars(group).keys() & options.keys()}:
-                changed[name] = replace(group, **own)
         parts = {
             section: {key: options.get(key, x) for key, x in own.items()}
             for section, own in self.parts.items()
+        }
+        groups = {name: getattr(self, name) for name in self.groups()}
+        changed = {
+            name: replace(x, **{key: options[key] for key in vars(x) if key in options})
+            for name, x in groups.items()
         }
         return replace(self, parts=parts, **changed)
 

@@ -40,28 +40,29 @@ SECTIONS = ("objective", "rollout", "task", "loss", "correction")
 TASKS: dict[str, Any] = {"maze": MazeOptions, "chain": ChainOptions, "guess": None}
 TASKS |= dict.fromkeys(DATASETS, DatasetOptions)
 ENGINES: dict[str, Any] = {"native": None, "vllm": VllmOptions}
+_LOSSES = (*LOSSES, *ALIASES)
+_BUILT_IN = {
+    "objective": OBJECTIVES,
+    "loss": _LOSSES,
+    "correction": CORRECTIONS,
+    "task": TASKS,
+    "rollout": ENGINES,
+}
 # arguments that a user's class may ask for, which are no options
 OFFERED = {
     "task": ("seed", "model"),
     "rollout": ("model", "dtype", "max_batch", "ranks", "cache_bytes"),
 }
-_BUILT_IN = {
-    "objective": OBJECTIVES,
-    "loss": (*LOSSES, *ALIASES),
-    "correction": tuple(CORRECTIONS),
-    "task": (*TASKS, f"{GYM}NAME"),
-    "rollout": tuple(ENGINES),
-}
 
 
 def loss_of(name: str) -> TokenLoss:
     """Return the token loss of --loss: a name in LOSSES, or one of your own."""
-    if name in LOSSES or name in ALIASES:
+    if name in _LOSSES:
         return find_loss(name)
     if not is_code(name):
         raise InputError(
-            f"loss must be one of {', '.join(_BUILT_IN['loss'])}, or FILE.py:FUNCTION, got "
-            f"{name!r:.80}{method_hint(name, _BUILT_IN['loss'])}"
+            f"loss must be one of {', '.join(_LOSSES)}, or FILE.py:FUNCTION, got {name!r:.80}"
+            f"{method_hint(name, _LOSSES)}"
         )
     found: TokenLoss = find_code("loss", name, find_loss)
     return found
@@ -109,13 +110,15 @@ def options_of_part(section: str, name: str, taken: frozenset[str]) -> dict[str,
     a group (`taken`) or a built-in part of an earlier section has the name, the part's own is
     before it: simko_k, icepop_low."""
     before = {"loss": ("objective",), "correction": ("objective", "loss")}.get(section, ())
-    used = taken.union(*(owners_by_option(x, taken) for x in before))
-    short = name.rpartition(":")[2]
-    found = {}
-    for key, option in _signature(section, name).items():
-        flag = f"{short}_{key}" if key in used else key
-        found[flag] = dataclasses.replace(option, name=flag)
-    return found
+    used, short = taken.union(*(owners_by_option(x, taken) for x in before)), short_name(name)
+    signature = _signature(section, name).items()
+    flags = {f"{short}_{key}" if key in used else key: option for key, option in signature}
+    return {flag: dataclasses.replace(option, name=flag) for flag, option in flags.items()}
+
+
+def short_name(name: str) -> str:
+    """Return the name of a part without its file."""
+    return name.rpartition(":")[2]
 
 
 @lru_cache
@@ -123,34 +126,28 @@ def owners_by_option(section: str, taken: frozenset[str]) -> dict[str, tuple[str
     """Return the built-in parts of a section that have each option, by its name."""
     owners: dict[str, tuple[str, ...]] = {}
     for name in _BUILT_IN[section]:
-        if name != f"{GYM}NAME":
-            for key in options_of_part(section, name, taken):
-                owners[key] = (*owners.get(key, ()), name)
+        for key in options_of_part(section, name, taken):
+            owners[key] = (*owners.get(key, ()), name)
     return owners
 
 
-def by_signature(section: str, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a part's options, which are by the names of their flags, by the names in
-    its signature."""
-    short = name.rpartition(":")[2]
-    return {key: values.get(f"{short}_{key}", values.get(key)) for key in _signature(section, name)}
+def part_options(section: str, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a part's options, by flags or by the names in its signature, by these
+    names; what has no value has its default."""
+    found, short = {}, short_name(name)
+    for key, option in _signature(section, name).items():
+        value = values.get(f"{short}_{key}", values.get(key, option.default))
+        found |= {} if value is REQUIRED else {key: value}
+    return found
 
 
-def part_options(section: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a part by the names in its signature, with defaults."""
-    defaults = {key: x.default for key, x in _signature(section, name).items()}
-    return {key: x for key, x in {**defaults, **given}.items() if x is not REQUIRED}
-
-
-def default_of(section: str, chosen: Mapping[str, str], given: Mapping[str, Any]) -> str:
-    """Return the loss or the correction that follows from the other parts and from what is
-    given."""
+def default_of(section: str, chosen: Mapping[str, str], ahead: int, has_cap: bool) -> str:
+    """Return the loss, or the correction, that follows from the parts chosen before it, and for a
+    correction from --ahead and whether --importance-cap is given."""
     objective = objective_class(chosen["objective"])
     if section == "loss":
         return objective.loss
-    if (cap := given.get("importance_cap")) is not None:
-        return "tis" if cap else "none"
     # samples of older weights, and the loss has no ratio
-    is_stale = given.get("ahead") and chosen["loss"] == "reinforce"
+    is_stale = ahead and chosen["loss"] == "reinforce"
     is_other = chosen["rollout"] != "native" or is_stale
-    return "tis" if is_other and not objective.owns_loss else "none"
+    return "tis" if has_cap or (is_other and not objective.owns_loss) else "none"

@@ -15,8 +15,8 @@ import torch
 
 from maxrl_fast.config.changes import ended_before_first_step
 from maxrl_fast.config.options import Config, Model
-from maxrl_fast.config.parts import loss_of
-from maxrl_fast.config.read import NAMES_CODE, absolute_function
+from maxrl_fast.config.parts import loss_of, short_name
+from maxrl_fast.config.read import absolute_function
 from maxrl_fast.config.rules import objective_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import HUB
@@ -32,6 +32,11 @@ from maxrl_fast.training.objectives.registry import objective_defaults
 # of the default evaluations between the first step and the last: their samples, relative to those
 # of training, and the prompts below which pass@k is too noisy to be worth them
 EVALUATION_SHARE, FEWEST_EVALUATED = 0.05, 32
+# options that may name a file of the user's
+NAMES_CODE = (
+    *("objective", "loss", "task", "rollout", "environment", "teacher_prompt", "schedule"),
+    *("reward", "log_to"),
+)
 KEPT_BYTES = 12  # of a sampled token: its id in int64 and its log-prob in float32
 
 
@@ -204,7 +209,7 @@ def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
 def _run(config: Config, ranks: Ranks, has_gpus: bool) -> dict[str, Any]:
     options, out = config.run, config.run.resume or config.run.out
     if out is None:  # with a number where a run of the same second has the folder
-        name = f"{config.chosen.short_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = f"{short_name(config.chosen.objective)}-{time.strftime('%Y%m%d-%H%M%S')}"
         names = (Path("runs", name if i == 1 else f"{name}-{i}") for i in itertools.count(1))
         out = next(folder for folder in names if not folder.exists())
     # it alone writes; the others may come after it has begun

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from maxrl_fast.algorithms.options import REQUIRED, Option, options_of
-from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.config.help_page import show_help, split_help
 from maxrl_fast.config.names import OF_ONE_START
 from maxrl_fast.config.options import Config, Options, as_list, fields_of
@@ -28,6 +27,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable, read_json
 from maxrl_fast.runtime.loading import is_file
+from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.training.objectives.registry import objective_presets
 
 if sys.version_info >= (3, 11):
@@ -118,7 +118,7 @@ def _parse(flags: dict[str, Given], asks_for_help: bool = False) -> Config:
         if folder is None:
             given.pop("allow_changes", None)
     # A run that ended before its first checkpoint restarts with this command's options.
-    if folder is not None and not (is_auto and not checkpoints_of(Path(folder))):
+    if folder is not None and not (is_auto and not RunFolder(Path(folder)).checkpoints):
         of_run = read_run(Path(folder))
     if "model" in given and not {"task"} & {*given, *of_run}:
         raise InputError(f"{given['model'].place}{given['model'].name} {TASK_IS_MISSING}")

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.job import launch
 from maxrl_fast.job import learner_state as state
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.runtime.files import DamagedError, locked, verify_checksums
+from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
 from tests.models import save_checkpoint, tiny_decoder
@@ -298,7 +298,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused_and_keeps_its_metrics(
     maze_run, tmp_path, capsys
 ):
     out = copied(maze_run, tmp_path)
-    for directory in checkpoints_of(out):
+    for directory in RunFolder(out).checkpoints:
         flip_a_bit(directory / STATE)
     before = (out / "metrics.jsonl").read_bytes()
     assert resume(out) == 2
@@ -412,7 +412,7 @@ def test_the_newest_the_best_and_the_first_checkpoints_are_kept(tmp_path, monkey
     monkeypatch.setattr("maxrl_fast.job.checkpoints.shutil.rmtree", refused)
     flags = "--objective rloo --sft-steps 0 --save-every 1 --keep-checkpoints 2 --eval-every 1"
     assert run(tmp_path / "run", *flags.split()) == 0
-    kept = {path.name for path in checkpoints_of(tmp_path / "run")}
+    kept = {path.name for path in RunFolder(tmp_path / "run").checkpoints}
     assert kept == {"step-000000", "step-000003", "step-000005", "step-000006"}
     assert (tmp_path / "run" / "best").resolve().name == "step-000003"
 

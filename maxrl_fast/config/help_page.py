@@ -15,6 +15,7 @@ from rich.text import Text
 
 from maxrl_fast.algorithms.options import Option
 from maxrl_fast.config.options import Options
+from maxrl_fast.config.parts import purpose_of
 
 # of --help: the widest page in columns, and the widest flag with its help on the same line
 WIDEST, FLAG_WIDTH = 110, 20
@@ -25,11 +26,13 @@ def show_help(config: Options, known: Mapping[str, Mapping[str, Option]], prog: 
     """Print the options that a run of this configuration uses, and exit."""
     pages = []
     for name, options in known.items():
-        kind, title = config.groups().get(name), f"{name.replace('_', ' ')} options"
-        if kind is None:
-            title = f"options of {name} {getattr(config.chosen, name[2:])}"
         rows = [help_row(x, flag) for flag, x in options.items() if flag not in config.unused]
-        pages.append((title, inspect.getdoc(kind) or "" if kind else "", rows))
+        if kind := config.groups().get(name):
+            title, purpose = f"{name.replace('_', ' ')} options", inspect.getdoc(kind)
+        else:
+            part = getattr(config.chosen, name[2:])
+            title, purpose = f"options of {name} {part}", purpose_of(name[2:], part)
+        pages.append((title, purpose or "", rows))
     print_help(prog, inspect.getdoc(type(config)) or "", pages)
 
 

@@ -63,8 +63,8 @@ class Reward:
     """How responses are scored."""
 
     reward: tuple[str, ...] = ()
-    """Functions(prompt, response, **columns) -> float, as rewards.py:length or package.module:f,
-    in worker processes; or hf:DIR, a sequence classifier. By default the task's own."""
+    """Functions(prompt, response, **columns) -> float, as rewards.py:length or package.module:f; or
+    hf:DIR, a sequence classifier. By default the task's own."""
     reward_weights: tuple[float, ...] = ()
     """Weights of the functions in the reward, their sum. By default 1 for each."""
     reward_threshold: float | None = None
@@ -89,15 +89,15 @@ class Shaping(Reward):
 
     reward_source: Literal["given", "vote", "logprob", "mean_logprob", "rlpr"] = "given"
     """given: by the task or --reward; vote: 1 for the answer that most responses to the prompt
-    give, else 0 (SRT, TTRL); logprob: the policy's log-prob of the reference answer, given the
-    response's reasoning; mean_logprob: its mean over tokens; rlpr: RLPR's reward."""
+    give, else 0; logprob: the policy's log-prob of the reference answer after the response's
+    reasoning; mean_logprob: its mean over tokens; rlpr: RLPR's."""
     overlong_buffer: CountOrZero = 0
     """DAPO's overlong punishment, in this many last tokens before --max-new-tokens; 0: none."""
     overlong_penalty: Positive = 1.0
     """Reward that a response of --max-new-tokens tokens loses."""
     truncated: Literal["keep", "zero", "mask"] = "keep"
     """Responses that the length limit ended. keep: as others; zero: the reward is 0; mask: their
-    tokens are left out of the loss, their rewards count in their groups."""
+    tokens are left out of the loss."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Decoding:
     top_p: Share = 1.0
     """Sample from the most probable tokens that have this much of the probability; 1: from all."""
     kv_cache_gb: Positive | None = None
-    """KV-cache limit of the rollout engine, in 1e9 bytes; samples that do not fit wait. By default
-    an eighth of the memory, a quarter of a GPU's."""
+    """KV-cache limit of the rollout engine, in 1e9 bytes. By default an eighth of the memory, a
+    quarter of a GPU's."""
 
 
 @dataclass(frozen=True)
@@ -124,21 +124,19 @@ class Sampling(Decoding):
     rollouts: Count = 16
     """Rollouts per prompt (N)."""
     stop_at: CountOrZero = 0
-    """Draw rollouts of a prompt only until this many succeed: --first-rollouts, then as many again,
-    at most --rollouts. The gradient is still that of MaxRL of order N; 0: all."""
+    """Draw rollouts of a prompt only until this many succeed; the gradient is still that of MaxRL
+    of order N. 0: all."""
     first_rollouts: Count = 8
-    """Rollouts of every prompt, with --stop-at."""
+    """Rollouts of every prompt, with --stop-at; then as many again, up to --rollouts."""
     schedule: str | None = None
     """FILE:CLASS that says when to stop instead, of maxrl_fast.training.schedule.Stopping."""
     dynamic_sampling: CountOrZero = 0
-    """Sample up to this many batches a step, to replace groups whose rewards are all equal (DAPO);
-    0: one batch."""
+    """Sample up to this many batches a step, to replace groups of equal rewards (DAPO); 0: one."""
     std_filter: NotNegative = 0.0
     """Replace groups too whose standard deviation of rewards is below this share of its average
     over steps (RLPR: 0.5)."""
     ahead: Annotated[int, Limit("0 to 4", lambda x: 0 <= x <= 4)] = 0
-    """Sample this many steps ahead, while the policy trains: each step trains on responses from
-    weights that many updates old; 0: none."""
+    """Sample while the policy trains, from weights that are this many updates old; 0: do not."""
 
     def samples_of_engine(self, processes: int, tensor_parallel: int) -> int:
         """Return the most samples of a step that one of the engines of these processes gets."""
@@ -160,8 +158,8 @@ class WarmStart:
     """Supervised learning on solutions, before reinforcement learning."""
 
     sft_steps: CountOrZero = DERIVED
-    """Steps of supervised learning; 0: none. By default 100; with --sft-data an epoch; with --model
-    alone 0."""
+    """Steps of supervised learning. By default 100; with --sft-data an epoch; with --model alone
+    0."""
     sft_batch: Count = 32
     """Solutions per step."""
     sft_lr: Positive = DERIVED
@@ -202,20 +200,18 @@ class Loss:
 
     aggregation: Aggregation = DERIVED
     """How token losses are averaged: token_mean over the batch, seq_mean_token_mean (grpo),
-    seq_mean_token_sum (pacs, verifree, the off-policy objectives, luspo), or seq_sum_constant
-    (dr_grpo). By default the objective's."""
+    seq_mean_token_sum (pacs, luspo) or seq_sum_constant (dr_grpo). By default the objective's."""
     top_entropy: Share = 1.0
-    """Share of tokens, those with the highest entropies, that have a policy gradient (0.2 in the
-    80/20 paper); costs a forward pass. 1: all."""
+    """Share of tokens, those with the highest entropies, that have a policy gradient (80/20 paper:
+    0.2)."""
     entropy_coef: NotNegative = 0.0
     """Coefficient of the entropy bonus, per nat."""
     siren: NotNegative = 0.0
-    """Penalty on entropy drift: keeps the entropy of uncertain tokens near its starting value. 0:
-    off; paper 0.005."""
+    """Penalty that keeps the entropy of uncertain tokens near its start (paper: 0.005)."""
     kl_coef: NotNegative = 0.0
     """Coefficient of the divergence from the reference policy, per nat."""
     kl: Literal["k1", "k2", "k3", "k3+", "full"] = "k3"
-    """Estimator of the divergence; full: the exact one, of all tokens of the vocabulary."""
+    """Estimator of the divergence; full: the exact one, of the whole vocabulary."""
     divergence: Literal["reverse", "forward", "jsd"] = "reverse"
     """Divergence of --kl full: KL(policy || teacher), KL(teacher || policy) or Jensen-Shannon's."""
     jsd_beta: Annotated[float, Limit("from 1e-7 to 1 - 1e-7", lambda x: 1e-7 <= x <= 1 - 1e-7)] = (
@@ -223,12 +219,12 @@ class Loss:
     )
     """The teacher's weight in --divergence jsd."""
     reference: str | None = None
-    """Reference policy: another checkpoint with the policy's tokenizer, such as a teacher; it is
-    not trained. By default the policy when reinforcement learning begins."""
+    """Reference policy: another checkpoint with the policy's tokenizer, such as a teacher. By
+    default the policy when reinforcement learning begins."""
     teacher_prompt: str | None = None
-    """What the reference policy reads in place of the prompt: answer, the question with the task's
-    reference answer; or FILE.py:FUNCTION(prompt, **columns), which returns text or chat messages.
-    Without --reference the reference policy is then the policy at each step."""
+    """What the reference policy, by default the policy at each step, reads in place of the prompt:
+    answer, the question with the reference answer; or FILE.py:FUNCTION(prompt, **columns) -> text
+    or chat messages."""
 
 
 @dataclass(frozen=True)
@@ -237,11 +233,11 @@ class Model:
     transformers has."""
 
     model: str | None = None
-    """Checkpoint to start from: a Hugging Face directory, or hf://ORG/NAME or
-    hf://ORG/NAME@REVISION of the hub. Its sizes are its own. By default a new model."""
+    """Checkpoint to start from: a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION.
+    By default a new model."""
     model_backend: Literal["auto", "native", "transformers"] = "auto"
-    """What runs the layers of --model: native (Qwen2, Qwen3, Llama 3, SmolLM2), transformers
-    (docs/models.md lists which), or auto: native where it has the model."""
+    """What runs the layers of --model: native (Qwen2, Qwen3, Llama 3, SmolLM2), transformers, or
+    auto: native where it has the model."""
     hidden_size: Count = 128
     """Size of the hidden states."""
     intermediate_size: Count = 256
@@ -255,8 +251,7 @@ class Model:
     rope_theta: Positive = 100.0
     """Base of the rotary embedding; the MaxRL paper has 1e6."""
     lora_rank: CountOrZero = 0
-    """Train low-rank adapters of this rank instead of the weights (LoRA), merged into the
-    checkpoints; 0: off."""
+    """Train low-rank adapters of this rank (LoRA), merged into the checkpoints; 0: the weights."""
     lora_alpha: Positive = 32.0
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
@@ -277,15 +272,15 @@ class Evaluation:
     """Evaluation on held-out prompts, and what is reported."""
 
     eval_every: CountOrZero | None = None
-    """Steps between evaluations; 0: only before the first step and after the last. By default three
-    between them, on a subset sized to cost at most 5% of the training samples."""
+    """Steps between evaluations; 0: only at the ends. By default three between them, on a subset
+    that costs at most 5% of the training samples."""
     eval_prompts: Count = DERIVED
     """Held-out prompts of each set. By default 256, or all."""
     eval_samples: Count = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
     diagnose_every: CountOrZero = 0
     """Steps between lines of diagnostics.jsonl, each prompt's pass rate and gradient norm, which
-    cost a second backward pass; 0: none."""
+    cost a backward pass; 0: none."""
     keep_rollouts: CountOrZero = 8
     """Rollouts of each training step that rollouts.jsonl keeps, in whole groups; 0: none."""
     log_to: Literal["tensorboard", "wandb", "trackio"] | None = None
@@ -311,20 +306,19 @@ class Run(Place):
     out: Path = DERIVED
     """Folder of results, new or empty. By default runs/<objective>-<time>."""
     resume: Path | None = None
-    """Resume the run in this folder from its newest undamaged checkpoint, with its own options
-    unless others are given; auto: the run in --out, or a new one if there is none yet."""
+    """Resume the run in this folder with its own options unless others are given; auto: the run in
+    --out, or a new one if there is none yet."""
     allow_changes: bool = False
     """Resume even if options or files change what is computed."""
     config: Path | None = None
-    """TOML file of options; the keys are the names of the flags (maze_size = 11). A flag overrides
-    the file."""
+    """TOML file of options, as maze_size = 11. A flag overrides the file."""
     seed: Seed = 0
     """Seed of new weights, of the task's prompts and of the sampling."""
     compile: bool = False
     """Fuse each layer's operations by torch.compile. The first steps take longer."""
     sharding: Literal["auto", "none", "full"] = "auto"
     """How torchrun's processes divide the weights: none (DDP), full (FSDP2), or auto: full where
-    the training state would take more than half of a GPU's memory."""
+    training would take more than half of a GPU's memory."""
     save_every: CountOrZero = 50
     """Steps between checkpoints; 0: only at the ends and when stopped."""
     keep_checkpoints: CountOrZero = 3
@@ -332,8 +326,8 @@ class Run(Place):
     stall_limit: Positive = 1800.0
     """Seconds without progress after which the run ends."""
     dry_run: str | None = None
-    """Print the resolved configuration with an estimate of its memory, and stop. With a value like
-    8x80 it is for 8 GPUs of 80 GB (1e9 bytes) each, wherever they are; else for this machine."""
+    """Print the resolved configuration with an estimate of its memory, and stop. 8x80: for 8 GPUs
+    of 80 GB (1e9 bytes) each; without a value for this machine."""
 
 
 @dataclass(frozen=True)

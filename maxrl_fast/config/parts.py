@@ -9,6 +9,7 @@ from typing import Any
 from maxrl_fast.algorithms.known import method_hint
 from maxrl_fast.algorithms.losses import ALIASES, LOSSES
 from maxrl_fast.algorithms.losses.registry import Clips, TokenLoss, find_loss
+from maxrl_fast.algorithms.method import Method
 from maxrl_fast.algorithms.options import (
     REQUIRED,
     Option,
@@ -31,8 +32,8 @@ from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import (
     OBJECTIVES,
     find_code,
+    find_objective,
     objective_class,
-    objective_options,
 )
 
 # The order in which a run's parts are chosen: the default of a later one follows from earlier ones.
@@ -41,7 +42,7 @@ TASKS: dict[str, Any] = {"maze": MazeOptions, "chain": ChainOptions, "guess": No
 TASKS |= dict.fromkeys(DATASETS, DatasetOptions)
 ENGINES: dict[str, Any] = {"native": None, "vllm": VllmOptions}
 _LOSSES = (*LOSSES, *ALIASES)
-_BUILT_IN = {
+_BUILT_IN: dict[str, Any] = {
     "objective": OBJECTIVES,
     "loss": _LOSSES,
     "correction": CORRECTIONS,
@@ -68,40 +69,54 @@ def loss_of(name: str) -> TokenLoss:
     return found
 
 
-def _signature(section: str, name: str) -> Mapping[str, Option]:
-    """Return the options in the signature of a part, by the names there."""
+def part(section: str, name: str) -> Any:
+    """Return the part that --SECTION NAME names: a method, a dataclass of options, a user's class,
+    or None for one without options."""
     if section == "objective":
-        return objective_options(name)
+        return find_objective(name)
     if section == "loss":
-        loss = loss_of(name)
-        return {**(options_of(Clips) if loss.clips else {}), **loss.options}
+        return loss_of(name)
     if section == "correction":
         if name not in CORRECTIONS:
             wanted = f"--correction must be one of {', '.join(CORRECTIONS)}, got {name!r:.80}"
             raise InputError(wanted + nearest(name, CORRECTIONS), section)
-        return CORRECTIONS[name].options
+        return CORRECTIONS[name]
     if section == "rollout":
         check_engine_name(name)
-        return _of_class(section, name, ENGINES.get(name, name))
-    check_known(name)
+    else:
+        check_known(name)
+    if name in (built_in := _BUILT_IN[section]):
+        return built_in[name]
     if name.startswith(GYM):
-        return {**options_of(GymOptions), **generator_options(name.removeprefix(GYM))}
-    kind = DatasetOptions if is_reward(name) else name
-    return _of_class(section, name, TASKS.get(name, kind))
+        return GymOptions
+    if section == "task" and is_reward(name):
+        return DatasetOptions
+    return None if name.startswith(OBJECT) else load_code(section, name, "CLASS")
 
 
-def _of_class(section: str, name: str, kind: Any) -> Mapping[str, Option]:
-    """Return the options of a dataclass, of the parameters of a user's class, or of nothing."""
-    if isinstance(kind, type):  # of options
-        return options_of(kind)
-    if kind is None or name.startswith(OBJECT):
-        return {}
-    cls, found = load_code(section, name, "CLASS"), {}
-    for x in parameters_of(cls) if inspect.isclass(cls) else ():
+def _signature(section: str, name: str) -> Mapping[str, Option]:
+    """Return the options of a part, by the names in its signature."""
+    found = part(section, name)
+    if isinstance(found, Method):
+        clips = options_of(Clips) if getattr(found, "clips", False) else {}
+        size = getattr(found, "size", None)
+        return {**clips, **({size.name: size.option} if size else {}), **found.options}
+    if name.startswith(GYM):
+        return {**options_of(found), **generator_options(name.removeprefix(GYM))}
+    if dataclasses.is_dataclass(found) and found in _BUILT_IN[section].values():
+        return options_of(found)
+    own = {}
+    for x in parameters_of(found) if inspect.isclass(found) else ():
         if x.name not in OFFERED[section] and x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY):
             hint = type(x.default) if x.annotation is x.empty else x.annotation
-            found[x.name] = make_option(x.name, hint, x.default)
-    return found
+            own[x.name] = make_option(x.name, hint, x.default)
+    return own
+
+
+def purpose_of(section: str, name: str) -> str:
+    """Return the line that --help shows of a part."""
+    found = part(section, name)
+    return found.formula if isinstance(found, Method) else inspect.getdoc(found) or ""
 
 
 @lru_cache(maxsize=256)

@@ -41,7 +41,7 @@ def _has_processes(c: View) -> bool:
 
 
 def _has_answers(c: View) -> bool:
-    return (spec := dataset_spec(c.task)) is not None and spec.gold is not None
+    return (spec := dataset_spec(c.task)) is None or spec.gold is not None
 
 
 # What a run must have to use the options of these names: a sentence, and the condition. Without it
@@ -66,7 +66,7 @@ NEEDS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         lambda c: c.reward or c.task not in ("maze", "guess"),
     ),
     ("answer_key", "is not used by task {task}", _has_answers),
-    ("max_turns", "needs --environment", lambda c: c.environment),
+    ("max_turns", "needs --environment", lambda c: c.environment or "environment" not in c),
     ("overlong_penalty", "needs --overlong-buffer", lambda c: c.overlong_buffer),
     (
         "vllm_tensor_parallel kv_cache_gb",
@@ -123,111 +123,107 @@ def _is_over_batch(c: View) -> bool:
     return c.token_loss.over_batch or c.top_entropy != 1 or c.siren or is_masked
 
 
-# Rules: the sentence, a format of the options, of which those that it shows are the wrong ones; and
-# whether the options are refused.
+# A rule: a sentence, which is a format of the options that it refuses, and whether it does.
 Rules = dict[str, Callable[[Any], Any]]
 SHARED_RULES: Rules = {  # of training and of evaluation
     "reward_weights must be a number for each reward, got {reward_weights} for {reward}": (
         lambda c: len(c.reward_weights) not in (0, len(c.reward))
     ),
 }
-# besides the options there are the objective as `method`, what it needs, and the loss
+# besides the options there are the objective as `method`, what it `needs`, and the `token_loss`
 RULES: Rules = {
     **SHARED_RULES,
-    "prompts x rollouts must be below 2^31, got {prompts} x {rollouts}": lambda c: (
-        c.prompts * c.rollouts >= 2**31
+    "prompts x rollouts must be below 2^31, got {prompts} x {rollouts}": (
+        lambda c: c.prompts * c.rollouts >= 2**31
     ),
     **multiple_of("updates_per_step", "prompts"),
+    **multiple_of("heads", "hidden_size"),
+    **multiple_of("kv_heads", "heads"),
+    "hidden_size / heads must be even, got {hidden_size} / {heads}": (
+        lambda c: c.hidden_size // c.heads % 2
+    ),
     "rollouts must be a multiple of first_rollouts with --stop-at, got {rollouts} and "
     "{first_rollouts}": lambda c: c.stop_at and c.rollouts % c.first_rollouts,
-    "--stop-at draws again for prompts without successes: it cannot be used with "
-    "--dynamic-sampling {dynamic_sampling}": lambda c: c.stop_at and c.dynamic_sampling,
-    "--stop-at needs rewards of 0 or 1 of each response by itself, got --reward-source "
-    "{reward_source}": lambda c: c.stop_at and c.reward_source != "given",
+    "--stop-at draws again for prompts without successes, each response with a reward of 0 or 1: "
+    "it needs --dynamic-sampling 0 and --reward-source given, got {dynamic_sampling} and "
+    "{reward_source}": (lambda c: c.stop_at and (c.dynamic_sampling or c.reward_source != "given")),
     "stop_at is MaxRL of the order of rollouts, {rollouts}, so that order cannot be {order}": (
         lambda c: c.stop_at and c.order not in (None, c.rollouts - 1)
     ),
     "--ahead {ahead} needs an engine that samples while the policy trains: native, or vllm with "
     "--vllm-url": lambda c: c.ahead and c.rollout == "vllm" and c.vllm_url is None,
-    "--ahead {ahead} cannot be used with --reward-source {reward_source}, which reads the policy "
-    "while it changes": lambda c: c.ahead and c.reward_source not in ("given", "vote"),
-    "--ahead {ahead} cannot be used with {objective}, whose rewards read the policy while it "
-    "changes": lambda c: c.ahead and c.needs.answers,
+    "--ahead {ahead} cannot be used with rewards that read the policy while it changes: those of "
+    "--reward-source {reward_source} or --objective {objective}": (
+        lambda c: c.ahead and (_is_likelihood(c) or c.needs.answers)
+    ),
     # vLLM has no log-probs before top-p at another temperature
-    "--rollout vllm with --top-p {top_p} needs --temperature 1, got {temperature:g}": lambda c: (
-        c.rollout == "vllm" and c.top_p < 1 and c.temperature != 1
+    "--rollout vllm with --top-p {top_p} needs --temperature 1, got {temperature:g}": (
+        lambda c: c.rollout == "vllm" and c.top_p < 1 and c.temperature != 1
     ),
-    **multiple_of("heads", "hidden_size"),
-    "hidden_size / heads must be even, got {hidden_size} / {heads}": lambda c: (
-        c.hidden_size // c.heads % 2
+    "--resume writes into the run's own folder, {resume}, got --out {out}": (
+        lambda c: c.resume and c.out and c.out.absolute() != c.resume.absolute()
     ),
-    **multiple_of("kv_heads", "heads"),
-    "--resume writes into the run's own folder, {resume}, got --out {out}": lambda c: (
-        c.resume and c.out and c.out.absolute() != c.resume.absolute()
-    ),
-    "--compile is for the native decoder, got --model-backend {model_backend}": lambda c: (
-        c.compile and c.model_backend == "transformers"
+    "--compile is for the native decoder, got --model-backend {model_backend}": (
+        lambda c: c.compile and c.model_backend == "transformers"
     ),
     "dynamic_sampling leaves out groups whose rewards are equal, from which {objective} learns": (
         lambda c: c.dynamic_sampling and c.method.learns_from_equal_rewards(c.rollouts)
     ),
-    "{objective} weights single tokens, so loss cannot be {loss}, whose ratio is one of whole "
-    "responses": lambda c: c.needs.token_weights and c.token_loss.by_sequence,
-    "{objective} weights single tokens by either sign, so correction cannot be {correction}": (
-        lambda c: c.needs.token_weights and c.correction == "sequence_mask"
+    "{objective} weights single tokens by either sign, so loss cannot be one of whole responses "
+    "and correction not sequence_mask, got {loss} and {correction}": (
+        lambda c: (
+            c.needs.token_weights and (c.token_loss.by_sequence or c.correction == "sequence_mask")
+        )
+    ),
+    "{objective} learns from the reference answer: it needs --reward-source given, --truncated "
+    "keep and --overlong-buffer 0, got {reward_source}, {truncated} and {overlong_buffer}": (
+        lambda c: (
+            c.needs.answers
+            and (c.reward_source, c.truncated, c.overlong_buffer) != ("given", "keep", 0)
+        )
+    ),
+    "{objective} needs each reward separately: --reward of 2 or more without --reward-source, "
+    "--reward-threshold and --overlong-buffer, got {reward}, {reward_source}, {reward_threshold} "
+    "and {overlong_buffer}": lambda c: (
+        c.needs.parts
+        and (
+            len(c.reward) < 2
+            or (c.reward_source, c.reward_threshold, c.overlong_buffer) != ("given", None, 0)
+        )
+    ),
+    "{objective} needs rewards of 0 or 1, which --reward-source {reward_source} and "
+    "--overlong-buffer {overlong_buffer} do not give": (
+        lambda c: c.needs.binary and (_is_likelihood(c) or c.overlong_buffer)
     ),
     "--reward-source {reward_source} does not support {objective}: it needs individual rewards": (
-        lambda c: c.reward_source != "given" and (c.needs.greedy or c.needs.parts)
-    ),
-    "reward_source cannot be {reward_source} for {objective}, which needs rewards of 0 or 1": (
-        lambda c: _is_likelihood(c) and c.needs.binary
+        lambda c: c.reward_source != "given" and c.needs.greedy
     ),
     "reward_source cannot be {reward_source} for task {task}, whose responses are answers without "
     "reasoning, so that all responses to a prompt have the same reward; --objective verifree "
     "learns from them": lambda c: _is_likelihood(c) and c.task in ("maze", "chain"),
-    "reward_source must be given for {objective}, which computes its own reward, got "
-    "{reward_source}": lambda c: c.needs.answers and c.reward_source != "given",
-    "{objective} does not support --overlong-buffer, which changes its rewards, got "
-    "{overlong_buffer}": lambda c: (
-        c.overlong_buffer and (c.needs.answers or c.needs.parts or c.needs.binary)
-    ),
-    "truncated must be keep for {objective}, which trains on the reference answer, got "
-    "{truncated}": (lambda c: c.needs.answers and c.truncated != "keep"),
     "truncated cannot be zero with --reward-source {reward_source}: the reference answer, not the "
-    "end of a response, decides its reward; use keep or mask": lambda c: (
-        c.truncated == "zero" and _is_likelihood(c)
+    "end of a response, decides its reward; use keep or mask": (
+        lambda c: c.truncated == "zero" and _is_likelihood(c)
     ),
-    "{objective} needs each reward separately: --reward needs 2 or more, got {reward}": lambda c: (
-        c.needs.parts and len(c.reward) < 2
-    ),
-    "{objective} needs each reward separately, so that reward_threshold would change none of them, "
-    "got {reward_threshold}": lambda c: c.needs.parts and c.reward_threshold is not None,
     "hero needs 1 as the weight of the verifier, the first reward, got {reward_weights}": (
         lambda c: c.objective == "hero" and c.reward_weights[:1] not in ((), (1.0,))
     ),
-    "{objective} does not support --top-entropy: its loss does not use token weights, got "
-    "{top_entropy}": lambda c: c.method.owns_loss and c.top_entropy != 1,
-    "{objective} does not support --correction: its loss does not use token weights, got "
-    "{correction}": lambda c: c.method.owns_loss and c.correction != "none",
-    "kl full needs another teacher than the policy, --reference or --teacher-prompt": lambda c: (
-        _has_full_kl(c) and not has_teacher(c)
+    "kl full needs another teacher than the policy, --reference or --teacher-prompt": (
+        lambda c: _has_full_kl(c) and not has_teacher(c)
     ),
     "kl full cannot be used where a token's loss depends on other responses, as with loss kl_cov, "
-    "--top-entropy, --siren and --correction sequence_mask": lambda c: (
-        _has_full_kl(c) and _is_over_batch(c)
+    "--top-entropy, --siren and --correction sequence_mask": (
+        lambda c: _has_full_kl(c) and _is_over_batch(c)
     ),
-    "loss must be {method.loss} for {objective}, whose loss it is a part of, got {loss}": (
-        lambda c: c.method.owns_loss and c.loss != c.method.loss
+    "{objective} has a loss of its own, without token weights: it needs --loss {method.loss}, "
+    "--correction none and --top-entropy 1, got {loss}, {correction} and {top_entropy}": (
+        lambda c: (
+            c.method.owns_loss
+            and (c.loss, c.correction, c.top_entropy) != (c.method.loss, "none", 1)
+        )
     ),
-    "aggregation must be {method.aggregation} for {objective}, whose loss it is a part of, got "
-    "{aggregation}": lambda c: (
-        c.method.owns_loss and c.aggregation not in (None, c.method.aggregation)
-    ),
-    "aggregation must be {token_loss.aggregation} for {loss}, whose loss it is a part of, got "
-    "{aggregation}": lambda c: (
-        c.token_loss.aggregation
-        and not c.method.owns_loss
-        and c.aggregation not in (None, c.token_loss.aggregation)
+    "aggregation must be {fixed} for {objective} with loss {loss}, got {aggregation}": (
+        lambda c: c.fixed and c.aggregation not in (None, c.fixed)
     ),
 }
 
@@ -252,6 +248,7 @@ def check(config: Config) -> None:
         raise InputError(f"--log-to {c.log_to} is not installed: pip install {c.log_to}", "log_to")
     objective, loss = objective_of(config), loss_of(c.loss)
     c |= {"method": objective, "needs": objective.needs, "token_loss": loss}
+    c["fixed"] = objective.aggregation if objective.owns_loss else loss.aggregation
     refuse({**RULES, **getattr(OBJECTIVE_CLASSES.get(c.objective), "refuses", {})}, c)
     config.sampling.stopping()  # or an error
     try:

@@ -152,8 +152,8 @@ RULES: Rules = {
     ),
     "--ahead {ahead} needs an engine that samples while the policy trains: native, or vllm with "
     "--vllm-url": lambda c: c.ahead and c.rollout == "vllm" and c.vllm_url is None,
-    "--ahead {ahead} cannot be used with rewards that read the policy while it changes: those of "
-    "--reward-source {reward_source} or --objective {objective}": (
+    "--ahead {ahead} cannot be used for {objective} with --reward-source {reward_source}, because "
+    "its rewards read the policy while it changes": (
         lambda c: c.ahead and (_is_likelihood(c) or c.needs.answers)
     ),
     # vLLM has no log-probs before top-p at another temperature

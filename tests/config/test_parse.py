@@ -141,27 +141,6 @@ def test_a_flag_overrides_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("maze_sise = 9", r"run.toml, line 1: unknown option maze_sise; did you mean maze_size\?"),
-        ("lr = ", "readable TOML file"),
-        (
-            "seed = 1\n\n[task]\nmaze_size = 9",
-            r"run.toml, line 3: options must stand at the top of the file.* got the table \[task\]",
-        ),
-        ("seed = 1\nlr = 'fast'", "run.toml, line 2: lr must be a number, got 'fast'"),
-        ("steps = 3.5", "run.toml, line 1: steps must be an integer, got 3.5"),
-        ("compile = 1", "compile must be true or false, got 1"),
-    ],
-)
-def test_bad_files_are_refused(tmp_path, content, message):
-    file = tmp_path / "run.toml"
-    file.write_text(content)
-    with refused(message):
-        parse(["--config", str(file)])
-
-
-@pytest.mark.parametrize(
     ("content", "place"),
     [
         ("seed = 1\nlr = nan", "lr must be a finite number above 0, got nan (lr: {}, line 2)"),
@@ -182,30 +161,6 @@ def test_a_value_of_a_file_that_is_refused_has_its_line_unless_a_flag_gives_it(
     assert capsys.readouterr().err.endswith(place.format(file) + "\n")
     assert train.main(f"--config {file} --lr inf --objective maxpo --k 99 --heads 5".split()) == 2
     assert str(file) not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    table("""
-    --learning-rate 1e-4 | unknown option --learning-rate; did you mean --lr?
-    --maze-sise 9 | unknown option --maze-sise; did you mean --maze-size?
-    --beta 0.04 | --beta is not used by objective maxpo, but by pacs_first_update, pacs,
-        pacs_paper; did you mean --kl-coef?
-    --tau-negative 1 | --tau-negative is not used by loss ppo, but by sapo
-    --loss simko --k 2.5 --objective rloo | unknown option --k; did you mean --simko-k?
-    --push-to-hub | unknown option --push-to-hub; `hf upload ORG/NAME RUN/latest` uploads
-    --trainer.total_epochs 3 | total_epochs; --steps sets the length: an epoch of n prompts has n /
-    --wandb-project x | --wandb-project; --log-to wandb logs to the project in the environment's
-    --callbacks x | unknown option --callbacks; maxrl_fast.Session is for a loop of your own
-    --task r.py:f --data d --model m --reward-weights 2 | --reward-weights needs --reward: with
-        --task FILE:f write --task dataset --reward FILE:f and others
-    --seed 3 actor_rollout_ref.rollout.n=5 | options begin with two dashes; did you mean
-        --rollouts?
-    """),
-)
-def test_names_of_other_libraries_and_misspelled_ones_get_a_hint(words, message):
-    with refused(re.escape(message)):
-        parse(words.split())
 
 
 @pytest.mark.parametrize(
@@ -262,57 +217,6 @@ def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_pat
     assert taken("--task", "math") == ("None", None, 3, 3)
     with refused("--data is not used by task maze"):
         taken("--task", "maze", "--data", "/e")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    table(r"""
-    --k x | --k must be an integer, got 'x'
-    --objective maxpoo | got 'maxpoo'; did you mean 'maxpo'?
-    --objective DAPO | got 'DAPO'; did you mean --objective grpo --loss ppo --clip-high 0.28
-        --dynamic-sampling 4 --overlong-buffer INT?
-    --k 16 | maxpo needs 1 <= k <= N-1 = 15 for N = 16 rollouts, got 16; --rollouts sets N
-    --objective pkpo --k 1 | pkpo needs 2 <= k <= N = 16
-    --objective rloo --rollouts 1 | rloo needs at least 2 rollouts per prompt, got 1
-    --objective grpo --k 4 | --k is not used by objective grpo
-    --objective grpo --eps -1 | eps must be a finite number of at least 0, got -1
-    --data x.jsonl | --data is not used by task maze
-    --task r.py --data x | --task must be .* or FILE.py:FUNCTION, got 'r.py'
-    --task dataset --reward r.py:f --max-turns 3 | --max-turns needs --environment
-    --reward-source vote --objective self | --reward-source vote does not support self: it needs
-        individual rewards
-    --reward-weights 1 | --reward-weights needs --reward
-    --reward a:f b:g --reward-weights 1 2 3 | reward_weights must be a number for each reward
-    --rollout vllm --vllm-url http://x --kv-cache-gb 1 | cannot be used with --vllm-url
-    --objective noisy_verifier_forward | noisy_verifier_forward needs --false-negative-rate
-    --objective pacs --beta 0 | beta must be a finite number above 0, got 0
-    --objective pacs --loss ppo | loss must be reinforce for pacs, whose loss it is a part of,
-        got ppo
-    --objective pacs --aggregation token_mean | aggregation must be seq_mean_token_sum for pacs
-    --prompts 1000000000 --rollouts 16 | prompts x rollouts must be below 2\^31, got 1000000000 x
-        16
-    --objective pacs --importance-cap 2 | pacs does not support --correction: .*, got tis
-    --loss sapo --tau-pos 1 | unknown option --tau-pos; did you mean --tau-positive\?
-    --loss sapo --tau-positive 0 | tau_positive must be a finite number above 0, got 0
-    --loss dispo --low-positive 12 | low_positive of dispo must be at most its
-        high_positive, 11, got 12
-    --loss luspo --aggregation token_mean | aggregation must be seq_mean_token_sum for luspo, .*
-        got token_mean
-    --loss clip_cov --low 2 --high 1 | low of clip_cov must be below its high, 1, got
-        2
-    --loss simko --simko-k 2.5 | simko_k must be an integer from 1 to 8, got 2.5
-    --objective pacs --top-entropy .2 | pacs does not support --top-entropy: its loss does not
-        use token weights
-    --objective pacs --clip-high 0.3 | --clip-high is not used by loss reinforce
-    --prompts 32 --updates-per-step 3 | multiple of updates_per_step, got 32 and 3
-    --hidden-size 100 --heads 3 | hidden_size must be a multiple of heads, got 100 and 3
-    --heads 8 --kv-heads 3 | heads must be a multiple of kv_heads, got 8 and 3
-    --hidden-size 24 --heads 8 | hidden_size / heads must be even
-    """),
-)
-def test_bad_options_are_named(flags, message):
-    with refused(message):
-        parse(flags.split())
 
 
 def test_vllm_engines_divide_the_processes():

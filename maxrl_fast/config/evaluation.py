@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -36,12 +36,11 @@ from maxrl_fast.config.read import (
     Given,
     absolute_function,
     build,
-    hint,
     read_flags,
     read_run,
 )
 from maxrl_fast.config.resolve import num_held_out, resolve_place, response_limit
-from maxrl_fast.config.rules import SHARED_RULES, View, refuse
+from maxrl_fast.config.rules import SHARED_RULES, Rules, View, refuse
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.outcome import RESULTS
@@ -57,18 +56,16 @@ class Measure:
     """What is measured."""
 
     eval_prompts: Count = DERIVED
-    """Number of prompts: the first of the split, or of each held-out set. By default 256, or all
-    that are held out."""
+    """Prompts of the split, or of each held-out set. By default 256, or all that are held out."""
     samples: Count = 256
     """Responses to each prompt (n)."""
     k: tuple[int, ...] = ()
-    """Sizes at which pass@k, max@k and maj@k are reported, each from 1 to --samples. By default 1 2
-    4 ... up to --samples."""
+    """Sizes at which pass@k, max@k and maj@k are reported. By default 1 2 4 ... up to --samples."""
     split: Literal["test", "train"] = "test"
     """Held-out prompts, or training prompts, which repeat where a file has fewer."""
     against: tuple[Path, ...] = ()
-    """Compare with these finished evaluations, prompt by prompt where their prompts, samples and
-    sampling are the same."""
+    """Compare with these finished evaluations, prompt by prompt where all settings are the
+    same."""
     bootstrap: Count = 1000
     """Bootstrap resamples of the prompts for the intervals."""
     confidence: BetweenZeroAndOne = 0.95
@@ -122,83 +119,59 @@ class EvaluationConfig(Options):
     reward: Reward = field(default_factory=Reward)
     place: EvaluationPlace = EvaluationPlace()
 
-    def flat(self) -> dict[str, Any]:
-        """Several values are always a list, but for rewards."""
-        own = {"k": [*self.measure.k], "against": [*map(str, self.measure.against)]}
-        return super().flat() | own
+
+RULES: Rules = {
+    **SHARED_RULES,
+    "greedy decoding gives one response: samples must be 1 at temperature {temperature:g}, got "
+    "{samples}": lambda c: c.temperature == 0 and c.samples > 1,
+    "k must be from 1 to the {samples} samples, got {k}": (
+        lambda c: not all(1 <= k <= c.samples for k in c.k)
+    ),
+}
 
 
 def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | Path]:
-    """Return the options, and the checkpoint or the folder of a finished evaluation. --help prints
-    the options that this task uses, and exits."""
+    """Return the checked options, and the checkpoint or the folder of a finished evaluation. --help
+    prints the options that this task uses, and exits."""
     words, asks_for_help = split_help(arguments)
-    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    others, flags = words[:first], read_flags(words[first:])
-    if flag := flags.get("model", flags.get("checkpoint")):
-        raise InputError(f"CHECKPOINT is given without a flag, as in `{PROG} DIR`, got {flag.name}")
-    several = ("k", "against", "reward", "reward_weights", "data", "hub", "test_data", "test_hub")
-    for name, x in flags.items():  # CHECKPOINT after the value of a flag; rewards have a colon
-        if x.value[1:] and name != "against" and not others:
-            is_path = ":" not in x.value[-1] if name == "reward" else Path(x.value[-1]).is_dir()
-            others = [x.value.pop()] if is_path or name not in several else []
-    for word in others[1:]:
-        raise InputError(
-            f"unknown option {word:.80}: options begin with two dashes{hint(word, flags)}"
-        )
+    name = words[0] if words and not words[0].startswith("--") else ""
+    flags = read_flags(words[1:] if name else words)
     if asks_for_help:
         show_help(*build(EvaluationConfig, flags, {}), PROG)
-    if not others:
+    if not name:
         raise InputError(
-            "CHECKPOINT is missing: a Hugging Face checkpoint directory, the folder of a run, or "
-            "the folder of a finished evaluation, which --against compares"
+            "CHECKPOINT is missing before the flags: a Hugging Face checkpoint directory, the "
+            "folder of a run, or that of a finished evaluation, which --against compares"
         )
-    if (Path(others[0]) / RESULTS).exists():
-        return build(EvaluationConfig, flags, {})[0], Path(others[0])
-    source = find_source(others[0])
-    if source.run is None and "task" not in flags:
-        raise InputError(f"a checkpoint that is not in the folder of a run {TASK_IS_MISSING}")
-    of_run = {} if source.run is None else read_run(source.run)
-    shared = _of_task(of_run, flags)
-    config, _ = build(EvaluationConfig, flags, shared)
-    seed = of_run["seed"].value if "seed" in of_run else None
-    defaults: dict[str, Any] = dict.fromkeys(("seed", "task_seed"), seed)
-    # a task of another size has its own limit
-    sizes = config.parts["task"].keys() - options_of(DatasetOptions).keys()
-    if shared and not flags.keys() & sizes:
-        limit = of_run.get("max_new_tokens")
-        defaults["max_new_tokens"] = limit and int(limit.value)
-    defaults = {name: value for name, value in defaults.items() if config.values()[name] is None}
-    return config.replace(**defaults), source
+    source: Source | Path = Path(name)
+    of_run = dict[str, Given]()
+    if not (Path(name) / RESULTS).exists():
+        source = found = find_source(name)
+        if found.run is not None:
+            of_run = _of_task(read_run(found.run), flags)
+        elif "task" not in flags:
+            raise InputError(f"a checkpoint that is not in the folder of a run {TASK_IS_MISSING}")
+    config, _ = build(EvaluationConfig, flags, of_run)
+    refuse(RULES, View(config.values()))
+    return config, source
 
 
 def _of_task(of_run: dict[str, Given], flags: dict[str, Given]) -> dict[str, Given]:
-    """Return the options of a run that decide its prompts and rewards; with another task none."""
-    chosen = of_run.get("task", Given("maze", "task"))
+    """Return the options of a run that decide its prompts, their rewards and the length of
+    responses; with another task only the seed."""
+    seed, chosen = of_run.get("seed", Given(0, "seed")), of_run.get("task", Given("maze", "task"))
+    seeds = {"seed": seed, "task_seed": seed}
     if "task" in flags and absolute_function("".join(flags["task"].value)) != chosen.value:
-        return {}
-    kept = {"task", *options_of(Reward), *_task_names(str(chosen.value))}
+        return seeds
+    own = {*options_of_part("task", chosen.value, fields_of(Config))} - {"sft_data"}
+    kept = {"task", *own, *options_of(Reward)}
+    if not flags.keys() & (own - options_of(DatasetOptions).keys()):
+        kept.add("max_new_tokens")  # a task of another size has its own limit
     if (sets := {"test_data", "test_hub"}) & flags.keys():  # in place of all of the run
         kept -= sets
     if {"data", "hub"} & flags.keys():  # the run's filter is about its own training sets
         kept.discard("where")
-    return {name: x for name, x in of_run.items() if name in kept}
-
-
-def _task_names(task: str) -> set[str]:
-    return {*options_of_part("task", task, fields_of(Config))} - {"sft_data"}
-
-
-def check(config: EvaluationConfig) -> None:
-    """Refuse options that are wrong by themselves or do not go together."""
-    measure, temperature = config.measure, config.sampling.temperature
-    if temperature == 0 and measure.samples > 1:
-        raise InputError(
-            f"greedy decoding gives one response: samples must be 1 at temperature {temperature:g},"
-            f" got {measure.samples}"
-        )
-    if any(not 1 <= k <= measure.samples for k in measure.k):
-        raise InputError(f"k must be from 1 to the {measure.samples} samples, got {[*measure.k]}")
-    refuse(SHARED_RULES, View(config.values()))
+    return {name: x for name, x in of_run.items() if name in kept} | seeds
 
 
 def resolve(

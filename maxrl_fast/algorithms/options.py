@@ -128,8 +128,8 @@ class Option:
         is_flag = isinstance(value, bool)
         if is_flag != (self.kind is bool) or not isinstance(value, int | float | str | Path):
             raise ValueError
-        text = value if is_flag else _SAME.get(str(value), str(value))
-        if self.choices and text not in self.choices:
+        text = value if is_flag else str(value)
+        if self.choices and (text := _SAME.get(text, text)) not in self.choices:
             raise ValueError
         # which raises on half characters
         if self.kind in (str, Path) and b"\0" in os.fsencode(text):

@@ -52,10 +52,9 @@ class Chosen(TaskAndEngine):
     """Token loss: ppo, reinforce, cispo, gspo, sapo, dppo, ..., FILE.py:FUNCTION or
     package.module:FUNCTION. By default the objective's: mostly ppo; reinforce for pacs, verifree
     and the off-policy objectives."""
-    correction: str = DERIVED
-    """Correction for a rollout engine whose probabilities are not the trainer's: none, tis,
-    tis_sequence, icepop, mis or sequence_mask. By default none with native or the objective's own
-    loss, else tis."""
+    correction: Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"] = DERIVED
+    """Correction for a rollout engine whose probabilities are not the trainer's. By default none
+    with native or the objective's own loss, else tis."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from maxrl_fast.algorithms.options import (
     REQUIRED,
     Option,
     make_option,
-    nearest,
     options_of,
     parameters_of,
 )
@@ -76,14 +75,9 @@ def part(section: str, name: str) -> Any:
         return find_objective(name)
     if section == "loss":
         return loss_of(name)
-    if section == "correction":
-        if name not in CORRECTIONS:
-            wanted = f"--correction must be one of {', '.join(CORRECTIONS)}, got {name!r:.80}"
-            raise InputError(wanted + nearest(name, CORRECTIONS), section)
-        return CORRECTIONS[name]
     if section == "rollout":
         check_engine_name(name)
-    else:
+    elif section == "task":
         check_known(name)
     if name in (built_in := _BUILT_IN[section]):
         return built_in[name]
@@ -149,7 +143,7 @@ def owners_by_option(section: str, taken: frozenset[str]) -> dict[str, tuple[str
 def part_options(section: str, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a part's options, by flags or by the names in its signature, by these
     names; what has no value has its default."""
-    found, short = {}, short_name(name)
+    found, short = dict[str, Any](), short_name(name)
     for key, option in _signature(section, name).items():
         value = values.get(f"{short}_{key}", values.get(key, option.default))
         found |= {} if value is REQUIRED else {key: value}

@@ -70,9 +70,6 @@ _SENTENCES = {
     "torchrun --nproc-per-node N starts a process for each of N GPUs": (
         "nproc_per_node num_processes num_gpus n_gpus_per_node nnodes num_nodes world_size devices"
     ),
-    "`hf upload ORG/NAME RUN/latest` uploads a checkpoint": "push_to_hub",
-    "maxrl_fast.Session is for a loop of your own": "callbacks",
-    "--log-to wandb logs to the project in the environment's WANDB_PROJECT": "wandb_project",
 }
 SENTENCES = {name: said for said, names in _SENTENCES.items() for name in names.split()}
 # options whose defaults follow from the objective or the loss
@@ -295,7 +292,7 @@ def _values(
         if values[name] is REQUIRED:
             owner = next(f"{x} {y}" for x, y in chosen.items() if name in _of_part(x, y))
             raise InputError(f"{owner} needs {option.flag}, {option.wanted}", name)
-    return values | chosen
+    return {**values, **chosen}
 
 
 def _of_part(section: str, name: str) -> Collection[str]:

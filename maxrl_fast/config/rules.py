@@ -24,7 +24,8 @@ from maxrl_fast.training.policy_reward import LIKELIHOODS
 class View(dict[str, Any]):
     """Options by name, as attributes too; what the run does not have is None."""
 
-    __getattr__ = dict.get
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
 
     def __missing__(self, name: str) -> None:
         return None

@@ -133,5 +133,5 @@ if __name__ == "__main__":
         write(Path(folder))
         os.chdir(folder)
         for key, of in (("right", lambda x: digest(difference(x))), ("wrong", refusal)):
-            rows = (f"{line} | {of(line):.64}".rstrip() for line in LINES[key])
+            rows = (f"{line} | {of(line):.56}".rstrip() for line in LINES[key])
             print(f"{key} = '''", *rows, "'''", sep="\n")

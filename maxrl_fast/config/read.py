@@ -70,6 +70,9 @@ _SENTENCES = {
     "torchrun --nproc-per-node N starts a process for each of N GPUs": (
         "nproc_per_node num_processes num_gpus n_gpus_per_node nnodes num_nodes world_size devices"
     ),
+    "the options of a part are flags of their own, such as --loss sapo --tau-negative 1.1": (
+        "loss_options correction_options estimator_options task_args gym_config"
+    ),
 }
 SENTENCES = {name: said for said, names in _SENTENCES.items() for name in names.split()}
 # options whose defaults follow from the objective or the loss

@@ -105,7 +105,7 @@ def unused_options(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the options that a run of these options by name does not use, and what to say."""
     c, found = View(values), dict[str, str]()
     for names, said, holds in NEEDS:
-        own = values.keys() & {*names.split()}
+        own = [x for x in names.split() if x in values]
         if own and not holds(c):
             found |= dict.fromkeys(own, said.format_map(c))
     return found

@@ -106,7 +106,7 @@ class Option:
             one = dataclasses.replace(self, takes_several=False)
             values = value if isinstance(value, list | tuple) else [value]
             return tuple(one.convert(x, name) for x in values)
-        if value is None or (value == "None" and self.default is None):
+        if value is None or (isinstance(value, str) and value == "None" and self.default is None):
             return None
         try:
             found = self._converted(value)

@@ -143,11 +143,10 @@ def owners_by_option(section: str, taken: frozenset[str]) -> dict[str, tuple[str
 def part_options(section: str, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a part's options, by flags or by the names in its signature, by these
     names; what has no value has its default."""
-    found, short = dict[str, Any](), short_name(name)
+    found, short = dict(values), short_name(name)
     for key, option in _signature(section, name).items():
-        value = values.get(f"{short}_{key}", values.get(key, option.default))
-        found |= {} if value is REQUIRED else {key: value}
-    return found
+        found[key] = found.pop(f"{short}_{key}", found.get(key, option.default))
+    return {key: x for key, x in found.items() if x is not REQUIRED}
 
 
 def default_of(section: str, chosen: Mapping[str, str], ahead: int, has_cap: bool) -> str:

@@ -25,7 +25,7 @@ from maxrl_fast.config.parts import (
 from maxrl_fast.config.rules import check, unused_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.models import CLASSIFIER
-from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable, read_json
+from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable
 from maxrl_fast.runtime.loading import is_file
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.training.objectives.registry import objective_presets
@@ -130,9 +130,8 @@ def _parse(flags: dict[str, Given], asks_for_help: bool = False) -> Config:
     return config
 
 
-def _text(given: Mapping[str, Given], name: str) -> str | None:
-    option = options_of(Config.groups()["run"])[name]
-    return str(convert(option, given[name])) if name in given else None
+def _text(given: Mapping[str, Given], name: str) -> Any:
+    return convert(Option(name, str, None), given[name]) if name in given else None
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Given]:
@@ -171,6 +170,8 @@ def convert(option: Option, x: Given) -> Any:
         if value[1:]:
             raise _no_flag(value[1])
         value = "".join(value)
+    if option.name == "dry_run" and isinstance(value, bool):  # of Python or TOML
+        value = "" if value else None
     return option.convert(value, f"{x.place}{x.name}")
 
 
@@ -212,14 +213,11 @@ def read_run(out: Path) -> dict[str, Given]:
     value, without those that say how it was started. Nothing is imported here; a folder of another
     user prints a warning.
     """
-    file, saved = out / "config.json", out / "progress.json"
+    file = out / "config.json"
     if not file.exists():
         why = "has no config.json" if out.exists() else "does not exist"
         raise InputError(f"--resume must be the folder of a run, got {out}, which {why}")
-    # where a session has saved, config.json is the policy's
-    options: Any = read_json(saved).get("options") if saved.exists() else read_json(file)
-    if not isinstance(options, dict):
-        raise InputError(f"{saved} must hold the options of a run, got {options!r:.80}; restore it")
+    options = RunFolder(out).options
     if others := {path.stat().st_uid for path in (out, file)} - {os.getuid()}:
         whose = f"{printable(out)} belongs to uid {' and '.join(map(str, sorted(others)))}"
         runs = "the code that its config.json names runs with your rights"
@@ -227,7 +225,7 @@ def read_run(out: Path) -> dict[str, Given]:
     return {
         key: Given(value, key, f"{file}: ")
         for key, value in options.items()
-        if key not in ("versions", "command", *OF_ONE_START) and value is not None
+        if key not in OF_ONE_START
     }
 
 

@@ -196,10 +196,10 @@ def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
 
 def _run(config: Config, ranks: Ranks, has_gpus: bool) -> dict[str, Any]:
     options, out = config.run, config.run.resume or config.run.out
+    name = f"{short_name(config.chosen.objective)}-{time.strftime('%Y%m%d-%H%M%S')}"
     if out is None:  # with a number where a run of the same second has the folder
-        name = f"{short_name(config.chosen.objective)}-{time.strftime('%Y%m%d-%H%M%S')}"
-        names = (Path("runs", name if i == 1 else f"{name}-{i}") for i in itertools.count(1))
-        out = next(folder for folder in names if not folder.exists())
+        names = (f"{name}-{i}" if i else name for i in itertools.count())
+        out = next(Path("runs", x) for x in names if not Path("runs", x).exists())
     # it alone writes; the others may come after it has begun
     if ranks.is_first and options.resume is None:
         _refuse_used(out)

@@ -128,7 +128,7 @@ class Option:
         is_flag = isinstance(value, bool)
         if is_flag != (self.kind is bool) or not isinstance(value, int | float | str | Path):
             raise ValueError
-        text = value if is_flag else str(value)
+        text: Any = value if is_flag else str(value)
         if self.choices and (text := _SAME.get(text, text)) not in self.choices:
             raise ValueError
         # which raises on half characters

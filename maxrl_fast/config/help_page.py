@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -56,7 +56,7 @@ def print_help(
         table.add_column(max_width=FLAG_WIDTH, overflow="fold", style="bold")
         for row in rows:
             table.add_row(*map(Text, row))
-        lines = [*([Text(purpose, "italic")] if purpose else []), table]
+        lines: list[Any] = [*([Text(purpose, "italic")] if purpose else []), table]
         if rows:
             console.print(Panel(Group(*lines), title=title, title_align="left", border_style="dim"))
     sys.exit(0)

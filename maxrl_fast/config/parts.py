@@ -97,8 +97,8 @@ def _signature(section: str, name: str) -> Mapping[str, Option]:
         return {**clips, **({size.name: size.option} if size else {}), **found.options}
     if name.startswith(GYM):
         return {**options_of(found), **generator_options(name.removeprefix(GYM))}
-    if dataclasses.is_dataclass(found) and found in _BUILT_IN[section].values():
-        return options_of(found)
+    if name in _BUILT_IN[section] or found is DatasetOptions:
+        return options_of(found) if found else {}
     own = {}
     for x in parameters_of(found) if inspect.isclass(found) else ():
         if x.name not in OFFERED[section] and x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY):

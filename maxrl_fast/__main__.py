@@ -17,7 +17,7 @@ COMMANDS = {  # name: (module, what it does); a module is imported only when its
     "report": ("maxrl_fast.report.command", "write runs and evaluations as one HTML page"),
     "objectives": (
         "maxrl_fast.objectives",
-        "print objectives, token losses and corrections, and the weights of estimators",
+        "list objectives, token losses and corrections, or explain some by name",
     ),
 }
 USAGE = "\n".join(

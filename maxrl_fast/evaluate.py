@@ -7,10 +7,11 @@ if __name__ == "__main__":
     run_command("evaluate")
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from maxrl_fast.config.evaluation import check, parse
+from maxrl_fast.config.evaluation import parse
 from maxrl_fast.errors import FAILURES, InputError, UserCodeError
 from maxrl_fast.job.evaluate import compare_evaluations, evaluate_checkpoint
 from maxrl_fast.job.screen import Screen
@@ -27,11 +28,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with naming_user_code():
             config, source = parse(arguments)
-            check(config)
             if (size := Ranks.of_environment().size) > 1:
                 raise InputError(f"an evaluation runs in one process, got {size}")
-            if source is None:
-                return compare_evaluations(config, screen)
+            if isinstance(source, Path):
+                return compare_evaluations(config, source, screen)
             return evaluate_checkpoint(config, source, screen)
     except KeyboardInterrupt:
         screen.warning("stopped; nothing was kept")

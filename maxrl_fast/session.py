@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.config.options import SHAPE, Config, Loss, Model
 from maxrl_fast.config.parts import loss_of
 from maxrl_fast.config.read import hint, parse_options
@@ -42,6 +41,7 @@ from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.files import read_json, storing
 from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.jsonl import check_utf8, read_prompt
 from maxrl_fast.tasks.names import dataset_spec
@@ -125,7 +125,7 @@ class Session:
         _refuse_others(options)
         places = _places("folder", folder)
         path = next(filter(os.path.lexists, places), places[0])  # where a kill left it
-        is_saved = checkpoints_of(path) or (path / "progress.json").exists()
+        is_saved = RunFolder(path).checkpoints or (path / "progress.json").exists()
         saved = find_saved(path, Ranks(), _warn) if is_saved else None
         if saved is None:
             raise InputError(f"folder must be of a run with a checkpoint, or of save, got {folder}")

@@ -70,11 +70,11 @@ def run_job(arguments: Sequence[str], ranks: Ranks, screen: Screen) -> ExitStatu
     with rank0_reports(ranks):
         config = parse(arguments)
     if config.run.dry_run is not None:
-        with located(config):
+        with located(config.places):
             screen.info(dry_run(config, ranks.size, screen.warning))
         return ExitStatus()
     device = resolve_device(config.run.device)
-    with ranks.connected(device) as watch, located(config):
+    with ranks.connected(device) as watch, located(config.places):
         config = find_policy(config, ranks, screen.warning)
         task = build_run_task(config)
         resolved = resolve(config, task, ranks, warn=screen.warning)

@@ -106,7 +106,7 @@ def test_an_error_message_never_gets_into_a_file_that_has_the_number_of_a_closed
     "words",
     [
         *("train --lr x", "train --dtype int8", "evaluate", "report", "sweep --seeds a"),
-        *("objectives --weights", "train --objective nope", "nothing"),
+        *("objectives nope", "train --objective nope", "nothing"),
     ],
 )
 def test_errors_are_one_line_without_a_box(words, capsys):

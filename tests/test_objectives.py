@@ -1,4 +1,4 @@
-"""The command `python -m maxrl_fast.objectives`: its table, its weights and what it refuses."""
+"""The command `python -m maxrl_fast.objectives`: its list and its details."""
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from maxrl_fast.objectives import main
 from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.training.objectives.registry import OBJECTIVES, make_objective, objective_defaults
 from maxrl_fast.training.objectives.weight import weight_of
-from tests.tables import table
 
 
 @pytest.mark.parametrize(
@@ -60,24 +59,16 @@ def test_a_run_whose_weight_is_not_known_says_why(options, reason):
     assert reason in weight_of(run, [0.5])["reason"]
 
 
-def test_weights_are_printed_and_drawn(tmp_path, capsys):
-    picture = tmp_path / "weights.png"
-    flags = "--estimators grpo maxpo:2 maxrl:3 --rollouts 16".split()
-    assert main(["--weights", str(picture), *flags]) == 0
-    assert picture.stat().st_size > 10_000
-    assert "3.614" in capsys.readouterr().out  # grpo at p = .01
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    table("""
-    --estimators maxpo | maxpo needs k, 1 <= k <= N-1
-    --estimators unlikeliness | the weight of unlikeliness depends on the log-probs
-    --weights out.doc | a picture file that can be written, got out.doc
-    """),
-)
-def test_bad_input_is_refused(flags, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["--weights", "out.png", *flags.split()]) == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+def test_methods_are_listed_and_explained(capsys):
+    assert main([]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    for name in ("maxpo", "pacs", "kl_cov", "tis_sequence"):
+        [line] = [line for line in listed if line.split()[:1] == [name]]
+        assert len(line.split()) > 3
+    assert main(["luspo", "tis"]) == 0
+    printed = capsys.readouterr().out
+    assert "--loss luspo is gspo, by default with aggregation" in printed
+    assert "factor of a token's advantage: min(w_t, importance_cap)" in printed
+    assert "options: importance_cap=2" in printed
+    assert main(["maxpoo"]) == 2
+    assert "has the name 'maxpoo'; did you mean 'maxpo'?" in capsys.readouterr().err

@@ -28,9 +28,9 @@ from matplotlib.figure import Figure
 from runner import Settings, records, run
 
 import maxrl_fast
-from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.device import versions
+from maxrl_fast.runtime.run_folder import RunFolder
 
 RECIPE = Path(__file__).with_name("maze_paper.toml")
 OBJECTIVES = {
@@ -175,7 +175,7 @@ def train(out: Path, name: str, flags: Sequence[str], steps: int, seconds: float
     Raises:
         InputError: the run failed; the message names its log.
     """
-    has_begun = bool(checkpoints_of(out / name))
+    has_begun = bool(RunFolder(out / name).checkpoints)
     if not has_begun:
         shutil.rmtree(out / name, ignore_errors=True)  # it was stopped before its first checkpoint
     place = [f"--resume={name}", f"--steps={steps}"] if has_begun else [*flags, f"--out={name}"]
@@ -229,7 +229,7 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
 
 def keep_newest(folder: Path) -> None:
     """Remove the checkpoints of a run but its newest one, so that the folder stays small."""
-    for directory in checkpoints_of(folder)[:-1]:
+    for directory in RunFolder(folder).checkpoints[:-1]:
         shutil.rmtree(directory)
     if not (folder / "best").exists():
         (folder / "best").unlink(missing_ok=True)  # it may point to a removed one

@@ -48,7 +48,7 @@ INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
 }
 # as groups have them: a function may ask for them, and nothing checks them
 OBJECTS = ("prompts", "texts", "components")
-ENUMERATED = "no closed form: --weights"
+ENUMERATED = "no closed form"
 _LARGEST_SIZE = 2**53  # exact in float64; no group is larger
 
 

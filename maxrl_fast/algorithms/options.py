@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from string import Formatter
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -34,10 +33,10 @@ from maxrl_fast.errors import InputError
 
 @dataclass(frozen=True)
 class Limit:
-    """The numbers that an option may be: in words, and as a condition."""
+    """The values that an option may have: in words, and as a condition."""
 
     wanted: str
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
 
 
 FINITE = Limit("a finite number", math.isfinite)
@@ -64,34 +63,10 @@ class Help:
     text: str
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Options that do not go together.
-
-    Args:
-        sentence: a format of the options by name. Those that it shows are the wrong ones.
-        is_wrong: whether these options by name are refused.
-    """
-
-    sentence: str
-    is_wrong: Callable[[Mapping[str, Any]], Any]
-
-    def check(self, options: Mapping[str, Any]) -> None:
-        """Raise InputError where the options are refused."""
-        if self.is_wrong(options):
-            shown = [name for _, name, *_ in Formatter().parse(self.sentence) if name]
-            values = {name: options[name] for name in shown}
-            for name, value in values.items():
-                values[name] = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise InputError(self.sentence.format_map(values), *shown)
-
-
-def multiple_of(part: str, whole: str) -> Rule:
+def multiple_of(part: str, whole: str) -> dict[str, Callable[[Any], Any]]:
     """Return the refusal of a `whole` that is not a multiple of `part`, both names of options."""
-    return Rule(
-        f"{whole} must be a multiple of {part}, got {{{whole}}} and {{{part}}}",
-        lambda options: options[whole] % options[part],
-    )
+    sentence = f"{whole} must be a multiple of {part}, got {{{whole}}} and {{{part}}}"
+    return {sentence: lambda c: getattr(c, whole) % getattr(c, part)}
 
 
 @dataclass(frozen=True)
@@ -121,6 +96,8 @@ class Option:
 
     @property
     def wanted(self) -> str:
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
         return self.limit.wanted if self.limit else _WANTED[self.kind]
 
     def convert(self, value: Any, name: str) -> Any:
@@ -134,10 +111,8 @@ class Option:
         try:
             found = self._converted(value)
         except (ValueError, RecursionError):
-            wanted = _WANTED[self.kind]
-            if self.choices:
-                wanted = f"one of {', '.join(self.choices)}"
-            elif callable(value):
+            wanted = self.wanted if self.choices else _WANTED[self.kind]
+            if callable(value):
                 wanted = "a name: put the function into a file and give FILE.py:NAME"
             raise InputError(
                 f"{name} must be {wanted}, got {value!r:.80}{nearest(str(value), self.choices)}"
@@ -150,18 +125,14 @@ class Option:
     def _converted(self, value: Any) -> Any:
         if self.kind is dict:
             return json.loads(value) if isinstance(value, str) else value
-        if self.kind is bool and isinstance(value, bool):
-            return value
-        is_plain = isinstance(value, int | float | str | Path) and not isinstance(value, bool)
-        if self.kind is bool or not is_plain:
+        is_flag = isinstance(value, bool)
+        if is_flag != (self.kind is bool) or not isinstance(value, int | float | str | Path):
             raise ValueError
-        text = str(value)
-        if self.choices:
-            text = _SAME.get(text, text) if _SAME.get(text) in self.choices else text
-            if text not in self.choices:
-                raise ValueError
+        text: Any = value if is_flag else str(value)
+        if self.choices and (text := _SAME.get(text, text)) not in self.choices:
+            raise ValueError
         # which raises on half characters
-        elif self.kind in (str, Path) and b"\0" in os.fsencode(text):
+        if self.kind in (str, Path) and b"\0" in os.fsencode(text):
             raise ValueError
         return self.kind(text)
 

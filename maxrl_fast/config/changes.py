@@ -1,14 +1,12 @@
-"""What the folder of a run holds before it is resumed, and what it means that an option differs
-from the run's before.
-"""
+"""What it means that an option of a resumed run differs from the run's before."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from maxrl_fast.config.names import OF_ONE_START
+from maxrl_fast.runtime.run_folder import RunFolder
 
 # What a resumed run may change: nothing that is learned depends on it. Those of ROUNDING change how
 # numbers round.
@@ -23,20 +21,16 @@ FREE = ROUNDING.union(OF_ONE_START, _FREE.split())
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the options outside FREE that differ, each as "lr: 0.1 before, 0.2 now"."""
-    changed = [name for name in differing(before, now) if name not in FREE]
-    if now.get("lr_schedule") == "constant":  # otherwise the learning rate depends on the steps
-        changed = [name for name in changed if name != "steps"]
-    return [describe(name, before, now) for name in changed]
+    # otherwise the learning rate depends on the steps
+    free = FREE | ({"steps"} if now.get("lr_schedule") == "constant" else set())
+    return [describe(name, before, now) for name in differing(before, now) if name not in free]
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the options that both have, with other values; paths of which only the folder differs
     are equal: fingerprints compare the files."""
-    return [
-        name
-        for name in now
-        if name in before and _without_folders(before[name]) != _without_folders(now[name])
-    ]
+    both = [name for name in now if name in before]
+    return [name for name in both if _names(before[name]) != _names(now[name])]
 
 
 def describe(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -46,9 +40,10 @@ def describe(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> st
     return said
 
 
-def _without_folders(value: Any) -> Any:
+def _names(value: Any) -> Any:
+    """Return a value, or the values of a list, without the folders of paths."""
     if isinstance(value, list):
-        return [*map(_without_folders, value)]
+        return [*map(_names, value)]
     return re.sub(r"^(hf:)?/(?!/).*/", r"\1", value) if isinstance(value, str) else value
 
 
@@ -59,34 +54,16 @@ def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"options: the run's own, from its config.json{but}"
 
 
-def checkpoint_order(directory: Path) -> tuple[bool, int]:
-    kind, _, number = directory.name.rpartition("-")
-    return kind == "step", int(number)
-
-
-def checkpoints_of(out: Path) -> list[Path]:
-    """Return the checkpoints in a run's folder, oldest first, whole or damaged."""
-    folder = out / "checkpoints"
-    paths = [path for pattern in ("warm-start-*", "step-*") for path in folder.glob(pattern)]
-    paths = [path for path in paths if path.name.rpartition("-")[2].isdecimal()]
-    return sorted(paths, key=checkpoint_order)
-
-
 def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> bool:
     """Return whether the run in this folder ended before its first step, so that the same command
     may begin it again; not within its warm start, which is resumed, nor with a checkpoint if the
     options `now` compute something else.
     """
-    found = [path.name for path in checkpoints_of(out)]
-    try:
-        options = json.loads((out / "config.json").read_text())
-        has_steps = (
-            isinstance(options, dict) and options.get("steps", 0) > 0 and "objective" in options
-        )
-        log = out / "metrics.jsonl"
-        has_begun = log.exists() and log.stat().st_size > 0
-        # config.json has no option without a value
-        changed = changes(dict.fromkeys(now) | options, now) if found and now is not None else []
-    except (OSError, ValueError, TypeError, RecursionError):
+    folder, log = RunFolder(out), out / "metrics.jsonl"
+    has_begun = log.exists() and log.stat().st_size > 0
+    if has_begun or not folder.is_run or not folder.options.get("steps"):
         return False
-    return not changed and has_steps and not has_begun and found[-1:] in ([], ["step-000000"])
+    names = [path.name for path in folder.checkpoints]
+    # config.json has no option without a value
+    before = dict.fromkeys(now or ()) | folder.options
+    return not names or (names == ["step-000000"] and not (now and changes(before, now)))

@@ -1,27 +1,32 @@
-"""What a configuration comes to: the first lines of a run, and the text of --dry-run."""
+"""What a configuration comes to: the first lines of a run, and the text of --dry-run with its
+memory: bytes of each process, by what they are for."""
 
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import maxrl_fast
 from maxrl_fast.algorithms.known import explain_name
-from maxrl_fast.algorithms.losses import ALIASES
-from maxrl_fast.config.memory import count, estimate_memory, memory_table
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.resolve import default_rates, evaluation_schedule
+from maxrl_fast.config.resolve import KEPT_BYTES, evaluation_schedule, tensor_parallel
 from maxrl_fast.config.rules import objective_of
 from maxrl_fast.model.attention import kernel_name
-from maxrl_fast.model.flash import kernel_for
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops.dispatch import kernels_for
 from maxrl_fast.rollout.names import ENGINES
+from maxrl_fast.rollout.native import MAX_BATCH
+from maxrl_fast.rollout.vllm_shared import MAX_SEQUENCES
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.runtime.tuning import chunk_bytes
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.training.critic import num_critic_weights
 from maxrl_fast.training.optimizer import LearningRate
+
+# of the memory, left for CUDA, NCCL, CUDA graphs and gaps of the allocator
+FREE_SHARE = 0.1
 
 
 def describe_run(
@@ -29,55 +34,41 @@ def describe_run(
 ) -> list[str]:
     """Return what runs on what, for the start of a run."""
     device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
-    options = config.parts["objective"]
-    sizes = [f"{name}={options[name]}" for name in ("k", "order", "beta") if name in options]
-    counts = f"{config.sampling.rollouts} rollouts a step"
-    if m := config.sampling.stop_at:
-        sizes = [f"order={config.sampling.rollouts}"]
-        counts = f"{config.sampling.first_rollouts} to {counts}, until {m} succeed"
-    method = " ".join([explain_name(config.chosen.objective), *sizes])
-    if config.chosen.loss in ALIASES:
-        method += f", loss {explain_name(config.chosen.loss)}"
-    threads = f"{config.run.threads} thread{'s' * (config.run.threads != 1)}"
-    where = f"cpu ({threads}, {torch.backends.cpu.get_cpu_capability()})"
+    chosen, sampling, own = config.chosen, config.sampling, config.parts["objective"]
+    sizes = [f"{name}={own[name]}" for name in ("k", "order", "beta") if name in own]
+    counts = f"{sampling.rollouts} rollouts a step"
+    if m := sampling.stop_at:
+        sizes = [f"order={sampling.rollouts}"]
+        counts = f"{sampling.first_rollouts} to {counts}, until {m} succeed"
+    method = f"{' '.join([explain_name(chosen.objective), *sizes])}, loss {chosen.loss}"
+    where = f"cpu ({config.run.threads} threads, {torch.backends.cpu.get_cpu_capability()})"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     if ranks.size > 1:
         is_full = config.run.sharding == "full"
         weights = "a part of the weights (FSDP2)" if is_full else "all weights (DDP)"
         where += f", one of {ranks.size} processes, each with {weights}"
-    attention = kernel_name(device, dtype, model.config.head_dim)
-    called = kernel_for(device, dtype, model.config.head_dim).name
-    # our own decoder's layers have none of these
-    if model.backend != "native" and called != attention:
-        attention += f" ({called} where a layer has a sliding window, a soft cap or sinks)"
-    how = [f"ops: {kernels_for(device)}", f"attention: {attention}"]
-    how += ["checkpointed activations"] * config.optimizer.checkpoint_activations
-    if config.run.compile:
-        timing = ", which chooses kernels by timing them" * (device.type == "cuda")
-        how.append(f"torch.compile{timing}")
+    kernels = kernels_for(device), kernel_name(device, dtype, model.config.head_dim)
+    how = "; ops: {}; attention: {}".format(*kernels)
+    how += "; checkpointed activations" * config.optimizer.checkpoint_activations
+    how += "; torch.compile" * config.run.compile
     start = f"from {saved or config.model.model}" if saved or config.model.model else "new"
-    return [
+    lines = [
         f"maxrl_fast {maxrl_fast.__version__}: {method}, task {task.name}, seed {config.run.seed}",
-        f"on {where} in {config.run.dtype}; {'; '.join(how)}",
+        f"on {where} in {config.run.dtype}{how}",
         f"policy: {model.config.num_hidden_layers}-layer {model.config.model_type} decoder "
         f"({model.backend}), {_parameters(model)}, {start}",
         *_describe_critic(config, model),
-        f"{config.sampling.prompts} prompts x {counts}; results in {config.run.out}",
+        f"{sampling.prompts} prompts x {counts}; results in {config.run.out}",
         *([f"responses end with {task.stops}"] if isinstance(task, TextTask) else []),
-        *_describe_ahead(config),
-        str(evaluation_schedule(config, task)),
-        _describe_rates(config, has_warm_start=saved is None and config.warm_start.sft_steps > 0),
     ]
-
-
-def _describe_ahead(config: Config) -> list[str]:
-    if not (a := config.sampling.ahead):
-        return []
-    told = f"step n is sampled with the weights after step n - {a + 1}; correction: "
-    shared = "; sampling shares the processor with training, so that only waits are saved"
-    has_server = config.parts["rollout"].get("vllm_url")
-    return [told + config.chosen.correction + shared * (not has_server)]
+    if a := sampling.ahead:
+        lines.append(
+            f"step n is sampled with the weights after step n - {a + 1}; correction: "
+            f"{chosen.correction}"
+        )
+    has_warm_start = saved is None and config.warm_start.sft_steps > 0
+    return [*lines, str(evaluation_schedule(config, task)), _describe_rates(config, has_warm_start)]
 
 
 def _parameters(model: PolicyModel) -> str:
@@ -89,36 +80,20 @@ def _parameters(model: PolicyModel) -> str:
 def _describe_critic(config: Config, model: PolicyModel) -> list[str]:
     if not objective_of(config).needs.critic:
         return []
-    what = "its adapters" if config.model.lora_rank else "all its weights"
-    number, rate = num_critic_weights(model), config.parts["objective"]["critic_lr"]
-    return [
-        f"critic: a copy of the policy with a value head, {number:,} parameters trained ({what}), "
-        f"learning rate {rate:g}"
-    ]
+    rate = config.parts["objective"]["critic_lr"]
+    trained = f"{num_critic_weights(model):,} parameters trained, learning rate {rate:g}"
+    return [f"critic: a copy of the policy with a value head, {trained}"]
 
 
-def _describe_rates(config: Config, *, has_warm_start: bool) -> str:
-    """Return the learning rates with their course, and whose default they are where a checkpoint
-    changes the default."""
-    kind = "LoRA on a checkpoint" if config.model.lora_rank else "full fine-tuning of a checkpoint"
-    sft_default, default = default_rates(config.model) if config.model.model else (None, None)
-
-    def said(rate: float, default: float | None) -> str:
-        return f"{rate:g}" + f" (the default for {kind})" * (rate == default)
-
+def _describe_rates(config: Config, has_warm_start: bool) -> str:
+    """Return the learning rates with their course."""
     options, warm = config.optimizer, config.warm_start
-    rates, num_warm = f"learning rate {said(options.lr, default)}", options.warmup_steps
-    if 0 < options.steps <= num_warm:
-        last = LearningRate(options.lr, options.steps, num_warm).at(options.steps)
-        rates += f": the warm-up of {num_warm} steps outlasts the run, which ends at {last:.3g}"
-    elif options.steps:
-        rates += f", after {num_warm} steps of warm-up" * (num_warm > 0)
-        is_cosine = options.lr_schedule == "cosine"
-        rates += f", then a cosine to {options.lr / 10:g}" if is_cosine else ", then constant"
-    if not has_warm_start:
-        return rates
-    steps = f"{warm.sft_steps} step{'s' * (warm.sft_steps > 1)}"
-    return f"{rates}; in the warm start of {steps} {said(warm.sft_lr, sft_default)}"
+    said = f"learning rate {options.lr:g} after {options.warmup_steps} steps of warm-up, then "
+    said += f"a cosine to {options.lr / 10:g}" if options.lr_schedule == "cosine" else "constant"
+    if 0 < options.steps <= options.warmup_steps:
+        last = LearningRate(options.lr, options.steps, options.warmup_steps).at(options.steps)
+        said += f"; the warm-up outlasts the run, which ends at {last:.3g}"
+    return said + f"; warm start: {warm.sft_steps} steps at {warm.sft_lr:g}" * has_warm_start
 
 
 def estimate(
@@ -129,15 +104,105 @@ def estimate(
     teacher: PolicyModel | None = None,
 ) -> str:
     """Return the options that the run uses, and an estimate of its memory on a machine."""
-    chosen = config.chosen
-    answer, *table = memory_table(
-        estimate_memory(config, task, model, machine, teacher), machine, config
+    memory = estimate_memory(config, task, model, machine, teacher)
+    usable, needed = (1 - FREE_SHARE) * machine.memory, sum(memory.values())
+    answer = f"It fits: it needs at most {needed / 1e9:.1f} GB, within"
+    if needed > usable:
+        answer = f"It does not fit: it needs {needed / 1e9:.1f} GB, more than"
+    advice = (
+        "\nA lower --kv-cache-gb, a lower --token-budget, --checkpoint-activations, --lora-rank or "
+        "--sharding full on more GPUs needs less."
     )
-    lines = [answer, "configuration"]
-    lines += [f"  {name} = {x}" for name, x in config.flat().items() if name != "dry_run"]
-    lines += [f"policy: {_parameters(model)}", *_describe_critic(config, model), *table]
-    if chosen.rollout not in ENGINES:
-        lines.append(
-            f"  The memory of the engine {chosen.rollout} is not known and not in the table."
-        )
+    unit, scale = ("GB (1e9 bytes)", 1e9) if needed >= 1e9 else ("MB (1e6 bytes)", 1e6)
+    lines = [
+        f"{answer} {usable / 1e9:.1f} GB, nine tenths of the memory.{advice * (needed > usable)}",
+        "configuration",
+        *(f"  {name} = {x}" for name, x in config.flat().items() if name != "dry_run"),
+        f"policy: {_parameters(model)}",
+        *_describe_critic(config, model),
+        f"memory of {machine.describe()}, estimated in {unit}",
+        *(f"  {name:35}{x / scale:9.1f}" for name, x in {**memory, "total": needed}.items()),
+    ]
+    if (name := config.chosen.rollout) not in ENGINES:
+        lines.append(f"  The memory of the engine {name} is not known and not in the table.")
     return "\n".join(lines)
+
+
+def estimate_memory(
+    config: Config,
+    task: Task,
+    model: PolicyModel,
+    machine: Machine,
+    teacher: PolicyModel | None = None,
+) -> dict[str, float]:
+    """Return the bytes of one process, by what they are for; responses and passes are at their
+    limits. --sharding is resolved, and the models may be on the meta device.
+    """
+    loss, sampling, sizes = config.loss, config.sampling, model.config
+    needs, width = objective_of(config).needs, getattr(torch, config.run.dtype).itemsize
+    part = 1 / machine.processes if config.run.sharding == "full" else 1.0
+    trained = count(model, is_trained=True) * part
+    is_own = loss.reference is None and loss.teacher_prompt is None
+    responses = sampling.prompts * sampling.rollouts * max(sampling.dynamic_sampling, 1)
+    memory = {
+        "weights (float32)": 4 * count(model) * part,
+        "gradients (float32)": 4 * trained,
+        "Adam moments (float32)": 8 * trained,
+        "reference policy (float32)": (
+            4 * trained if is_own and (loss.kl_coef or needs.reference) else 0
+        ),
+        "teacher": width * count(teacher) * part if teacher else 0,
+        "critic with gradients and moments (float32)": (
+            16 * num_critic_weights(model) * part if needs.critic else 0
+        ),
+        # every process has all of them
+        "rollouts of a step": (
+            KEPT_BYTES * responses * sampling.max_new_tokens * (1 + sampling.ahead)
+        ),
+        **_of_engine(config, task, model, machine, width),
+    }
+    tokens, num_layers = config.optimizer.token_budget, sizes.num_hidden_layers
+    # of each token a layer keeps: 5 numbers of H, 4 of the feed-forward size, 4 of the heads
+    heads = (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim
+    layer = 5 * sizes.hidden_size + 4 * sizes.intermediate_size + 4 * heads
+    kept = num_layers * layer
+    if config.optimizer.checkpoint_activations:
+        kept = num_layers * sizes.hidden_size + layer
+    if width < 4:
+        memory[f"copies of weights ({config.run.dtype})"] = width * sum(
+            count(block) for block in model.blocks
+        )
+    memory[f"activations of {tokens} tokens"] = tokens * width * (kept + layer / 2)
+    # the output matrix and its gradient are float32; the exact divergence needs both twice
+    logits = min(chunk_bytes(machine.device, machine.memory), tokens * sizes.vocab_size * 4)
+    logits += 4 * sizes.vocab_size * sizes.hidden_size * model.lm_head.weight.requires_grad
+    memory["logits of a chunk, output matrix"] = logits * (
+        2 if loss.kl_coef and loss.kl == "full" else 1
+    )
+    return {name: size for name, size in memory.items() if size}
+
+
+def _of_engine(
+    config: Config, task: Task, model: PolicyModel, machine: Machine, width: int
+) -> dict[str, float]:
+    """The engine's copy of the weights and its KV cache; nothing of a vLLM server and of a custom
+    engine."""
+    name, sampling, sizes = config.chosen.rollout, config.sampling, model.config
+    if config.parts["rollout"].get("vllm_url") or name not in ENGINES:
+        return {}
+    number = tensor_parallel(config)
+    most = MAX_SEQUENCES if name == "vllm" else MAX_BATCH[machine.device]
+    rows = min(sampling.samples_of_engine(machine.processes, number), most)
+    prompts = -(-rows // min(sampling.rollouts, rows))
+    tokens = rows * sampling.max_new_tokens + prompts * task.prompt_length
+    keys = sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim
+    share = 4 if machine.device == "cuda" else 8
+    limit = (sampling.kv_cache_gb or 0) * 1e9 or machine.memory / share
+    # vLLM allocates all of it at once
+    cache = limit if name == "vllm" else min(limit, 2 * keys * width * tokens)
+    copy = width * count(model) / number
+    return {f"rollout weights ({config.run.dtype})": copy, f"KV cache of {rows} samples": cache}
+
+
+def count(module: nn.Module, is_trained: bool = False) -> int:
+    return sum(x.numel() for x in module.parameters() if x.requires_grad or not is_trained)

@@ -5,19 +5,18 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
+from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from maxrl_fast.algorithms.options import Option
 from maxrl_fast.config.options import Options
+from maxrl_fast.config.parts import purpose_of
 
-# of --help: the widest page in columns, and the widest flag with its help on the same line
-WIDEST, FLAG_WIDTH = 110, 20
+WIDEST, FLAG_WIDTH = 110, 30  # of the page and its column of flags
 _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", dict: "JSON"}
 
 
@@ -25,11 +24,13 @@ def show_help(config: Options, known: Mapping[str, Mapping[str, Option]], prog: 
     """Print the options that a run of this configuration uses, and exit."""
     pages = []
     for name, options in known.items():
-        kind, title = config.groups().get(name), f"{name.replace('_', ' ')} options"
-        if kind is None:
-            title = f"options of {name} {getattr(config.chosen, name[2:])}"
         rows = [help_row(x, flag) for flag, x in options.items() if flag not in config.unused]
-        pages.append((title, inspect.getdoc(kind) or "" if kind else "", rows))
+        if kind := config.groups().get(name):
+            title, purpose = f"{name.replace('_', ' ')} options", inspect.getdoc(kind)
+        else:
+            part = getattr(config.chosen, name[2:])
+            title, purpose = f"options of {name} {part}", purpose_of(name[2:], part)
+        pages.append((title, purpose or "", rows))
     print_help(prog, inspect.getdoc(type(config)) or "", pages)
 
 
@@ -51,17 +52,11 @@ def print_help(
     paragraphs = re.sub(r"(?<=\S)\n(?=\S)", " ", description)
     console.print(Text(f"usage: {prog} [OPTIONS]\n\n{paragraphs}\n"))
     for title, purpose, rows in groups:
-        lines: list[RenderableType] = [Text(purpose, "italic")] if purpose else []
-        for flag, text in rows:
-            help_text = Text(text)
-            help_text.highlight_regex(r"\(default: .*\)$", "cyan")
-            if len(flag) > FLAG_WIDTH:
-                lines += [Text(flag, "bold"), Padding(help_text, (0, 0, 0, FLAG_WIDTH + 1))]
-                continue
-            table = Table.grid(padding=(0, 1, 0, 0))
-            table.add_column(width=FLAG_WIDTH)
-            table.add_row(Text(flag, "bold"), help_text)
-            lines.append(table)
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(max_width=FLAG_WIDTH, overflow="fold", style="bold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        lines: list[Any] = [*([Text(purpose, "italic")] if purpose else []), table]
         if rows:
             console.print(Panel(Group(*lines), title=title, title_align="left", border_style="dim"))
     sys.exit(0)
@@ -76,5 +71,5 @@ def split_help(arguments: Sequence[str]) -> tuple[list[str], bool]:
 def metavar(option: Option) -> str:
     """Return what --help shows in the value's place."""
     if option.choices:
-        return "{" + ",".join(option.choices) + "}"
+        return "{" + ", ".join(option.choices) + "}"
     return _METAVARS.get(option.kind, "STR") + " ..." * option.takes_several

@@ -33,13 +33,12 @@ class TaskAndEngine:
     """The parts of a run, by name; each adds its options."""
 
     task: str = "maze"
-    """maze; chain; guess; gsm8k or math, from the Hugging Face hub or --data; code, Python programs
-    that are run against tests; gym:NAME, a data set of reasoning-gym; dataset, prompts of --data
-    scored by --reward; FILE.py:FUNCTION, which is dataset with this reward; FILE.py:CLASS or
-    package.module:CLASS, your own task."""
+    """maze; chain; guess; gsm8k or math, of the Hugging Face hub or --data; code, Python programs
+    run against tests; gym:NAME of reasoning-gym; dataset, prompts of --data scored by --reward;
+    FILE.py:FUNCTION, which is dataset with this reward; FILE.py:CLASS or package.module:CLASS, your
+    own task."""
     rollout: str = "native"
-    """Rollout engine: native; vllm where that is installed; FILE.py:CLASS or package.module:CLASS,
-    your own."""
+    """Rollout engine: native, vllm, FILE.py:CLASS or package.module:CLASS."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +46,15 @@ class Chosen(TaskAndEngine):
     """The parts of a run, by name; each adds its options."""
 
     objective: str = "maxpo"
-    """maxpo, maxrl, grpo, dr_grpo, rloo, reinforce, pkpo, pacs, ppo, ... (`python -m
-    maxrl_fast.objectives` lists them all); FILE.py:FUNCTION or package.module:FUNCTION, your own
-    advantage."""
+    """maxpo, maxrl, grpo, dr_grpo, rloo, pkpo, pacs, ppo, ... (`python -m maxrl_fast.objectives`
+    lists all); FILE.py:FUNCTION or package.module:FUNCTION, your own advantage."""
     loss: str = DERIVED
-    """Token loss: ppo, reinforce, cispo, gspo, sapo, dppo, ... (`python -m maxrl_fast.objectives`
-    lists them all); FILE.py:FUNCTION or package.module:FUNCTION, your own. By default the
-    objective's: mostly ppo; reinforce for pacs, verifree and the off-policy objectives."""
-    correction: str = DERIVED
-    """Correction for a rollout engine whose probabilities are not the trainer's: none, tis,
-    tis_sequence, icepop, mis or sequence_mask. By default none with native or the objective's own
-    loss, else tis."""
-
-    @property
-    def short_name(self) -> str:
-        """The objective without a file."""
-        return self.objective.rpartition(":")[2]
+    """Token loss: ppo, reinforce, cispo, gspo, sapo, dppo, ..., FILE.py:FUNCTION or
+    package.module:FUNCTION. By default the objective's: mostly ppo; reinforce for pacs, verifree
+    and the off-policy objectives."""
+    correction: Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"] = DERIVED
+    """Correction for a rollout engine whose probabilities are not the trainer's. By default none
+    with native or the objective's own loss, else tis."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +62,10 @@ class Reward:
     """How responses are scored."""
 
     reward: tuple[str, ...] = ()
-    """Functions(prompt, response, **columns) -> float, as rewards.py:length or package.module:f,
-    in worker processes; or hf:DIR, a sequence classifier. By default the task's own."""
+    """Functions(prompt, response, **columns) -> float, as rewards.py:length or package.module:f; or
+    hf:DIR, a sequence classifier. By default the task's own."""
     reward_weights: tuple[float, ...] = ()
-    """Weights of the functions in the reward, which is their sum. By default 1 for each."""
+    """Weights of the functions in the reward, their sum. By default 1 for each."""
     reward_threshold: float | None = None
     """Rewards above this become 1, all others 0."""
     reward_workers: Count = 2
@@ -85,7 +77,7 @@ class Reward:
     reward_memory_gb: Positive = 2.0
     """Memory of a process beside the loaded function, in 1e9 B."""
     reward_env: str = ""
-    """Environment variables that the function may see, such as OPENAI_API_KEY, as NAME,NAME."""
+    """Environment variables that the function may see, as NAME,NAME."""
     max_reward_error_rate: UnitInterval = 0.1
     """Stop when more than this fraction of a step's rewards fails; failed ones are left out."""
 
@@ -95,17 +87,16 @@ class Shaping(Reward):
     """How responses are scored."""
 
     reward_source: Literal["given", "vote", "logprob", "mean_logprob", "rlpr"] = "given"
-    """given: the reward of the task or of --reward; vote: 1 for the answer that most responses to
-    the prompt give, else 0 (SRT, TTRL); logprob: the policy's log-prob of the reference answer,
-    given the response's reasoning; mean_logprob: its mean over tokens; rlpr: RLPR's reward."""
+    """given: by the task or --reward; vote: 1 for the answer that most responses to the prompt
+    give, else 0; logprob: the policy's log-prob of the reference answer after the response's
+    reasoning; mean_logprob: its mean over tokens; rlpr: RLPR's."""
     overlong_buffer: CountOrZero = 0
-    """DAPO's overlong punishment: responses lose reward in this many last tokens before
-    --max-new-tokens; 0: none."""
+    """DAPO's overlong punishment, in this many last tokens before --max-new-tokens; 0: none."""
     overlong_penalty: Positive = 1.0
     """Reward that a response of --max-new-tokens tokens loses."""
     truncated: Literal["keep", "zero", "mask"] = "keep"
     """Responses that the length limit ended. keep: as others; zero: the reward is 0; mask: their
-    tokens are left out of the loss, their rewards count in their groups."""
+    tokens are left out of the loss."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +108,10 @@ class Decoding:
     temperature: Positive = 1.0
     """Temperature of the sampling and of the loss."""
     top_p: Share = 1.0
-    """Nucleus (top-p) sampling: sample from the most probable tokens that have this much of the
-    probability; 1: from all."""
+    """Sample from the most probable tokens that have this much of the probability; 1: from all."""
     kv_cache_gb: Positive | None = None
-    """KV-cache limit of the rollout engine, in 1e9 bytes; samples that do not fit wait. By default
-    an eighth of the memory, a quarter of a GPU's."""
+    """KV-cache limit of the rollout engine, in 1e9 bytes. By default an eighth of the memory, a
+    quarter of a GPU's."""
 
 
 @dataclass(frozen=True)
@@ -133,26 +123,22 @@ class Sampling(Decoding):
     rollouts: Count = 16
     """Rollouts per prompt (N)."""
     stop_at: CountOrZero = 0
-    """Draw rollouts of a prompt only until this many succeed: --first-rollouts, then as many again,
-    at most --rollouts. The gradient is still that of MaxRL of order N; 0: all."""
+    """Draw rollouts of a prompt only until this many succeed; the gradient is still that of MaxRL
+    of order N. 0: all."""
     first_rollouts: Count = 8
-    """Rollouts of every prompt, with --stop-at."""
+    """Rollouts of every prompt, with --stop-at; then as many again, up to --rollouts."""
     schedule: str | None = None
     """FILE:CLASS that says when to stop instead, of maxrl_fast.training.schedule.Stopping."""
     dynamic_sampling: CountOrZero = 0
-    """Sample up to this many batches a step, to replace groups whose rewards are all equal (DAPO);
-    0: one batch."""
+    """Sample up to this many batches a step, to replace groups of equal rewards (DAPO); 0: one."""
     std_filter: NotNegative = 0.0
     """Replace groups too whose standard deviation of rewards is below this share of its average
     over steps (RLPR: 0.5)."""
     ahead: Annotated[int, Limit("0 to 4", lambda x: 0 <= x <= 4)] = 0
-    """Sample this many steps ahead, while the policy trains: each step trains on responses from
-    weights that many updates old; 0: none."""
+    """Sample while the policy trains, from weights that are this many updates old; 0: do not."""
 
     def samples_of_engine(self, processes: int, tensor_parallel: int) -> int:
-        """Return the most samples of a step that one rollout engine is given, with this many
-        processes.
-        """
+        """Return the most samples of a step that one of the engines of these processes gets."""
         return -(-self.prompts // processes) * tensor_parallel * self.rollouts
 
     def stopping(self) -> Stopping | None:
@@ -161,11 +147,8 @@ class Sampling(Decoding):
             return None
         rule = Stopping if self.schedule is None else load_code("schedule", self.schedule, "CLASS")
         if not (isinstance(rule, type) and issubclass(rule, Stopping)):
-            raise InputError(
-                f"--schedule {self.schedule} must be a class of "
-                "maxrl_fast.training.schedule.Stopping",
-                "schedule",
-            )
+            wanted = "a class of maxrl_fast.training.schedule.Stopping"
+            raise InputError(f"--schedule {self.schedule} must be {wanted}", "schedule")
         return rule(self.prompts, self.first_rollouts, self.rollouts, self.stop_at)
 
 
@@ -174,8 +157,8 @@ class WarmStart:
     """Supervised learning on solutions, before reinforcement learning."""
 
     sft_steps: CountOrZero = DERIVED
-    """Steps of supervised learning; 0: none. By default 100; with --sft-data an epoch; with --model
-    alone 0."""
+    """Steps of supervised learning. By default 100; with --sft-data an epoch; with --model alone
+    0."""
     sft_batch: Count = 32
     """Solutions per step."""
     sft_lr: Positive = DERIVED
@@ -215,21 +198,19 @@ class Loss:
     """Terms of the loss."""
 
     aggregation: Aggregation = DERIVED
-    """How token losses are averaged: token_mean over the whole batch, seq_mean_token_mean (grpo),
-    seq_mean_token_sum (pacs, verifree, the off-policy objectives, luspo), or seq_sum_constant
-    (dr_grpo). By default the objective's."""
+    """How token losses are averaged: token_mean over the batch, seq_mean_token_mean (grpo),
+    seq_mean_token_sum (pacs, luspo) or seq_sum_constant (dr_grpo). By default the objective's."""
     top_entropy: Share = 1.0
-    """Share of tokens, those with the highest entropies, that have a policy gradient (0.2 in the
-    80/20 paper); costs one more forward pass. 1: all."""
+    """Share of tokens, those with the highest entropies, that have a policy gradient (80/20 paper:
+    0.2)."""
     entropy_coef: NotNegative = 0.0
     """Coefficient of the entropy bonus, per nat."""
     siren: NotNegative = 0.0
-    """Penalty on entropy drift: keeps the entropy of uncertain tokens near its starting value. 0:
-    off; paper 0.005."""
+    """Penalty that keeps the entropy of uncertain tokens near its start (paper: 0.005)."""
     kl_coef: NotNegative = 0.0
     """Coefficient of the divergence from the reference policy, per nat."""
     kl: Literal["k1", "k2", "k3", "k3+", "full"] = "k3"
-    """Estimator of the divergence; full: the exact one, of all tokens of the vocabulary."""
+    """Estimator of the divergence; full: the exact one, of the whole vocabulary."""
     divergence: Literal["reverse", "forward", "jsd"] = "reverse"
     """Divergence of --kl full: KL(policy || teacher), KL(teacher || policy) or Jensen-Shannon's."""
     jsd_beta: Annotated[float, Limit("from 1e-7 to 1 - 1e-7", lambda x: 1e-7 <= x <= 1 - 1e-7)] = (
@@ -237,12 +218,12 @@ class Loss:
     )
     """The teacher's weight in --divergence jsd."""
     reference: str | None = None
-    """Reference policy: another checkpoint with the policy's tokenizer, such as a teacher; it is
-    not trained. By default the policy when reinforcement learning begins."""
+    """Reference policy: another checkpoint with the policy's tokenizer, such as a teacher. By
+    default the policy when reinforcement learning begins."""
     teacher_prompt: str | None = None
-    """What the reference policy reads in place of the prompt: answer, the question with the task's
-    reference answer; or FILE.py:FUNCTION(prompt, **columns), which returns text or chat messages.
-    Without --reference the reference policy is then the policy, as it is at each step."""
+    """What the reference policy, by default the policy at each step, reads in place of the prompt:
+    answer, the question with the reference answer; or FILE.py:FUNCTION(prompt, **columns) -> text
+    or chat messages."""
 
 
 @dataclass(frozen=True)
@@ -251,11 +232,11 @@ class Model:
     transformers has."""
 
     model: str | None = None
-    """Hugging Face checkpoint to start from: a directory, or hf://ORG/NAME or
-    hf://ORG/NAME@REVISION of the hub. Its sizes are its own. By default a new model."""
+    """Checkpoint to start from: a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION.
+    By default a new model."""
     model_backend: Literal["auto", "native", "transformers"] = "auto"
-    """What runs the layers of --model: native (Qwen2, Qwen3, Llama 3, SmolLM2), transformers
-    (docs/models.md lists which), or auto: native where it has the model."""
+    """What runs the layers of --model: native (Qwen2, Qwen3, Llama 3, SmolLM2), transformers, or
+    auto: native where it has the model."""
     hidden_size: Count = 128
     """Size of the hidden states."""
     intermediate_size: Count = 256
@@ -263,14 +244,13 @@ class Model:
     layers: Count = 4
     """Number of layers."""
     heads: Count = 8
-    """Number of query heads; the size of a head is hidden_size / heads."""
+    """Number of query heads, each of size hidden_size / heads."""
     kv_heads: Count = 4
     """Number of key/value heads."""
     rope_theta: Positive = 100.0
     """Base of the rotary embedding; the MaxRL paper has 1e6."""
     lora_rank: CountOrZero = 0
-    """Train low-rank adapters of this rank instead of the weights (LoRA), merged into the
-    checkpoints; 0: off."""
+    """Train low-rank adapters of this rank (LoRA), merged into the checkpoints; 0: the weights."""
     lora_alpha: Positive = 32.0
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
@@ -278,14 +258,12 @@ class Model:
 
     @property
     def directory(self) -> Path | None:
-        """The directory of --model, with a configuration and a tokenizer; weights of the hub are
-        downloaded when needed.
-        """
+        """The directory of --model; weights of the hub are downloaded when needed."""
         return None if self.model is None else directory_of(self.model)
 
 
 # options that fix the shape of the policy and cannot change on resuming
-SHAPE = {*(x.name for x in fields(Model)), "lora_rank"} - {"model", "lora_alpha"}
+SHAPE = {x.name for x in fields(Model)} - {"model", "lora_alpha"}
 
 
 @dataclass(frozen=True)
@@ -293,18 +271,17 @@ class Evaluation:
     """Evaluation on held-out prompts, and what is reported."""
 
     eval_every: CountOrZero | None = None
-    """Steps between evaluations; 0: only before the first step and after the last. By default three
-    between them, on a subset sized to cost at most 5% of the training samples."""
+    """Steps between evaluations; 0: only at the ends. By default three between them, on a subset
+    that costs at most 5% of the training samples."""
     eval_prompts: Count = DERIVED
     """Held-out prompts of each set. By default 256, or all."""
     eval_samples: Count = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
     diagnose_every: CountOrZero = 0
     """Steps between lines of diagnostics.jsonl, each prompt's pass rate and gradient norm, which
-    cost a second backward pass; 0: none."""
+    cost a backward pass; 0: none."""
     keep_rollouts: CountOrZero = 8
-    """Rollouts of each training step that rollouts.jsonl keeps, with rewards and advantages, in
-    whole groups; 0: none."""
+    """Rollouts of each training step that rollouts.jsonl keeps, in whole groups; 0: none."""
     log_to: Literal["tensorboard", "wandb", "trackio"] | None = None
     """Send metrics to TensorBoard, wandb or trackio too."""
 
@@ -328,20 +305,19 @@ class Run(Place):
     out: Path = DERIVED
     """Folder of results, new or empty. By default runs/<objective>-<time>."""
     resume: Path | None = None
-    """Resume the run in this folder from its newest undamaged checkpoint, with its own options
-    unless others are given; auto: the run in --out, or a new one if there is none yet."""
+    """Resume the run in this folder with its own options unless others are given; auto: the run in
+    --out, or a new one if there is none yet."""
     allow_changes: bool = False
     """Resume even if options or files change what is computed."""
     config: Path | None = None
-    """TOML file of options; the keys are the names of the flags (maze_size = 11). A flag overrides
-    the file."""
+    """TOML file of options, as maze_size = 11. A flag overrides the file."""
     seed: Seed = 0
     """Seed of new weights, of the task's prompts and of the sampling."""
     compile: bool = False
     """Fuse each layer's operations by torch.compile. The first steps take longer."""
     sharding: Literal["auto", "none", "full"] = "auto"
     """How torchrun's processes divide the weights: none (DDP), full (FSDP2), or auto: full where
-    the training state would take more than half of a GPU's memory."""
+    training would take more than half of a GPU's memory."""
     save_every: CountOrZero = 50
     """Steps between checkpoints; 0: only at the ends and when stopped."""
     keep_checkpoints: CountOrZero = 3
@@ -349,8 +325,8 @@ class Run(Place):
     stall_limit: Positive = 1800.0
     """Seconds without progress after which the run ends."""
     dry_run: str | None = None
-    """Print the resolved configuration with an estimate of its memory, and stop. Without a value it
-    is for this machine; with 8x80 for 8 GPUs of 80 GB (1e9 bytes) each, wherever they are."""
+    """Print the resolved configuration with an estimate of its memory, and stop. 8x80: for 8 GPUs
+    of 80 GB (1e9 bytes) each; without a value for this machine."""
 
 
 @dataclass(frozen=True)
@@ -389,14 +365,14 @@ class Options:
 
     def replace(self: AnyConfig, **options: Any) -> AnyConfig:
         """A copy with other values for some options, by flag name; the parts stay."""
-        changed: dict[str, Any] = {}
-        for name in self.groups():
-            group = getattr(self, name)
-            if own := {key: options[key] for key in vars(group).keys() & options.keys()}:
-                changed[name] = replace(group, **own)
         parts = {
             section: {key: options.get(key, x) for key, x in own.items()}
             for section, own in self.parts.items()
+        }
+        groups = {name: getattr(self, name) for name in self.groups()}
+        changed = {
+            name: replace(x, **{key: options[key] for key in vars(x) if key in options})
+            for name, x in groups.items()
         }
         return replace(self, parts=parts, **changed)
 

@@ -9,11 +9,11 @@ from typing import Any
 from maxrl_fast.algorithms.known import method_hint
 from maxrl_fast.algorithms.losses import ALIASES, LOSSES
 from maxrl_fast.algorithms.losses.registry import Clips, TokenLoss, find_loss
+from maxrl_fast.algorithms.method import Method
 from maxrl_fast.algorithms.options import (
     REQUIRED,
     Option,
     make_option,
-    nearest,
     options_of,
     parameters_of,
 )
@@ -31,8 +31,8 @@ from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import (
     OBJECTIVES,
     find_code,
+    find_objective,
     objective_class,
-    objective_options,
 )
 
 # The order in which a run's parts are chosen: the default of a later one follows from earlier ones.
@@ -40,67 +40,77 @@ SECTIONS = ("objective", "rollout", "task", "loss", "correction")
 TASKS: dict[str, Any] = {"maze": MazeOptions, "chain": ChainOptions, "guess": None}
 TASKS |= dict.fromkeys(DATASETS, DatasetOptions)
 ENGINES: dict[str, Any] = {"native": None, "vllm": VllmOptions}
+_LOSSES = (*LOSSES, *ALIASES)
+_BUILT_IN: dict[str, Any] = {
+    "objective": OBJECTIVES,
+    "loss": _LOSSES,
+    "correction": CORRECTIONS,
+    "task": TASKS,
+    "rollout": ENGINES,
+}
 # arguments that a user's class may ask for, which are no options
 OFFERED = {
     "task": ("seed", "model"),
     "rollout": ("model", "dtype", "max_batch", "ranks", "cache_bytes"),
 }
-_BUILT_IN = {
-    "objective": OBJECTIVES,
-    "loss": (*LOSSES, *ALIASES),
-    "correction": tuple(CORRECTIONS),
-    "task": (*TASKS, f"{GYM}NAME"),
-    "rollout": tuple(ENGINES),
-}
 
 
 def loss_of(name: str) -> TokenLoss:
     """Return the token loss of --loss: a name in LOSSES, or one of your own."""
-    if name in LOSSES or name in ALIASES:
+    if name in _LOSSES:
         return find_loss(name)
     if not is_code(name):
         raise InputError(
-            f"loss must be one of {', '.join(_BUILT_IN['loss'])}, or FILE.py:FUNCTION, got "
-            f"{name!r:.80}{method_hint(name, _BUILT_IN['loss'])}"
+            f"loss must be one of {', '.join(_LOSSES)}, or FILE.py:FUNCTION, got {name!r:.80}"
+            f"{method_hint(name, _LOSSES)}"
         )
     found: TokenLoss = find_code("loss", name, find_loss)
     return found
 
 
-def _signature(section: str, name: str) -> Mapping[str, Option]:
-    """Return the options in the signature of a part, by the names there."""
+def part(section: str, name: str) -> Any:
+    """Return the part that --SECTION NAME names: a method, a dataclass of options, a user's class,
+    or None for one without options."""
     if section == "objective":
-        return objective_options(name)
+        return find_objective(name)
     if section == "loss":
-        loss = loss_of(name)
-        return {**(options_of(Clips) if loss.clips else {}), **loss.options}
-    if section == "correction":
-        if name not in CORRECTIONS:
-            wanted = f"--correction must be one of {', '.join(CORRECTIONS)}, got {name!r:.80}"
-            raise InputError(wanted + nearest(name, CORRECTIONS), section)
-        return CORRECTIONS[name].options
+        return loss_of(name)
     if section == "rollout":
         check_engine_name(name)
-        return _of_class(section, name, ENGINES.get(name, name))
-    check_known(name)
+    elif section == "task":
+        check_known(name)
+    if name in (built_in := _BUILT_IN[section]):
+        return built_in[name]
     if name.startswith(GYM):
-        return {**options_of(GymOptions), **generator_options(name.removeprefix(GYM))}
-    kind = DatasetOptions if is_reward(name) else name
-    return _of_class(section, name, TASKS.get(name, kind))
+        return GymOptions
+    if section == "task" and is_reward(name):
+        return DatasetOptions
+    return None if name.startswith(OBJECT) else load_code(section, name, "CLASS")
 
 
-def _of_class(section: str, name: str, kind: Any) -> Mapping[str, Option]:
-    """Return the options of a dataclass, of the parameters of a user's class, or of nothing."""
-    if isinstance(kind, type):  # of options
-        return options_of(kind)
-    if kind is None or name.startswith(OBJECT):
-        return {}
-    cls, found = load_code(section, name, "CLASS"), {}
-    for x in parameters_of(cls) if inspect.isclass(cls) else ():
+def _signature(section: str, name: str) -> Mapping[str, Option]:
+    """Return the options of a part, by the names in its signature."""
+    found = part(section, name)
+    if isinstance(found, Method):
+        clips = options_of(Clips) if getattr(found, "clips", False) else {}
+        size = getattr(found, "size", None)
+        return {**clips, **({size.name: size.option} if size else {}), **found.options}
+    if name.startswith(GYM):
+        return {**options_of(found), **generator_options(name.removeprefix(GYM))}
+    if name in _BUILT_IN[section] or found is DatasetOptions:
+        return options_of(found) if found else {}
+    own = {}
+    for x in parameters_of(found) if inspect.isclass(found) else ():
         if x.name not in OFFERED[section] and x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY):
             hint = type(x.default) if x.annotation is x.empty else x.annotation
-            found[x.name] = make_option(x.name, hint, x.default)
-    return found
+            own[x.name] = make_option(x.name, hint, x.default)
+    return own
+
+
+def purpose_of(section: str, name: str) -> str:
+    """Return the line that --help shows of a part."""
+    found = part(section, name)
+    return found.formula if isinstance(found, Method) else inspect.getdoc(found) or ""
 
 
 @lru_cache(maxsize=256)
@@ -109,13 +119,15 @@ def options_of_part(section: str, name: str, taken: frozenset[str]) -> dict[str,
     a group (`taken`) or a built-in part of an earlier section has the name, the part's own is
     before it: simko_k, icepop_low."""
     before = {"loss": ("objective",), "correction": ("objective", "loss")}.get(section, ())
-    used = taken.union(*(owners_by_option(x, taken) for x in before))
-    short = name.rpartition(":")[2]
-    found = {}
-    for key, option in _signature(section, name).items():
-        flag = f"{short}_{key}" if key in used else key
-        found[flag] = dataclasses.replace(option, name=flag)
-    return found
+    used, short = taken.union(*(owners_by_option(x, taken) for x in before)), short_name(name)
+    signature = _signature(section, name).items()
+    flags = {f"{short}_{key}" if key in used else key: option for key, option in signature}
+    return {flag: dataclasses.replace(option, name=flag) for flag, option in flags.items()}
+
+
+def short_name(name: str) -> str:
+    """Return the name of a part without its file."""
+    return name.rpartition(":")[2]
 
 
 @lru_cache
@@ -123,34 +135,27 @@ def owners_by_option(section: str, taken: frozenset[str]) -> dict[str, tuple[str
     """Return the built-in parts of a section that have each option, by its name."""
     owners: dict[str, tuple[str, ...]] = {}
     for name in _BUILT_IN[section]:
-        if name != f"{GYM}NAME":
-            for key in options_of_part(section, name, taken):
-                owners[key] = (*owners.get(key, ()), name)
+        for key in options_of_part(section, name, taken):
+            owners[key] = (*owners.get(key, ()), name)
     return owners
 
 
-def by_signature(section: str, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a part's options, which are by the names of their flags, by the names in
-    its signature."""
-    short = name.rpartition(":")[2]
-    return {key: values.get(f"{short}_{key}", values.get(key)) for key in _signature(section, name)}
+def part_options(section: str, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a part's options, by flags or by the names in its signature, by these
+    names; what has no value has its default."""
+    found, short = dict(values), short_name(name)
+    for key, option in _signature(section, name).items():
+        found[key] = found.pop(f"{short}_{key}", found.get(key, option.default))
+    return {key: x for key, x in found.items() if x is not REQUIRED}
 
 
-def part_options(section: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a part by the names in its signature, with defaults."""
-    defaults = {key: x.default for key, x in _signature(section, name).items()}
-    return {key: x for key, x in {**defaults, **given}.items() if x is not REQUIRED}
-
-
-def default_of(section: str, chosen: Mapping[str, str], given: Mapping[str, Any]) -> str:
-    """Return the loss or the correction that follows from the other parts and from what is
-    given."""
+def default_of(section: str, chosen: Mapping[str, str], ahead: int, has_cap: bool) -> str:
+    """Return the loss, or the correction, that follows from the parts chosen before it, and for a
+    correction from --ahead and whether --importance-cap is given."""
     objective = objective_class(chosen["objective"])
     if section == "loss":
         return objective.loss
-    if (cap := given.get("importance_cap")) is not None:
-        return "tis" if cap else "none"
     # samples of older weights, and the loss has no ratio
-    is_stale = given.get("ahead") and chosen["loss"] == "reinforce"
+    is_stale = ahead and chosen["loss"] == "reinforce"
     is_other = chosen["rollout"] != "native" or is_stale
-    return "tis" if is_other and not objective.owns_loss else "none"
+    return "tis" if has_cap or (is_other and not objective.owns_loss) else "none"

@@ -7,21 +7,27 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from maxrl_fast.algorithms.options import REQUIRED, Option, options_of
-from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.config.help_page import show_help, split_help
 from maxrl_fast.config.names import OF_ONE_START
 from maxrl_fast.config.options import Config, Options, as_list, fields_of
-from maxrl_fast.config.parts import SECTIONS, default_of, options_of_part, owners_by_option
+from maxrl_fast.config.parts import (
+    SECTIONS,
+    default_of,
+    options_of_part,
+    owners_by_option,
+    short_name,
+)
 from maxrl_fast.config.rules import check, unused_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.models import CLASSIFIER
-from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable, read_json
-from maxrl_fast.runtime.loading import is_code, is_file
+from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable
+from maxrl_fast.runtime.loading import is_file
+from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.training.objectives.registry import objective_presets
 
 if sys.version_info >= (3, 11):
@@ -33,10 +39,6 @@ AnyOptions = TypeVar("AnyOptions", bound=Options)
 Known = dict[str, dict[str, Option]]  # options by name, of each group and, as --loss, each part
 TASK_IS_MISSING = (
     "requires --task: gsm8k, math, dataset with --data FILE, maze or another (--help lists them)"
-)
-NAMES_CODE = (
-    *("objective", "loss", "task", "rollout", "environment", "teacher_prompt", "schedule"),
-    *("reward", "log_to"),
 )
 # What people who come from TRL, verl and OpenRLHF write most; docs/options.md has more.
 _ELSEWHERE = {
@@ -61,20 +63,27 @@ _ELSEWHERE = {
     "checkpoint_activations": "gradient_checkpointing",
 }
 ELSEWHERE = {name: option for option, names in _ELSEWHERE.items() for name in names.split()}
-_EPOCHS = "--steps sets the length: an epoch of n prompts has n / --prompts steps"
-SENTENCES = {
-    **dict.fromkeys(("epochs", "num_epochs", "total_epochs", "num_train_epochs"), _EPOCHS),
-    "push_to_hub": "`hf upload ORG/NAME RUN/latest` uploads a checkpoint",
-    "callbacks": "maxrl_fast.Session is for a loop of your own",
-    "wandb_project": "--log-to wandb logs to the project in the environment's WANDB_PROJECT",
+_SENTENCES = {
+    "--steps sets the length: an epoch of n prompts has n / --prompts steps": (
+        "epochs num_epochs total_epochs num_train_epochs"
+    ),
+    "torchrun --nproc-per-node N starts a process for each of N GPUs": (
+        "nproc_per_node num_processes num_gpus n_gpus_per_node nnodes num_nodes world_size devices"
+    ),
+    "the options of a part are flags of their own, such as --loss sapo --tau-negative 1.1": (
+        "loss_options correction_options estimator_options task_args gym_config"
+    ),
 }
-PROCESSES = re.compile(
-    r"\w*gpus(_per_node)?|\w*nodes|nproc_per_node|num_processes|world_size|devices"
-)
+SENTENCES = {name: said for said, names in _SENTENCES.items() for name in names.split()}
+# options whose defaults follow from the objective or the loss
+_FOLLOWS = {
+    "objective": ("loss", "aggregation", "correction", "importance_cap"),
+    "loss": ("aggregation",),
+}
 
 
 class Given(NamedTuple):
-    value: Any
+    value: Any  # of a flag a list of words
     name: str  # as the user writes it: "--lr" or "lr"
     place: str = ""  # "FILE, line N: " or nothing
 
@@ -85,56 +94,48 @@ def parse(arguments: Sequence[str]) -> Config:
     `--resume auto` becomes the folder of --out if there is a run in it; otherwise the run is new.
     """
     words, asks_for_help = split_help(arguments)
-    config, known = _parse(read_flags(words))
-    if asks_for_help:
-        show_help(config, known, prog="python -m maxrl_fast.train")
-    with located(config):
-        check(config)
-    return config
+    return _parse(read_flags(words), asks_for_help)
 
 
 def parse_options(options: Mapping[str, Any]) -> Config:
     """Return the configuration of options by name, as `parse` does of their flags; None is an
     option that is not given.
     """
-    config, _ = _parse(
-        {str(key): Given(x, str(key)) for key, x in options.items() if x is not None}
-    )
-    check(config)
-    return config
+    given = {str(key): Given(x, str(key)) for key, x in options.items() if x is not None}
+    return _parse(given)
 
 
-def _parse(flags: dict[str, Given]) -> tuple[Config, Known]:
+def _parse(flags: dict[str, Given], asks_for_help: bool = False) -> Config:
     given = dict(flags)
     if path := _text(flags, "config"):
         given = {**read_toml(Path(path)), **flags}
-    folder = _text(given, "resume")
-    is_auto, of_run = folder == "auto", dict[str, Given]()
-    if is_auto:
+    folder, of_run = _text(given, "resume"), dict[str, Given]()
+    if is_auto := folder == "auto":
         if (out := _text(given, "out")) is None:
             raise InputError("--resume auto needs --out DIR, the folder of the run")
         folder = out if (Path(out) / "config.json").exists() else None
-        given.pop("resume")
-        if folder:
-            given["resume"] = Given(folder, "--resume")
-        else:
+        given["resume"] = Given(folder, "resume")
+        if folder is None:
             given.pop("allow_changes", None)
     # A run that ended before its first checkpoint restarts with this command's options.
-    if folder is not None and not (is_auto and not checkpoints_of(Path(folder))):
-        of_run = read_run(Path(folder), given)
+    if folder is not None and not (is_auto and not RunFolder(Path(folder)).checkpoints):
+        of_run = read_run(Path(folder))
     if "model" in given and not {"task"} & {*given, *of_run}:
         raise InputError(f"{given['model'].place}{given['model'].name} {TASK_IS_MISSING}")
-    return build(Config, given, of_run)
+    config, known = build(Config, given, of_run)
+    if asks_for_help:
+        show_help(config, known, prog="python -m maxrl_fast.train")
+    with located(config.places):
+        check(config)
+    return config
 
 
-def _text(given: Mapping[str, Given], name: str) -> str | None:
-    option = options_of(Config.groups()["run"])[name]
-    return str(convert(option, given[name])) if name in given else None
+def _text(given: Mapping[str, Given], name: str) -> Any:
+    return convert(Option(name, str, None), given[name]) if name in given else None
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Given]:
-    """Return what flags give by name of the option: True without a value, a list of several. The
-    last of equal flags wins."""
+    """Return the words that flags give, by name of the option. The last of equal flags wins."""
     given: dict[str, Given] = {}
     flag = ""
     for word in words:
@@ -156,26 +157,22 @@ def _no_flag(word: str) -> InputError:
     return InputError(f"unknown option {name:.80}: options begin with two dashes{meant}")
 
 
-def _of_flag(option: Option, x: Given) -> Given:
-    """Return the one value of a flag that was read as words."""
-    if option.name == "dry_run" and isinstance(x.value, bool):  # of Python or TOML
-        return x._replace(value="" if x.value else None)
-    if not (x.name.startswith("--") and isinstance(x.value, list)):
-        return x
-    words = x.value
-    if option.kind is bool:
-        if words:
-            raise InputError(f"{x.name} must be given without a value, got {words[0]!r:.80}")
-        return x._replace(value=not x.name.startswith("--no-"))
-    if option.takes_several:
-        return x
-    if option.name == "dry_run" and not words:
-        return x._replace(value="")
-    if not words:
-        raise InputError(f"{x.name} needs a value")
-    if words[1:]:
-        raise _no_flag(words[1])
-    return x._replace(value=words[0])
+def convert(option: Option, x: Given) -> Any:
+    """Return the value of an option as it is given, of a flag as words."""
+    value = x.value
+    if x.name.startswith("--") and isinstance(value, list) and not option.takes_several:
+        if option.kind is bool:
+            if value:
+                raise InputError(f"{x.name} must be given without a value, got {value[0]!r:.80}")
+            return not x.name.startswith("--no-")
+        if not value and option.name != "dry_run":
+            raise InputError(f"{x.name} needs a value")
+        if value[1:]:
+            raise _no_flag(value[1])
+        value = "".join(value)
+    if option.name == "dry_run" and isinstance(value, bool):  # of Python or TOML
+        value = "" if value else None
+    return option.convert(value, f"{x.place}{x.name}")
 
 
 def read_toml(path: Path) -> dict[str, Given]:
@@ -211,39 +208,25 @@ def _lines(text: str) -> dict[str, int]:
     return found
 
 
-def read_run(out: Path, overriding: Mapping[str, Given]) -> dict[str, Given]:
+def read_run(out: Path) -> dict[str, Given]:
     """Return the options in the config.json of a run, or of what a session has saved, that have a
-    value, without those that say how it was started.
-
-    A folder of another user prints a warning with the code that it names. Nothing is imported here.
+    value, without those that say how it was started. Nothing is imported here; a folder of another
+    user prints a warning.
     """
     file = out / "config.json"
     if not file.exists():
         why = "has no config.json" if out.exists() else "does not exist"
         raise InputError(f"--resume must be the folder of a run, got {out}, which {why}")
-    options: Any = read_json(file)
-    saved = out / "progress.json"
-    if saved.exists():  # then config.json is the policy's
-        options = read_json(saved).get("options")
-    if not isinstance(options, dict):
-        raise InputError(f"{saved} must hold the options of a run, got {options!r:.80}; restore it")
-    given = {
+    options = RunFolder(out).options
+    if others := {path.stat().st_uid for path in (out, file)} - {os.getuid()}:
+        whose = f"{printable(out)} belongs to uid {' and '.join(map(str, sorted(others)))}"
+        runs = "the code that its config.json names runs with your rights"
+        print(f"warning: {whose}, and {runs}", file=sys.stderr, flush=True)
+    return {
         key: Given(value, key, f"{file}: ")
         for key, value in options.items()
-        if key not in ("versions", "command", *OF_ONE_START) and value is not None
+        if key not in OF_ONE_START
     }
-    owners = sorted({path.stat().st_uid for path in (out, file)} - {os.getuid()})
-    if owners:
-        code = [
-            f"{name} {printable(value)}"
-            for name, x in {**given, **overriding}.items()
-            for value in as_list(x.value)
-            if name in NAMES_CODE and (name in ("reward", "log_to") or is_code(str(value)))
-        ]
-        whose = f"{printable(out)} belongs to uid {' and '.join(map(str, owners))}"
-        runs = f"what its options name runs with your rights: {', '.join(code) or 'no code'}"
-        print(f"warning: {whose}, and {runs}", file=sys.stderr, flush=True)
-    return given
 
 
 def absolute_function(name: str) -> str:
@@ -260,114 +243,78 @@ def build(
     """Return the configuration, and its options by group and part. Where a user chooses another
     part, the run's options of that part go, and those that follow from it."""
     kind: Any = command
-    groups, taken = command.groups(), fields_of(kind)
-    known: Known = {name: options_of(group) for name, group in groups.items()}
-    base = {name: option for own in known.values() for name, option in own.items()}
+    taken = fields_of(kind)
+    known: Known = {name: options_of(group) for name, group in command.groups().items()}
+    options = {name: option for own in known.values() for name, option in own.items()}
+    places = {key: x.place.removesuffix(": ") for key, x in by_user.items() if x.place}
     given, chosen = {**of_run, **by_user}, dict[str, str]()
-    sections = [section for section in SECTIONS if section in base]
-    for section in sections:
-        name = convert(base[section], given[section]) if section in given else None
-        # on which the choice of a part depends
-        early = {name: _early(base, given, name) for name in ("importance_cap", "ahead")}
-        name = name or base[section].default or default_of(section, chosen, early)
-        before = of_run[section].value if section in of_run else None
-        if before and before not in (name, absolute_function(name)):
-            gone = {*options_of_part(section, before, taken), *_FOLLOWS.get(section, ())}
-            given = {key: x for key, x in given.items() if key in by_user or key not in gone}
-        chosen[section] = name
-        known[f"--{section}"] = options_of_part(section, name, taken)
-    cap = given.get("importance_cap")
-    is_none = chosen.get("correction") == "none"
-    if cap and is_none and convert(Option("importance_cap", float, None), cap) == 0:
-        given.pop("importance_cap")
-    presets = objective_presets(chosen["objective"]) if "objective" in chosen else {}
-    values = _converted(given, known, chosen, dict(presets))
-    config = command(
-        **{
-            group: kind(**{x.name: values[x.name] for x in fields(kind) if x.name in values})
-            for group, kind in groups.items()
-        },
-        parts={
-            section: {key: values.get(key, x.default) for key, x in known[f"--{section}"].items()}
-            for section in sections
-        },
-        places={key: x.place.removesuffix(": ") for key, x in by_user.items() if x.place},
-    )
-    config = replace(config, chosen=replace(config.chosen, **chosen))
-    unused = unused_options(config.values())
+    with located(places):
+        for section in (x for x in SECTIONS if x in options):
+            name = convert(options[section], given[section]) if section in given else None
+            if not (name := name or options[section].default):
+                ahead = convert(options["ahead"], given["ahead"]) if "ahead" in given else 0
+                name = default_of(section, chosen, ahead, "importance_cap" in given)
+            before = of_run[section].value if section in of_run else None
+            if before and before not in (name, absolute_function(name)):
+                gone = {*options_of_part(section, before, taken), *_FOLLOWS.get(section, ())}
+                given = {key: x for key, x in given.items() if key in by_user or key not in gone}
+            chosen[section] = name
+            known[f"--{section}"] = options_of_part(section, name, taken)
+            options |= known[f"--{section}"]
+        values = _values(given, options, chosen)
+    unused = unused_options(values)
     for key, said in unused.items():
         if said and key in by_user and by_user[key].value is not None:
             raise _refused(by_user[key], key, said)
-    defaults = {name: option.default for own in known.values() for name, option in own.items()}
-    config = config.replace(**{key: defaults[key] for key in unused})
-    return replace(config, unused=frozenset(unused)), known
+        values[key] = options[key].default
+    groups = {
+        name: group(**{x.name: values[x.name] for x in fields(group)})
+        for name, group in command.groups().items()
+    }
+    parts = {section: {key: values[key] for key in known[f"--{section}"]} for section in chosen}
+    config = command(**groups, parts=parts, unused=frozenset(unused), places=places)
+    return config, known
 
 
-# options whose defaults follow from the objective or the loss
-_FOLLOWS = {
-    "objective": ("loss", "aggregation", "correction", "importance_cap"),
-    "loss": ("aggregation",),
-}
-
-
-def _early(base: Mapping[str, Option], given: Mapping[str, Given], name: str) -> Any:
-    """Return an option on which the choice of a part depends; 0 for one that cannot be read yet."""
-    option = base.get(name, Option(name, float, None))
-    with contextlib.suppress(InputError):
-        return convert(option, given[name]) if name in given else None
-    return 0
-
-
-def convert(option: Option, x: Given) -> Any:
-    """Return the value of an option as it is given."""
-    x = _of_flag(option, x)
-    try:
-        return option.convert(x.value, f"{x.place}{x.name}")
-    except InputError as error:
-        if not error.options or not x.place:
-            raise
-        raise InputError(f"{error} ({option.name}: {x.place.removesuffix(': ')})") from error
-
-
-def _converted(
-    given: Mapping[str, Given], known: Known, chosen: Mapping[str, str], presets: dict[str, Any]
+def _values(
+    given: Mapping[str, Given], options: Mapping[str, Option], chosen: Mapping[str, str]
 ) -> dict[str, Any]:
-    options = {name: option for own in known.values() for name, option in own.items()}
-    values = dict(presets)
+    """Return the value of each option: as given, else what the objective presets, or its
+    default."""
+    values = {name: option.default for name, option in options.items()}
+    values |= objective_presets(chosen["objective"]) if "objective" in chosen else {}
     for name, x in given.items():
-        key = name
-        if key not in options and name.startswith("no_"):
-            key = name.removeprefix("no_")
-        option = options.get(key)
-        if option is None or (key != name and option.kind is not bool):
+        key = name if name in options else name.removeprefix("no_")
+        if key not in options or (key != name and options[key].kind is not bool):
             raise _unknown(name, x, options, chosen)
-        value = convert(option, x)
-        if value is not None:
+        if (value := convert(options[key], x)) is not None:
             values[key] = value
-    for section, own in known.items():
-        for option in own.values():
-            if option.default is REQUIRED and option.name not in values:
-                owner = f"{section[2:]} {chosen[section[2:]]}"
-                raise InputError(f"{owner} needs {option.flag}, {option.wanted}", option.name)
-    return values
+    for name, option in options.items():
+        if values[name] is REQUIRED:
+            owner = next(f"{x} {y}" for x, y in chosen.items() if name in _of_part(x, y))
+            raise InputError(f"{owner} needs {option.flag}, {option.wanted}", name)
+    return {**values, **chosen}
+
+
+def _of_part(section: str, name: str) -> Collection[str]:
+    return options_of_part(section, name, fields_of(Config))
 
 
 def _unknown(
     name: str, x: Given, options: Mapping[str, Option], chosen: Mapping[str, str]
 ) -> InputError:
-    is_flag, taken = x.name.startswith("--"), fields_of(Config)
-    for part in chosen.values():  # a name that another part has
-        if (flag := f"{part.rpartition(':')[2]}_{name}") in options:
-            return InputError(f"{x.place}unknown option {x.name:.80}{hint(flag, options, is_flag)}")
-    for section in chosen:
-        if owners := owners_by_option(section, taken).get(name):
+    is_flag, unknown = x.name.startswith("--"), f"{x.place}unknown option {x.name:.80}"
+    for part in chosen.values():  # of which another has the name
+        if (flag := f"{short_name(part)}_{name}") in options:
+            return InputError(unknown + hint(flag, options, is_flag))
+    for section, part in chosen.items():
+        if owners := owners_by_option(section, fields_of(Config)).get(name):
             more = ", ..." * (len(owners) > 4)
-            said = f"is not used by {section} {chosen[section]}"
-            said += f", but by {', '.join(owners[:4])}{more}"
-            return _refused(x, name, said)
+            others = f"{', '.join(owners[:4])}{more}"
+            return _refused(x, name, f"is not used by {section} {part}, but by {others}")
     known = {*options, *_of_all_parts()} if "objective" in chosen else options
     meant = hint(name, known, is_flag) or "; --help lists the options" * is_flag
-    return InputError(f"{x.place}unknown option {x.name:.80}{meant}")
+    return InputError(unknown + meant)
 
 
 def _of_all_parts() -> Iterator[str]:
@@ -386,9 +333,7 @@ def hint(name: str, known: Collection[str], is_flag: bool = True) -> str:
     other libraries give it (trainer.total_epochs).
     """
     words = name.lower().replace("-", "_").split(".")
-    if "sharding" in known and PROCESSES.fullmatch(words[-1]):  # not in an evaluation
-        return "; torchrun --nproc-per-node N starts a process for each of N GPUs"
-    if (said := SENTENCES.get(words[-1])) and "seed" in known:
+    if (said := SENTENCES.get(words[-1])) and "sharding" in known:  # not in an evaluation
         return f"; {said}"
     tried = "_".join(words), words[-1], words[-1].removeprefix("no_")
     meant = [x if x in known else ELSEWHERE.get(x, x) for x in tried]
@@ -401,13 +346,12 @@ def hint(name: str, known: Collection[str], is_flag: bool = True) -> str:
 
 
 @contextlib.contextmanager
-def located(config: Options) -> Iterator[None]:
+def located(places: Mapping[str, str]) -> Iterator[None]:
     """Add "(lr: FILE, line 3)" to an error about values that the file of --config gives."""
     try:
         yield
     except InputError as error:
-        names = [name for name in error.options if name in config.places]
-        if not names:
+        said = "; ".join(f"{name}: {places[name]}" for name in error.options if name in places)
+        if not said:
             raise
-        places = "; ".join(f"{name}: {config.places[name]}" for name in names)
-        raise InputError(f"{error} ({places})") from error
+        raise InputError(f"{error} ({said})") from error

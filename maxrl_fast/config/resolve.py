@@ -15,13 +15,13 @@ import torch
 
 from maxrl_fast.config.changes import ended_before_first_step
 from maxrl_fast.config.options import Config, Model
-from maxrl_fast.config.parts import loss_of
-from maxrl_fast.config.read import NAMES_CODE, absolute_function
+from maxrl_fast.config.parts import loss_of, short_name
+from maxrl_fast.config.read import absolute_function
 from maxrl_fast.config.rules import objective_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import HUB
 from maxrl_fast.model.policy import backend_of, read_sizes
-from maxrl_fast.runtime.device import memory_bytes, resolve_device, resolve_dtype
+from maxrl_fast.runtime.device import resolve_device, resolve_dtype
 from maxrl_fast.runtime.files import is_locked, temporary_path
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task, held_out_sets
@@ -32,6 +32,11 @@ from maxrl_fast.training.objectives.registry import objective_defaults
 # of the default evaluations between the first step and the last: their samples, relative to those
 # of training, and the prompts below which pass@k is too noisy to be worth them
 EVALUATION_SHARE, FEWEST_EVALUATED = 0.05, 32
+# options that may name a file of the user's
+NAMES_CODE = (
+    *("objective", "loss", "task", "rollout", "environment", "teacher_prompt", "schedule"),
+    *("reward", "log_to"),
+)
 KEPT_BYTES = 12  # of a sampled token: its id in int64 and its log-prob in float32
 
 
@@ -60,17 +65,8 @@ def resolve(
     directory = None if config.run.resume is not None else config.model.directory
     limit = response_limit(config.sampling.max_new_tokens, task, directory, warn)
     if (buffer := config.reward.overlong_buffer) > limit:
-        names = "overlong_buffer", "max_new_tokens"
-        wanted = f"{names[0]} must be at most {names[1]}"
-        raise InputError(f"{wanted}, got {buffer} and {limit}", *names)
-    options, machine = config.sampling, memory_bytes(torch.device("cpu"))
-    sampled = options.prompts * options.rollouts * max(options.dynamic_sampling, 1)
-    if not has_gpus and (needed := KEPT_BYTES * sampled * limit) > machine:
-        warn(
-            f"a step samples {sampled:,} responses of up to {limit} tokens, which need up to "
-            f"{needed / 1e9:,.0f} GB in each process, and this machine has {machine / 1e9:,.0f}: "
-            "lower --prompts or --rollouts"
-        )
+        wanted = f"overlong_buffer must be at most max_new_tokens, got {buffer} and {limit}"
+        raise InputError(wanted, "overlong_buffer", "max_new_tokens")
     objective, loss = objective_of(config), loss_of(config.chosen.loss)
     sft_lr, lr = default_rates(config.model)
     beta2, sft_beta2 = config.optimizer.beta2, config.warm_start.sft_beta2
@@ -116,25 +112,22 @@ def response_limit(
     if directory is None:
         return limit
     positions, longest = read_sizes(directory).max_position_embeddings, task.prompt_length
-    if longest + limit <= positions:
+    room = positions - longest
+    if limit <= room:
         return limit
     have = f"{directory} has {positions} positions"
-    if longest >= positions:
+    if room <= 0:
         raise InputError(
             f"{have}, which must be more than the tokens of the longest prompt, got {longest} "
             "(--max-prompt-tokens leaves out longer prompts of a data set)"
         )
-    room = positions - longest
+    why = f"prompts have up to {longest} tokens (a lower --max-prompt-tokens leaves more)"
     if wanted is not None:
         raise InputError(
-            f"{have}, and prompts have up to {longest} tokens: --max-new-tokens must be at most "
-            f"{room}, got {wanted} (a lower --max-prompt-tokens leaves more)",
+            f"--max-new-tokens must be at most {room}, got {wanted}: {have}, and {why}",
             "max_new_tokens",
         )
-    warn(
-        f"responses end after {room} tokens instead of the task's {limit}: {have}, and prompts "
-        f"have up to {longest} tokens (a lower --max-prompt-tokens leaves more)"
-    )
+    warn(f"responses end after {room} tokens instead of the task's {limit}: {have}, and {why}")
     return room
 
 
@@ -203,10 +196,10 @@ def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
 
 def _run(config: Config, ranks: Ranks, has_gpus: bool) -> dict[str, Any]:
     options, out = config.run, config.run.resume or config.run.out
+    name = f"{short_name(config.chosen.objective)}-{time.strftime('%Y%m%d-%H%M%S')}"
     if out is None:  # with a number where a run of the same second has the folder
-        name = f"{config.chosen.short_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        names = (Path("runs", name if i == 1 else f"{name}-{i}") for i in itertools.count(1))
-        out = next(folder for folder in names if not folder.exists())
+        names = (f"{name}-{i}" if i else name for i in itertools.count())
+        out = next(Path("runs", x) for x in names if not Path("runs", x).exists())
     # it alone writes; the others may come after it has begun
     if ranks.is_first and options.resume is None:
         _refuse_used(out)
@@ -224,25 +217,20 @@ def resolve_place(device: str, dtype: str) -> tuple[str, str]:
 
 
 def _absolute(config: Config) -> dict[str, Any]:
-    """Return the files that a run reads again when it is resumed, perhaps from another folder, by
-    absolute path.
-    """
-    found: dict[str, Any] = {}
-    for name, value in config.values().items():
-        if name in ("out", "resume", "config"):
-            continue
+    """Return the options with the absolute paths of the files that a run reads again when it is
+    resumed, perhaps from another folder."""
+
+    def absolute(name: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(absolute(name, x) for x in value)
         if isinstance(value, Path):
-            found[name] = value.absolute()
-        elif isinstance(value, tuple) and value and isinstance(value[0], Path):
-            found[name] = tuple(path.absolute() for path in value)
-        elif name in NAMES_CODE and value:
-            several = isinstance(value, tuple)
-            found[name] = (
-                tuple(map(absolute_function, value)) if several else absolute_function(value)
-            )
-    if config.model.model is not None and not config.model.model.startswith(HUB):
-        found["model"] = str(Path(config.model.model).absolute())
-    return found
+            return value.absolute()
+        if name == "model" and value and not value.startswith(HUB):
+            return str(Path(value).absolute())
+        return absolute_function(value) if name in NAMES_CODE and value else value
+
+    others = ("out", "resume", "config")
+    return {name: absolute(name, x) for name, x in config.values().items() if name not in others}
 
 
 def _refuse_used(out: Path) -> None:
@@ -254,7 +242,6 @@ def _refuse_used(out: Path) -> None:
             return
     except OSError as error:
         raise InputError(f"cannot read --out {out}: {error}", "out") from error
-    what = "something else"
-    if (out / "config.json").exists():
-        what = f"another run; --resume {out} resumes it"
+    is_run = (out / "config.json").exists()
+    what = f"another run; --resume {out} resumes it" if is_run else "something else"
     raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}", "out")

@@ -44,9 +44,9 @@ class RunLoop:
         self.clock, self.ranks = self.context.clock, self.context.ranks
         self.options = self.context.config.evaluation
         self.schedule = evaluation_schedule(self.context.config, self.context.task)
-        self.evaluators, options = build_evaluators(self.context), self.context.config.values()
-        needs_no_rewards = bool(options["kl_coef"]) and has_teacher(options)
-        self.health = Health(needs_no_rewards, options["clip_grad"])
+        self.evaluators, loss = build_evaluators(self.context), self.context.config.loss
+        needs_no_rewards = bool(loss.kl_coef) and has_teacher(loss)
+        self.health = Health(needs_no_rewards, self.context.config.optimizer.clip_grad)
         self.expects_binary = self.context.objective.needs.expects_binary
 
     @property

@@ -2,8 +2,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torch import Tensor
-
 from maxrl_fast.evaluation.coverage import wilson
 from maxrl_fast.evaluation.scores import PASS, score_of
 
@@ -66,24 +64,3 @@ def _plot_smoothed(axes: Any, steps: list[int], values: list[float], color: str)
     means = [fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
     axes.plot(steps, values, color=color, alpha=0.25, label="_")
     axes.plot(steps, means, color=color)
-
-
-def draw_weights(curves: dict[str, tuple[Tensor, Tensor]], num_rollouts: int, path: Path) -> None:
-    """Plot W_N(p) of estimators, and 1/p of maximum likelihood (MaxRL, Figure 1). `curves` has pass
-    rates p and weights W_N(p)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
-    for name, (pass_rates, weights) in curves.items():
-        axes.plot(pass_rates, weights, label=name)
-    pass_rates = next(iter(curves.values()))[0]
-    likelihood = "1/p, maximum likelihood"
-    axes.plot(pass_rates, 1 / pass_rates, color="0.5", linestyle="--", label=likelihood)
-    largest = max(float(weights.max()) for _, weights in curves.values())
-    axes.set(xscale="log", xlim=(float(pass_rates[0]), 1), xlabel="pass rate p")
-    axes.set(yscale="log", ylim=(1e-2, 3 * max(largest, 1.0)), ylabel="W_N(p)")
-    axes.set_title(f"Weight of a prompt's gradient, N = {num_rollouts}")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from maxrl_fast.algorithms.options import Count
+from maxrl_fast.algorithms.options import Count, Limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks import ReferenceAnswer
@@ -46,7 +46,9 @@ class DatasetOptions(TextOptions):
     file: its samples per prompt. By default the task's."""
     allow_overlap: bool = False
     """Train on prompts that are held out too, by their tokens."""
-    where: tuple[str, ...] = ()
+    where: Annotated[
+        tuple[str, ...], Limit("NAME=VALUE, such as level=1", lambda x: x.find("=") > 0)
+    ] = ()
     """Train only on the lines with this value in a column, as NAME=VALUE, or one of these."""
     prompt_key: str | None = None
     """Key of the prompt in a line. By default prompt; question for gsm8k and code, problem for

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.options import Count
+from maxrl_fast.algorithms.options import Count, Limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.huggingface import HuggingFaceSizes
 from maxrl_fast.model.policy import read_sizes
@@ -23,6 +23,13 @@ from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, read_json
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.conversation import Conversation
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return bool(date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -44,12 +51,14 @@ class TextOptions:
     chat_template: Path | None = None
     """File of a chat template in Jinja, which checkpoints have too. By default the tokenizer's
     own."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Limit("a JSON object", lambda x: isinstance(x, dict))
+    ] = None
     """Arguments of the chat template as a JSON object, such as {"enable_thinking": false}."""
-    template_date: str | None = None
+    template_date: Annotated[str | None, Limit("a day such as 2026-11-26", _is_day)] = None
     """What the clock of a chat template shows, if it has one, as YYYY-MM-DD. By default the day on
     which the run starts."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Limit("a text of at least one character", bool)] = ()
     """Texts that end a response, besides the stop tokens; the text is part of it."""
 
 

@@ -85,10 +85,10 @@ class ImportanceWeights:
 
 Cap = Annotated[
     float,
-    Limit("finite and above 0", lambda x: 0 < x < math.inf),
+    Limit("finite and above 0 (--correction none has no weights)", lambda x: 0 < x < math.inf),
     Help(
         "Largest importance weight, of a token for tis and of a response for tis_sequence. Given "
-        "alone it switches on --correction tis; 0 switches correction off."
+        "alone it switches on --correction tis."
     ),
 ]
 Low = Annotated[NotNegative, Help("Smaller weights become 0.")]

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from maxrl_fast import train
-from maxrl_fast.config.memory import estimate_memory
+from maxrl_fast.config.estimates import estimate_memory
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.model.decoder import Decoder, DecoderConfig

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.job import launch
 from maxrl_fast.job import learner_state as state
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.runtime.files import DamagedError, locked, verify_checksums
+from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
 from tests.models import save_checkpoint, tiny_decoder
@@ -298,7 +298,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused_and_keeps_its_metrics(
     maze_run, tmp_path, capsys
 ):
     out = copied(maze_run, tmp_path)
-    for directory in checkpoints_of(out):
+    for directory in RunFolder(out).checkpoints:
         flip_a_bit(directory / STATE)
     before = (out / "metrics.jsonl").read_bytes()
     assert resume(out) == 2
@@ -377,15 +377,14 @@ def test_a_run_and_its_resumption_keep_the_configuration_that_was_loaded(maze_ru
             assert json.loads(kept.read_text()) == fields
 
 
-def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd, monkeypatch):
+def test_the_first_line_says_that_a_strangers_run_executes_code(tmp_path, capfd, monkeypatch):
     """The warning comes before the code: the objective's file is loaded while options are
     parsed."""
     objective = tmp_path / "objective.py"
     objective.write_text("import sys\nprint('it runs', file=sys.stderr)\nraise SystemExit('x')\n")
-    reward, out = f"{tmp_path / 'reward.py'}:score", tmp_path / "run"
+    out = tmp_path / "run"
     out.mkdir()
-    own = {"objective": f"{objective}:advantage", "task": "maze", "reward": reward}
-    (out / "config.json").write_text(json.dumps(own | {"rollout": "engine.py:Engine"}))
+    (out / "config.json").write_text(json.dumps({"objective": f"{objective}:advantage"}))
     assert resume(out) == 2
     assert "belongs to" not in capfd.readouterr().err
     monkeypatch.setattr("maxrl_fast.config.read.os.getuid", lambda: os.stat(out).st_uid + 1)
@@ -393,8 +392,7 @@ def test_the_first_line_says_which_code_a_strangers_run_executes(tmp_path, capfd
     first, second, *_ = capfd.readouterr().err.splitlines()
     assert first.startswith(f"warning: {out} belongs to ")
     assert f"uid {os.stat(out).st_uid}" in first
-    code = f"objective {objective}:advantage, reward {reward}, rollout engine.py:Engine"
-    assert first.endswith(f"runs with your rights: {code}")
+    assert first.endswith("the code that its config.json names runs with your rights")
     assert second == "it runs"
 
 
@@ -412,7 +410,7 @@ def test_the_newest_the_best_and_the_first_checkpoints_are_kept(tmp_path, monkey
     monkeypatch.setattr("maxrl_fast.job.checkpoints.shutil.rmtree", refused)
     flags = "--objective rloo --sft-steps 0 --save-every 1 --keep-checkpoints 2 --eval-every 1"
     assert run(tmp_path / "run", *flags.split()) == 0
-    kept = {path.name for path in checkpoints_of(tmp_path / "run")}
+    kept = {path.name for path in RunFolder(tmp_path / "run").checkpoints}
     assert kept == {"step-000000", "step-000003", "step-000005", "step-000006"}
     assert (tmp_path / "run" / "best").resolve().name == "step-000003"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from maxrl_fast.config.memory import count
+from maxrl_fast.config.estimates import count
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.linear import LoraLinear, add_adapters
 from maxrl_fast.records import Rollouts, Samples

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from maxrl_fast.algorithms.options import Rule
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.objective import (
@@ -21,13 +20,12 @@ from maxrl_fast.training.objectives.objective import (
     name="distill",
     needs="N >= 1; --reference or --teacher-prompt; no rewards",
     presets={"kl": "k2", "kl_coef": 1.0, "rollouts": 1},
-    refuses=(
-        Rule(
-            "distill needs --kl-coef above 0 and a teacher, --reference or --teacher-prompt, got "
-            "kl_coef {kl_coef:g}, reference {reference} and teacher_prompt {teacher_prompt}",
-            lambda c: not (c["kl_coef"] and has_teacher(c)),
+    refuses={
+        "distill needs --kl-coef above 0 and a teacher, --reference or --teacher-prompt, got "
+        "kl_coef {kl_coef:g}, reference {reference} and teacher_prompt {teacher_prompt}": (
+            lambda c: not (c.kl_coef and has_teacher(c))
         ),
-    ),
+    },
 )
 @dataclass(kw_only=True)
 class DistillObjective(Objective):

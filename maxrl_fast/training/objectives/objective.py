@@ -1,14 +1,13 @@
 """The interface of objectives, which choose the advantages."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from maxrl_fast.algorithms.method import Method, Registry
-from maxrl_fast.algorithms.options import Rule
 from maxrl_fast.training.collect import Needs as Needs
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
@@ -87,11 +86,11 @@ class ObjectiveSpec(Method):
 
     Args:
         presets: defaults of a run's other options, where they are the objective's.
-        refuses: options that it does not go with.
+        refuses: rules (config/rules.py) of options that it does not go with.
     """
 
     presets: Mapping[str, Any] = field(default_factory=dict)
-    refuses: tuple[Rule, ...] = ()
+    refuses: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     noun: ClassVar[str] = "objective"
 
 
@@ -99,6 +98,6 @@ _REGISTRY = Registry(ObjectiveSpec)
 OBJECTIVE_CLASSES, objective = _REGISTRY.methods, _REGISTRY.register
 
 
-def has_teacher(options: Mapping[str, Any]) -> bool:
+def has_teacher(options: Any) -> bool:
     """Whether the reference policy of these options is not the policy, or reads something else."""
-    return options["reference"] is not None or options["teacher_prompt"] is not None
+    return options.reference is not None or options.teacher_prompt is not None

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.options import CountOrZero, Help, Positive, Rule
+from maxrl_fast.algorithms.options import CountOrZero, Help, Positive
 from maxrl_fast.ops import log_ratio_reward, pacs_loss
 from maxrl_fast.records import cumulative, gather_sequences
 from maxrl_fast.runtime.device import host_numbers, to_device
@@ -88,13 +88,10 @@ class PacsObjective(Objective):
     "PACS, eqs. 5, 8",
     name="pacs_paper",
     needs=NEEDS,
-    refuses=(
-        Rule(
-            "pacs_paper with --reference or --teacher-prompt needs --ref-reset-interval 0, got "
-            "{ref_reset_interval}",
-            lambda c: c["ref_reset_interval"] and has_teacher(c),
-        ),
-    ),
+    refuses={
+        "pacs_paper with --reference or --teacher-prompt needs --ref-reset-interval 0, got "
+        "{ref_reset_interval}": lambda c: c.ref_reset_interval and has_teacher(c),
+    },
 )
 @dataclass(kw_only=True)
 class PacsPaperObjective(PacsObjective):

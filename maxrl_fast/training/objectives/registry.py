@@ -38,7 +38,8 @@ def find_code(option: str, name: str, find: Callable[[Any], Any]) -> Any:
         ) from error
 
 
-def _row(name: str) -> ObjectiveSpec | Estimator:
+def find_objective(name: str) -> ObjectiveSpec | Estimator:
+    """Return the objective of --objective: a built-in one, or your own."""
     if name in OBJECTIVE_CLASSES:
         return OBJECTIVE_CLASSES[name]
     if is_code(name):
@@ -55,14 +56,14 @@ def _row(name: str) -> ObjectiveSpec | Estimator:
 
 
 def _size(name: str) -> Size | None:
-    row = _row(name)
+    row = find_objective(name)
     return row.size if isinstance(row, Estimator) else None
 
 
 def objective_options(name: str) -> dict[str, Option]:
     """Return an objective's options: the ones in the signature of its function."""
     size = _size(name)
-    return ({} if size is None else {size.name: size.option}) | dict(_row(name).options)
+    return ({} if size is None else {size.name: size.option}) | dict(find_objective(name).options)
 
 
 def objective_defaults(name: str, num_rollouts: int) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def objective_presets(name: str) -> Mapping[str, Any]:
 
 def objective_class(name: str) -> type[Objective]:
     """Return the class of an objective, whose `loss` and `owns_loss` are those of all its runs."""
-    row = _row(name)
+    row = find_objective(name)
     if isinstance(row, Estimator):
         return OffPolicyObjective if "log_ratios" in row.inputs else GroupObjective
     cls: Any = row.function
@@ -107,7 +108,7 @@ def make_objective(
 def _made(
     name: str, items: tuple[tuple[str, Any], ...], num_rollouts: int, updates_per_step: int
 ) -> Objective:
-    options, row = dict(items), _row(name)
+    options, row = dict(items), find_objective(name)
     wanted = f"{row.name} needs at least %d rollouts per prompt, got {num_rollouts}"
     if not isinstance(row, Estimator):
         row.resolve(options)

@@ -22,7 +22,7 @@ _LEAST_SPREAD = 1e-3  # a smaller standard deviation of rewards or scores counts
     "RiskPO, Ren et al. 2025, arXiv:2510.00911, as the authors' script sets it",
     name="riskpo",
     needs="N >= 2; --prompts a multiple of --bundle-size",
-    refuses=(multiple_of("bundle_size", "prompts"),),
+    refuses=multiple_of("bundle_size", "prompts"),
 )
 @dataclass(kw_only=True)
 class RiskpoObjective(Objective):

@@ -30,6 +30,7 @@ from bench.measure import (
     run_command,
 )
 from bench.whole_step import warm_started
+from examples.guess import BOS, CORRECT, PAD, GuessEpisodes, GuessTask
 from maxrl_fast.config.read import parse_options
 from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.model.decoder import Decoder
@@ -37,13 +38,13 @@ from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.tasks.episode import Reply
-from maxrl_fast.tasks.guess import BOS, CORRECT, PAD, GuessEpisodes, GuessTask
 
 DELAY = 0.05  # seconds from a turn to its reply
 NUM_SAMPLES = 32
 # so that the policy plays games to their end
-POLICY = {"task": "guess", "sft_steps": 200, "sft_batch": 128, "sft_lr": 3e-3, "dtype": "float32"}
+POLICY = {"task": "examples.guess:GuessTask", "sft_steps": 200, "sft_batch": 128, "sft_lr": 3e-3}
 POLICY |= {"hidden_size": 128, "intermediate_size": 256, "layers": 4, "heads": 8, "kv_heads": 4}
+POLICY |= {"dtype": "float32"}
 
 
 class SlowEpisodes(GuessEpisodes):

@@ -35,7 +35,9 @@ CHAINS = {
     "pacs": (f"{TRAIN} --objective pacs --top-p .9 --out OUT",),
     "ppo": (f"{TRAIN} --objective ppo --kl-coef .01 --updates-per-step 2 --out OUT",),
     "compile": (f"{TRAIN} --objective grpo --diagnose-every 1 --compile --out OUT",),
-    "episodes": (f"{TRAIN.partition(' --reward')[0]} --objective maxrl --task guess --out OUT",),
+    "episodes": (
+        f"{TRAIN.partition(' --reward')[0]} --objective maxrl --task examples/guess.py:GuessTask --out OUT",
+    ),
 }
 
 

@@ -36,7 +36,8 @@ CHAINS = {
     "ppo": (f"{TRAIN} --objective ppo --kl-coef .01 --updates-per-step 2 --out OUT",),
     "compile": (f"{TRAIN} --objective grpo --diagnose-every 1 --compile --out OUT",),
     "episodes": (
-        f"{TRAIN.partition(' --reward')[0]} --objective maxrl --task examples/guess.py:GuessTask --out OUT",
+        f"{TRAIN.partition(' --reward')[0]} --objective maxrl --task examples/guess.py:GuessTask "
+        "--out OUT",
     ),
 }
 

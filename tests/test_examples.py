@@ -31,7 +31,14 @@ BENCHMARKS = [
     if '__name__ == "__main__"' in path.read_text()
 ]
 # which scripts import
-NO_SCRIPTS = {"experiment.py", "maze_progress.py", "maze_runs.py", "partial_credit.py"}
+NO_SCRIPTS = {
+    "chain.py",
+    "guess.py",
+    "experiment.py",
+    "maze_progress.py",
+    "maze_runs.py",
+    "partial_credit.py",
+}
 NO_SCRIPTS |= {"training_runs.py"}
 # which --rollout, --task, --environment, --loss and --reward load
 NO_SCRIPTS |= {

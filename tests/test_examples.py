@@ -43,6 +43,7 @@ NO_SCRIPTS |= {"training_runs.py"}
 # which --rollout, --task, --environment, --loss and --reward load
 NO_SCRIPTS |= {
     *"naive_engine.py sort_task.py calculator_environment.py custom_loss.py judge.py".split(),
+    *"chain.py guess.py".split(),
     "word_problems.py",
 }
 

@@ -15,12 +15,12 @@ import pytest
 
 from maxrl_fast import sweep, train
 from maxrl_fast.evaluation.seeds import mean_over_seeds, over_seeds
-from tests.runs import read
+from tests.runs import CHAIN_TASK, read
 from tests.tables import table
 
 ROOT = Path(__file__).parents[1]
 FLAGS = [
-    *"--task chain --prompts 4 --rollouts 4 --eval-prompts 1 --eval-samples 4".split(),
+    *f"--task {CHAIN_TASK} --prompts 4 --rollouts 4 --eval-prompts 1 --eval-samples 4".split(),
     *"--hidden-size 32 --intermediate-size 48 --layers 1 --heads 4 --kv-heads 2".split(),
     *"--threads 1 --dtype float32".split(),
 ]
@@ -40,7 +40,7 @@ def after(words, flag):
 
 def test_options_with_several_values_are_the_sides_of_the_grid(capsys, tmp_path):
     config = tmp_path / "shared.toml"
-    config.write_text("steps = 7\ntask = 'chain'\n")
+    config.write_text(f"steps = 7\ntask = '{CHAIN_TASK}'\n")
     sides = "--seeds 0 1 --objective maxrl grpo --lr 1e-3 2e-3 --compile".split()
     commands = printed(capsys, "--config", str(config), *sides)
     shown = [(after(x, "--objective"), after(x, "--lr"), after(x, "--seed")) for x in commands]
@@ -63,7 +63,7 @@ def test_a_value_that_begins_with_a_dash_stays_a_value(capsys):
         maxrl
     --lr 0.1 -0.1 | error: the run of lr -0.1: lr must be a finite number above 0, got -0.1
     --task maze --model a/b a-b --seeds 0 | model-a-b_seed-0 is of two runs of the grid
-    --seeds 0 1 --chain-length 4 | error: the run of seed 0: --chain-length is not used by task maze
+    --seeds 0 1 --length 4 | error: the run of seed 0: unknown option --length
     --resume runs/x | a sweep takes no --resume: the same command resumes it
     --lr 0.1 --lr 0.2 | each option must be given once, with all its values after it
     """),
@@ -153,8 +153,8 @@ def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_fin
 ):
     out = tmp_path / "sweep"
     shared = [*FLAGS, *"--steps 2 --seeds 0 --objective maxrl --quiet --out".split(), str(out)]
-    assert sweep.main([*shared, "--chain-length", "0", "3"]) == 1
-    name, failed = "maxrl_chain-length-3_seed-0", "maxrl_chain-length-0_seed-0"
+    assert sweep.main([*shared, "--length", "0", "3"]) == 1
+    name, failed = "maxrl_length-3_seed-0", "maxrl_length-0_seed-0"
     text, error = capfd.readouterr()
     assert f"{failed} failed with exit code 2; the sweep continues" in error
     assert f"1 of 2 runs failed: {failed}" in error
@@ -164,10 +164,10 @@ def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_fin
     (row,) = json.loads((out / "sweep.json").read_text())["summary"].values()
     assert row["pass_at_k"]["1"]["after"] == pytest.approx(last)
     written = (out / name / "config.json").stat().st_mtime_ns
-    assert sweep.main([*shared, "--chain-length", "3", "4"]) == 0
+    assert sweep.main([*shared, "--length", "3", "4"]) == 0
     assert written == (out / name / "config.json").stat().st_mtime_ns
     # finished with other options, it is started again, and refuses them
-    assert sweep.main([*shared, "--chain-length", "3", "4", "--clip-grad", "0.3"]) == 1
+    assert sweep.main([*shared, "--length", "3", "4", "--clip-grad", "0.3"]) == 1
     assert "clip_grad" in capfd.readouterr().err
 
 

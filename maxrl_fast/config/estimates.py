@@ -20,8 +20,7 @@ from maxrl_fast.rollout.vllm_shared import MAX_SEQUENCES
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.tuning import chunk_bytes
-from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.text_codec import TextTask
+from maxrl_fast.tasks import Task, describe_task
 from maxrl_fast.training.critic import num_critic_weights
 from maxrl_fast.training.optimizer import LearningRate
 
@@ -60,7 +59,7 @@ def describe_run(
         f"({model.backend}), {_parameters(model)}, {start}",
         *_describe_critic(config, model),
         f"{sampling.prompts} prompts x {counts}; results in {config.run.out}",
-        *([f"responses end with {task.stops}"] if isinstance(task, TextTask) else []),
+        *describe_task(task),
     ]
     if a := sampling.ahead:
         lines.append(

@@ -64,7 +64,7 @@ NEEDS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     (
         "reward_threshold",
         "needs --reward with task {task}",
-        lambda c: c.reward or c.task not in ("maze", "guess"),
+        lambda c: c.reward or c.task != "maze",
     ),
     ("answer_key", "is not used by task {task}", _has_answers),
     ("max_turns", "needs --environment", lambda c: c.environment or "environment" not in c),
@@ -201,7 +201,7 @@ RULES: Rules = {
     ),
     "reward_source cannot be {reward_source} for task {task}, whose responses are answers without "
     "reasoning, so that all responses to a prompt have the same reward; --objective verifree "
-    "learns from them": lambda c: _is_likelihood(c) and c.task in ("maze", "chain"),
+    "learns from them": lambda c: _is_likelihood(c) and c.task == "maze",
     "truncated cannot be zero with --reward-source {reward_source}: the reference answer, not the "
     "end of a response, decides its reward; use keep or mask": (
         lambda c: c.truncated == "zero" and _is_likelihood(c)

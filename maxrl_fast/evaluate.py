@@ -7,6 +7,7 @@ if __name__ == "__main__":
     run_command("evaluate")
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -30,8 +31,8 @@ def main(arguments: Sequence[str]) -> int:
             check(config)
             if (size := Ranks.of_environment().size) > 1:
                 raise InputError(f"an evaluation runs in one process, got {size}")
-            if source is None:
-                return compare_evaluations(config, screen)
+            if isinstance(source, Path):
+                return compare_evaluations(config, source, screen)
             return evaluate_checkpoint(config, source, screen)
     except KeyboardInterrupt:
         screen.warning("stopped; nothing was kept")

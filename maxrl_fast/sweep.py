@@ -1,5 +1,5 @@
 """The command `python -m maxrl_fast.sweep`: the runs of a grid of options, one after another, and
-one report on them.
+one table and report on them.
 """
 
 from maxrl_fast.__main__ import run_command
@@ -8,13 +8,11 @@ if __name__ == "__main__":
     run_command("sweep")
 
 import itertools
-import math
 import re
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +22,24 @@ from typing import Any
 from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.changes import changes
 from maxrl_fast.config.help_page import print_help, split_help
-from maxrl_fast.config.names import OF_ONE_START
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.read import parse
 from maxrl_fast.errors import InputError, StorageError
-from maxrl_fast.evaluation.seeds import last_record, over_seeds, seeds_table
+from maxrl_fast.evaluation.scores import score_of
+from maxrl_fast.evaluation.seeds import over_seeds
+from maxrl_fast.evaluation.tables import new_table, score_rows
 from maxrl_fast.job.control import SIGNALS
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.report import command as report
-from maxrl_fast.runtime.files import locked, read_json, storing, write_json
+from maxrl_fast.runtime.files import locked, storing, write_json
 from maxrl_fast.runtime.output import command
 from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks.dataset import DatasetOptions
 
-HELP = """Train one run for every combination of values, one after another, and report mean and
-standard error over seeds. All options of maxrl_fast.train are accepted: one with several values is
-a side of the grid, except --reward and --reward-weights, whose values all belong to every run. The
+HELP = """Train one run for every combination of values, one after another, and report means over
+seeds. All options of maxrl_fast.train are accepted: one with several values is a side of the grid,
+except those that take several values themselves, such as --reward, which belong to every run. The
 same command resumes a sweep: finished runs are skipped, stopped ones resumed. Example:
 python -m maxrl_fast.sweep --config examples/maze.toml --seeds 0 1 2 --objective maxrl grpo"""
 OPTIONS = (
@@ -47,9 +47,8 @@ OPTIONS = (
     ("--config FILE", "TOML file of options that all runs share"),
     ("--out DIR", "folder of the sweep (default: runs/sweep, or runs/sweep-NAME of the file)"),
     ("--dry-run", "print the commands of the runs, and stop"),
+    ("--quiet", "print one line a run and the table, not what the runs print"),
 )
-
-MOST_RUNS = 10_000
 
 
 @command
@@ -62,45 +61,45 @@ def main(arguments: Sequence[str]) -> int:
         print_help("python -m maxrl_fast.sweep", HELP, [("options", "", OPTIONS)])
     try:
         options = values_of(words)
-        file = options.get("config", [""])
-        out = options.pop("out", ["-".join(["runs/sweep", *[Path(x).stem for x in file if x]])])
-        is_dry = options.pop("dry_run", None) is not None
-        if len(out) != 1:
-            raise InputError(f"--out must be one folder, got {' '.join(out) or 'none'}")
+        name = "-".join(["sweep", *(Path(x).stem for x in options.get("config", []))])
+        is_dry, is_quiet = (options.pop(x, None) is not None for x in ("dry_run", "quiet"))
+        out = Path(*options.pop("out", ["runs", name]))
         if Ranks.of_environment().size > 1:
             raise InputError(
-                "a sweep starts its runs itself and cannot run under torchrun; --dry-run prints "
-                "the commands of its runs, each of which torchrun can start"
+                "a sweep cannot run under torchrun; start each command of its --dry-run by torchrun"
             )
-        runs = sweep_grid(options, Path(*out))
+        runs = sweep_grid(options, out)
         if is_dry:
             for run in runs:
                 screen.info(shlex.join(run.command))
             return 0
-        with locked(Path(*out)):
-            return Sweep(Path(*out), runs, screen).run()
+        with locked(out), storing(str(out)):
+            if stopped := train_runs(runs, is_quiet, screen):
+                said = SIGNALS[signal.Signals(stopped)]
+                screen.info(f"stopped by {said}; the same command resumes the sweep")
+                return 128 + stopped
+            return summarize(runs, out, screen)
     except (InputError, StorageError) as error:
         screen.error(str(error))
         return 2 if isinstance(error, InputError) else 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     group: str  # its name without the seed; runs of one group are averaged
     folder: Path
     command: list[str]
     config: Config
 
-    @property
-    def has_begun(self) -> bool:  # else it had ended by a mistake in its options
-        return (self.folder / "config.json").exists()
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether it has its last evaluation and its last checkpoint."""
-        steps = self.config.optimizer.steps
-        is_saved = (self.folder / "latest").resolve().name == f"step-{steps:06d}"
-        return is_saved and last_record(self.folder / "eval.jsonl").get("step") == steps
+    def ends(self) -> list[dict[str, Any]]:
+        """Return the first and the last evaluation of a run that finished with these options, else
+        []."""
+        run, options = RunFolder(self.folder), self.config.flat()
+        if not run.is_run or run.options.get("steps") != options["steps"] or not run.is_finished:
+            return []
+        given = {name: value for name, value in options.items() if value is not None}
+        records = run.log("eval")
+        return [] if changes(run.options, given) else [records[0], records[-1]]
 
 
 def values_of(arguments: Sequence[str]) -> dict[str, list[str]]:
@@ -124,20 +123,16 @@ def values_of(arguments: Sequence[str]) -> dict[str, list[str]]:
 
 def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     """Return the runs of all combinations of values, the seeds of one combination one after
-    another."""
+    another. Options that a run refuses are refused here, before the first run."""
     several = {
         name
-        for group in Config.groups().values()
+        for group in (*Config.groups().values(), DatasetOptions)
         for name, x in options_of(group).items()
         if x.takes_several
     }
-    several |= {name for name, x in options_of(DatasetOptions).items() if x.takes_several}
     sides = [name for name, values in options.items() if len(values) > 1 and name not in several]
     sides.sort(key=lambda name: name == "seed")
-    if (count := math.prod(len(options[name]) for name in sides)) > MOST_RUNS:
-        raise InputError(f"a sweep must have at most {MOST_RUNS:,} runs, got {count:,}")
     runs: dict[Path, Run] = {}
-    seen = set[str]()  # 1e-4 and 0.0001 are one run
     for values in itertools.product(*(options[name] for name in sides)):
         chosen = options | {name: [value] for name, value in zip(sides, values, strict=True)}
         arguments = []
@@ -148,14 +143,9 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
             arguments += [f"{flag}={texts[0]}"] if is_one_word else [flag, *texts]
         try:
             config = parse(arguments)
-            if config.run.dry_run is not None or config.run.resume is not None:
-                raise InputError("the file of --config must not have dry_run or resume")
         except InputError as error:
             said = ", ".join(f"{name} {value}" for name, value in zip(sides, values, strict=True))
             raise InputError(f"the run of {said}: {error}" if said else str(error)) from error
-        if (shown := repr(config)) in seen:
-            continue
-        seen.add(shown)
         parts = [config.chosen.short_name]
         for name in sides:
             if name not in ("objective", "seed"):
@@ -173,128 +163,63 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     return list(runs.values())
 
 
-class Sweep:
-    """Trains the runs of a grid. sweep.json in the folder has every run of this command and of
-    earlier ones.
-    """
+def train_runs(runs: Sequence[Run], is_quiet: bool, screen: Screen) -> int:
+    """Train the runs that are not finished, each in a process, to which signals are passed on;
+    return the signal that ended the sweep, or 0."""
+    child: subprocess.Popen[bytes] | None = None
+    stopped = 0
 
-    def __init__(self, out: Path, runs: list[Run], screen: Screen):
-        self._out, self._runs, self._screen = out, runs, screen
-        self._child: subprocess.Popen[bytes] | None = None
-        self._stopped = 0  # the signal
-        self._states = _states_in(out / "sweep.json")
-        for run in runs:
-            name = run.folder.name
-            if run.has_begun and name not in self._states:
-                raise InputError(
-                    f"{run.folder} holds a run that is not of this sweep; use another --out"
-                )
-            options = {x: value for x, value in run.config.flat().items() if x not in OF_ONE_START}
-            before = self._states[name]["options"] if run.has_begun else {}
-            if changed := changes(before, options):
-                raise InputError(
-                    f"{run.folder} was begun with other options ({'; '.join(changed)}); use "
-                    "another --out"
-                )
-            state = "finished" if run.is_finished else "waiting"
-            record = {"group": run.group, "seed": run.config.run.seed, "state": state}
-            self._states[name] = {**record, "options": options}
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = number
+        if child is not None:
+            child.send_signal(number)
 
-    def run(self) -> int:
-        """Train what is not finished, and report; return the exit code."""
-        waiting = [run for run in self._runs if self._states[run.folder.name]["state"] == "waiting"]
-        # SIGHUP is, under nohup
-        handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self._stop) for number in handled}
-        start, done = time.monotonic(), len(self._runs) - len(waiting)
-        for i, run in enumerate(waiting):
-            if not self._stopped:
-                line = f"run {done + i + 1} of {len(self._runs)}: {run.folder.name}"
-                if i:
-                    seconds = (time.monotonic() - start) / i * (len(waiting) - i)
-                    line += f", about {seconds:.0f} s left"
-                self._screen.info(line)
-                self._write()
-                self._train(run)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        summary = self._write()
-        if not self._stopped:
-            return self._report(summary)
-        self._screen.info(
-            f"stopped by {SIGNALS[signal.Signals(self._stopped)]}; the same command resumes the "
-            "sweep"
-        )
-        return 128 + self._stopped
-
-    def _train(self, run: Run) -> None:
-        # In a session of its own, it gets a Ctrl-C of the terminal once, from _stop: two would stop
-        # it without saving.
-        self._child = subprocess.Popen(run.command, start_new_session=True)
-        if self._stopped:  # since the run before
-            self._child.send_signal(self._stopped)
-        code = self._child.wait()
-        state = "stopped" if self._stopped else f"failed with exit code {code}"
-        state = state if code else "finished"
-        self._states[run.folder.name]["state"] = state
-        if state.startswith("failed"):
-            self._screen.error(f"{run.folder.name} {state}; the sweep continues")
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        self._stopped = self._stopped or number
-        if self._child is not None and self._child.returncode is None:
-            self._child.send_signal(number)
-
-    def _write(self) -> list[dict[str, Any]]:
-        """Write sweep.json; return its summary, the last pass@k of the finished runs of each group
-        over seeds. Where only some runs of a group were extended, the mean is over those of the
-        most steps."""
-        rows: dict[str, dict[int, Path]] = {}
-        most: dict[str, int] = {}
-        for state in self._states.values():
-            most[state["group"]] = max(most.get(state["group"], 0), state["options"]["steps"])
-        for name, state in self._states.items():
-            own = rows.setdefault(state["group"], {})
-            if state["state"] == "finished" and state["options"]["steps"] == most[state["group"]]:
-                own[state["seed"]] = self._out / name
-        summary = [over_seeds(group, own) for group, own in rows.items()]
-        with storing(str(self._out / "sweep.json")):
-            content = {"command": sys.argv, "runs": self._states, "summary": summary}
-            write_json(self._out / "sweep.json", content)
-        return summary
-
-    def _report(self, summary: list[dict[str, Any]]) -> int:
-        self._screen.console.print(seeds_table(summary))
-        folders = [
-            str(self._out / name)
-            for name in self._states
-            if last_record(self._out / name / "metrics.jsonl")
-        ]
-        code = 0
-        if len(folders) > report.MOST_RUNS:
-            self._screen.warning(
-                f"a page shows at most {report.MOST_RUNS} runs, got {len(folders)}; sweep.json has "
-                "all"
-            )
-        elif folders:
-            code = report.main([*folders, "--out", str(self._out / "report.html")])
-        names = [run.folder.name for run in self._runs]
-        failed = [name for name in names if self._states[name]["state"] != "finished"]
-        if failed:
-            self._screen.error(f"{len(failed)} of {len(names)} runs failed: {', '.join(failed)}")
-        return 1 if failed or code else 0
+    # SIGHUP is ignored under nohup
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in handled}
+    for i, run in enumerate(runs, start=1):
+        if stopped or run.ends():
+            continue
+        screen.info(f"run {i} of {len(runs)}: {run.folder.name}")
+        # in a session of its own, it gets a Ctrl-C of the terminal once: two would stop it without
+        # a checkpoint
+        output = subprocess.DEVNULL if is_quiet else None
+        child = subprocess.Popen(run.command, stdout=output, start_new_session=True)
+        if stopped:  # since the run before
+            child.send_signal(stopped)
+        if (code := child.wait()) and not stopped:
+            screen.error(f"{run.folder.name} failed with exit code {code}; the sweep continues")
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return stopped
 
 
-def _states_in(file: Path) -> dict[str, Any]:
-    """Return the runs in sweep.json by the names of their folders."""
-    runs: Any = read_json(file).get("runs") if file.exists() else {}
-    kinds = {"group": str, "seed": int, "state": str, "options": dict}
-    for state in runs.values() if isinstance(runs, dict) else [runs]:
-        if not isinstance(state, dict) or not all(
-            isinstance(state.get(name), kind) for name, kind in kinds.items()
-        ):
-            raise InputError(
-                f"{file} must hold the runs of a sweep, got {state!r:.80}; restore it, or use "
-                "another --out"
-            )
-    return dict(runs)
+def summarize(runs: Sequence[Run], out: Path, screen: Screen) -> int:
+    """Print the table of the finished runs, write sweep.json and report.html; return the exit
+    code."""
+    ends, groups = {run: own for run in runs if (own := run.ends())}, dict[str, Any]()
+    failed = [run.folder.name for run in runs if run not in ends]
+    if failed:
+        screen.error(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
+    if not ends:
+        return 1
+    for run, own in ends.items():
+        groups.setdefault(run.group, {})[run.config.run.seed] = own
+    summary = {group: over_seeds(own) for group, own in groups.items()}
+    score = score_of([record for own in ends.values() for record in own])
+    table = new_table("mean over seeds", "before", "after", "change (95% interval)")
+    for group, row in summary.items():
+        table.add_section()
+        table.add_row(f"{group}, {len(row['seeds'])} seeds")
+        names = ("before", "after", "change")
+        before, after, change = ({k: x[name] for k, x in row[score].items()} for name in names)
+        for cells in score_rows(score, [before, after], [change]):
+            table.add_row(*cells)
+    screen.console.print(table)
+    write_json(out / "sweep.json", {"command": sys.argv, "summary": summary})
+    if len(ends) > report.MOST_RUNS:
+        screen.warning(f"a report shows at most {report.MOST_RUNS} runs, got {len(ends)}")
+        return int(bool(failed))
+    folders = [str(run.folder) for run in ends]
+    return report.main([*folders, "--out", str(out / "report.html")]) or int(bool(failed))

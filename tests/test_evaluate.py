@@ -4,7 +4,6 @@ refuses.
 
 import json
 import re
-import shutil
 from itertools import combinations
 
 import pytest
@@ -29,7 +28,15 @@ SMALL = (*RUNTIME, *"--eval-prompts 12 --samples 4 --bootstrap 40".split())
 @pytest.fixture(scope="module")
 def finished(maze_run, tmp_path_factory):
     out = tmp_path_factory.mktemp("evaluations") / "finished"
-    assert run(maze_run, "--baseline", maze_run / "checkpoints" / "step-000000", "--out", out) == 0
+    assert run(maze_run, "--out", out) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def first(maze_run, tmp_path_factory):
+    """An evaluation of the policy before training, with the numbers of its comparison."""
+    out = tmp_path_factory.mktemp("evaluations") / "first"
+    assert run(maze_run / "checkpoints" / "step-000000", "--out", out) == 0
     return out
 
 
@@ -95,35 +102,36 @@ def test_the_results_follow_from_the_samples(finished):
     assert results["maj_at_k"]["1"]["mean"] == pytest.approx(sum(counts) / 48)
     for name, of in (("response_length_mean", "tokens"), ("truncated", "truncated")):
         assert results[name] == pytest.approx(sum(sample[of] for sample in samples) / 48)
-    diversities = results["per_prompt"]["diversity"]
-    assert [value is None for value in diversities] == [count < 2 for count in counts]
-    known = [value for value in diversities if value is not None]
-    assert results["diversity"]["num_left_out"] == 12 - len(known)
-    assert results["diversity"]["mean"] == pytest.approx(sum(known) / len(known))
+    answers = [
+        [tuple(MazeTask(7).answer(x["response"]).split()) for x in group] for group in groups
+    ]
+    distinct = [len({x for x in group if x}) / 4 for group in answers]
+    assert results["distinct_answers"] == pytest.approx(sum(distinct) / 12)
+    assert 0.25 < results["distinct_answers"] < 1
 
 
-def test_the_baseline_is_compared_prompt_by_prompt(maze_run, finished, tmp_path):
-    first = maze_run / "checkpoints" / "step-000000"
-    assert run(first, "--out", tmp_path / "first") == 0
-    alone, results = read(tmp_path / "first"), read(finished)
-    baseline = results["baseline"]
-    own, theirs = results["per_prompt"]["num_correct"], alone["per_prompt"]["num_correct"]
+def test_evaluations_are_compared_prompt_by_prompt(maze_run, finished, first, tmp_path, capsys):
+    own, theirs = (read(x)["per_prompt"]["num_correct"] for x in (finished, first))
     assert own != theirs
-    assert baseline["num_correct"] == theirs
-    assert baseline["pass_at_k"] == alone["pass_at_k"]
-    assert baseline["diversity"] == alone["diversity"]["mean"]
-    assert baseline["response_length_mean"] == alone["response_length_mean"]
     gains = pass_at_k(4, torch.tensor(own), 2) - pass_at_k(4, torch.tensor(theirs), 2)
     wanted = bootstrap(gains[:, None], 40, 0.95, seed=4)[0]
-    assert baseline["gain"]["2"] == pytest.approx(wanted, abs=1e-12)
-    kinds = [(a > 0, b > 0) for a, b in zip(own, theirs, strict=True)]
-    names = {"preserved": (1, 1), "expanded": (1, 0), "shrunk": (0, 1), "out_of_support": (0, 0)}
-    assert baseline["support"] == {name: kinds.count(kind) for name, kind in names.items()}
-    for k in (1, 2, 4):  # tests/evaluation has the search
-        match = baseline["samples_to_match"][str(k)]
-        assert match["samples"] is None or match["ratio"] == k / match["samples"]
-    assert run(maze_run, "--baseline", tmp_path / "first", "--out", tmp_path / "second") == 0
-    assert {**read(tmp_path / "second")["baseline"], "name": ""} == {**baseline, "name": ""}
+    assert run(maze_run, "--against", first, "--out", tmp_path / "again") == 0
+    gain = read(tmp_path / "again")["against"]["first"]["2"]
+    assert gain == pytest.approx(wanted, abs=1e-12)
+    assert run(maze_run, "--samples", "3", "--out", tmp_path / "few") == 0
+    capsys.readouterr()
+    flags = ("--bootstrap", "40", "--seed", "4", "--out", str(tmp_path / "three"))
+    others = map(str, (first, tmp_path / "few"))
+    assert evaluate.main([str(finished), "--against", *others, *flags]) == 0
+    text, error = capsys.readouterr()
+    error = " ".join(error.split())
+    assert f"{gain['mean']:+.3f} ({gain['low']:+.3f}, {gain['high']:+.3f})" in text
+    assert all(x in text for x in ("A: finished", "B: first", "C: few"))
+    assert "warning: few is not of the same prompts, samples and sampling" in error
+    assert "it differs in samples: 4 and 3" in error
+    assert "first" not in error
+    assert [x.name for x in (tmp_path / "three").iterdir() if x.suffix] == ["coverage.png"]
+    assert (tmp_path / "three" / "coverage.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_same_seed_repeats_and_another_does_not(maze_run, finished, tmp_path):
@@ -141,18 +149,6 @@ def test_the_same_seed_repeats_and_another_does_not(maze_run, finished, tmp_path
     again = samples_of(tmp_path / "again")
     assert [s["prompt"] for s in fourth] == [s["prompt"] for s in again]  # the run's mazes
     assert [s["response"] for s in fourth] != [s["response"] for s in again]
-
-
-def test_a_policy_is_never_compared_with_itself(maze_run, tmp_path, capsys):
-    """`best` may be a checkpoint from before training."""
-    first = maze_run / "checkpoints" / "step-000000"
-    assert run(first, "--baseline", first, "--out", tmp_path / "out") == 2
-    wanted = f"--baseline must be another checkpoint than {first.resolve()}"
-    assert wanted in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-    shutil.copytree(first, tmp_path / "copy")
-    assert run(first, "--baseline", tmp_path / "copy", "--out", tmp_path / "out") == 2
-    assert "which has the same weights" in " ".join(capsys.readouterr().err.split())
 
 
 def test_flags_override_the_runs_options(maze_run, tmp_path):
@@ -179,26 +175,6 @@ def test_a_checkpoint_alone_takes_the_defaults_of_training(untrained, tmp_path):
     assert read(tmp_path / "out")["num_distinct_prompts"] == num_distinct
 
 
-def test_finished_evaluations_are_compared(maze_run, finished, tmp_path, capsys):
-    assert run(maze_run / "checkpoints" / "step-000000", "--out", tmp_path / "first") == 0
-    assert run(maze_run, "--samples", "3", "--out", tmp_path / "few") == 0
-    capsys.readouterr()
-    folders = [str(path) for path in (tmp_path / "first", finished, tmp_path / "few")]
-    flags = "--bootstrap 40 --seed 4".split()
-    assert evaluate.main(["--compare", *folders[:2], *flags, "--out", str(tmp_path / "two")]) == 0
-    text, error = capsys.readouterr()
-    assert error == ""
-    gain = read(finished)["baseline"]["gain"]["2"]  # the same two policies
-    assert f"{gain['mean']:+.3f} ({gain['low']:+.3f}, {gain['high']:+.3f})" in text
-    assert (tmp_path / "two" / "coverage.png").read_bytes().startswith(b"\x89PNG")
-
-    assert evaluate.main(["--compare", *folders, *flags, "--out", str(tmp_path / "three")]) == 0
-    text, error = capsys.readouterr()
-    assert "warning: A and C are not of the same prompts, samples and sampling" in error
-    assert "they differ in samples: 4 and 3" in error
-    assert "A and B" not in error
-
-
 REFUSALS = """
     {tmp}/none | CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run, got
       {tmp}/none
@@ -208,9 +184,8 @@ REFUSALS = """
       got 4
     {run} --max-new-tokens 1000 | positions
     {run} --out {untrained} | --out must be a new or empty folder, got {untrained}
-    {run} --baseline {finished} --samples 3 | it differs in samples: 4 and 3
-    {run} --baseline {finished} --reward {tmp}/x.py:score | differs in reward: None and x.py:score
-    --compare {finished} {run} | {run} must be the folder of a finished evaluation
+    {run} --against {run} | {run} must be the folder of a finished evaluation
+    {finished} --against {tmp}/none | {tmp}/none must be the folder of a finished evaluation
 """
 
 
@@ -222,8 +197,7 @@ def test_bad_input_is_refused_before_any_work(
     monkeypatch.chdir(tmp_path)
     places = {"tmp": tmp_path, "run": maze_run, "finished": finished, "untrained": untrained}
     given = flags.format(**places).split()
-    defaults = () if "--compare" in given else SMALL
-    assert evaluate.main([*given[:1], *defaults, *given[1:]]) == 2
+    assert evaluate.main([*given[:1], *SMALL, *given[1:]]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert sentence.format(**places).strip() in error
@@ -231,21 +205,25 @@ def test_bad_input_is_refused_before_any_work(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (lambda x: x["per_prompt"].update(num_correct=[5] * 12), "a count from 0 to 4"),
-        (lambda x: x["settings"].update(prompts_sha256="0"), "differs in the prompts themselves"),
-    ],
-)
-def test_invalid_results_of_a_baseline_are_refused(
-    change, sentence, finished, maze_run, tmp_path, capsys
-):
+def test_an_evaluation_of_other_prompts_or_impossible_counts(finished, tmp_path, capsys):
     results = read(finished)
-    change(results)
-    (tmp_path / "eval.json").write_text(json.dumps(results))
-    assert run(maze_run, "--baseline", tmp_path, "--out", tmp_path / "out") == 2
-    assert sentence in capsys.readouterr().err
+    for i, (change, sentence) in enumerate(
+        (
+            ({"settings": results["settings"] | {"prompts_sha256": "0"}}, "differs in the prompts"),
+            (
+                {"per_prompt": results["per_prompt"] | {"num_correct": [5] * 12}},
+                "count from 0 to 4",
+            ),
+            (
+                {"per_prompt": results["per_prompt"] | {"rewards": [[1]]}},
+                "4 numbers for each prompt",
+            ),
+        )
+    ):
+        (tmp_path / "eval.json").write_text(json.dumps(results | change))
+        flags = ("--against", tmp_path, "--out", tmp_path / f"out-{i}")
+        assert evaluate.main([str(finished), *map(str, flags)]) == 2 * (i > 0)
+        assert sentence in " ".join(capsys.readouterr().err.split())
 
 
 def test_too_many_failed_rewards_end_the_evaluation(untrained, tmp_path, capsys):
@@ -274,19 +252,17 @@ def test_test_data_needs_no_other_data(tmp_path):
 
 @pytest.mark.slow
 def test_rewards_other_than_0_and_1_are_shown_by_mean_and_max(shared_run, tmp_path, capsys):
-    """In a run's files and tables, evaluate, --baseline, --compare and the report, max@k is that of
-    all subsets; a failed reward is null and counts as the lowest.
+    """In a run's files and tables, evaluate, --against and the report, max@k is that of all
+    subsets; a failed reward is null and counts as the lowest.
     """
     out, sizes = shared_run("text"), "--eval-prompts 7 --samples 6".split()
     ends, means = [record["max_at_k"] for record in read_lines(out / "eval.jsonl")], []
     assert (out / "best").resolve().name == f"step-{2 * (ends[1]['1'] > ends[0]['1']):06d}"
     first, last = (out / "checkpoints" / f"step-00000{i}" for i in (0, 2))
     assert run(first, *sizes, "--out", tmp_path / "0") == 0
-    assert run(last, *sizes, "--out", tmp_path / "1", "--baseline", tmp_path / "0") == 0
-    assert run(last, *sizes, "--out", tmp_path / "2", "--baseline", first) == 0
-    shown, baseline = capsys.readouterr().out, read(tmp_path / "1")["baseline"]
-    assert all(x in shown for x in ("max@k (95% interval)", "max@k - baseline's"))
-    assert baseline == read(tmp_path / "2")["baseline"] | {"name": "0"}
+    assert run(last, *sizes, "--out", tmp_path / "1", "--against", tmp_path / "0") == 0
+    shown, against = capsys.readouterr().out, read(tmp_path / "1")["against"]["0"]
+    assert all(x in shown for x in ("max@k (95% interval)", "max@4", "A - B"))
     firsts = []
     for i, end in enumerate(ends):
         results, samples = read(tmp_path / str(i)), samples_of(tmp_path / str(i))
@@ -309,9 +285,9 @@ def test_rewards_other_than_0_and_1_are_shown_by_mean_and_max(shared_run, tmp_pa
         assert own["reward_max"] == pytest.approx(firsts)
         assert folder.coverage[0]["rows"][0][1] == pytest.approx(ends[0]["1"])
     assert None in rewards
-    gains = [baseline["gain"][k]["mean"] for k in ("1", "2", "4")]
+    gains = [against[k]["mean"] for k in ("1", "2", "4")]
     assert gains == pytest.approx([b - a for a, b in zip(means[:3], means[3:], strict=True)])
-    pair = (str(tmp_path / "0"), str(tmp_path / "1"), "--out", str(tmp_path / "3"))
-    assert evaluate.main(["--compare", *pair]) == 0
+    pair = (str(tmp_path / "0"), "--against", str(tmp_path / "1"), "--out", str(tmp_path / "3"))
+    assert evaluate.main([*pair]) == 0
     row = rf"│ mean reward +│ +{means[0]:.3f} │ +{means[3]:.3f} │"
     assert re.search(row, capsys.readouterr().out)

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from maxrl_fast import sweep, train
-from maxrl_fast.evaluation.seeds import over_seeds
-from maxrl_fast.job.screen import Screen
+from maxrl_fast.evaluation.seeds import mean_over_seeds, over_seeds
 from tests.runs import read
 from tests.tables import table
 
@@ -64,52 +63,88 @@ def test_a_value_that_begins_with_a_dash_stays_a_value(capsys):
         maxrl
     --lr 0.1 -0.1 | error: the run of lr -0.1: lr must be a finite number above 0, got -0.1
     --task maze --model a/b a-b --seeds 0 | model-a-b_seed-0 is of two runs of the grid
-    --steps MANY --seeds MANY | error: a sweep must have at most 10,000 runs, got 640,000
+    --seeds 0 1 --chain-length 4 | error: the run of seed 0: --chain-length is not used by task maze
+    --resume runs/x | a sweep does not use --resume: the same command resumes it
     --lr 0.1 --lr 0.2 | --lr must be given once, with all its values after it
     """),
 )
 def test_bad_input_is_refused_before_the_first_run(flags, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert sweep.main(flags.replace("MANY", "1 " * 800).split()) == 2
+    assert sweep.main(flags.split()) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_a_grid_of_thousands_of_runs_is_printed(capsys):
-    assert len(printed(capsys, "--seeds", *map(str, range(3422)))) == 3422
+def records(*passes):
+    return [{"pass_at_k": x, "max_at_k": x} for x in passes]
 
 
-def test_the_mean_and_standard_error_are_over_the_seeds_that_have_an_evaluation(tmp_path):
-    for seed, passes in enumerate([{"1": 0.1, "2": 0.5}, {"1": 0.4}, {"1": 0.4, "2": 0.5}, None]):
-        (tmp_path / str(seed)).mkdir()
-        if passes is not None:
-            lines = [{"step": 0, "pass_at_k": {"1": 0.9}}, {"step": 3, "pass_at_k": passes}]
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            text += '{"step": 4, "pass_at_k": {"1": 0.0}'
-            (tmp_path / str(seed) / "eval.jsonl").write_text(text)
-    row = over_seeds("maxrl", {seed: tmp_path / str(seed) for seed in range(4)})
-    assert (row["group"], row["seeds"], list(row["pass_at_k"])) == ("maxrl", [0, 1, 2], ["1"])
-    assert row["pass_at_k"]["1"] == pytest.approx({"mean": 0.3, "standard_error": 0.1})
-    alone = over_seeds("grpo", {0: tmp_path / "0"})
-    assert alone["pass_at_k"]["2"] == {"mean": 0.5, "standard_error": None}
+def test_means_over_seeds_and_the_interval_of_their_paired_change():
+    ends = {
+        0: records({"1": 0.1, "2": 0.5}, {"1": 0.3, "2": 0.5}),
+        1: records({"1": 0.2}, {"1": 0.5}),
+        4: records({"1": 0.3, "2": 0.5}, {"1": 0.7, "2": 0.6}),
+    }
+    row = over_seeds(ends)
+    assert (row["seeds"], list(row["pass_at_k"])) == ([0, 1, 4], ["1"])
+    own = row["pass_at_k"]["1"]
+    assert (own["before"], own["after"]) == pytest.approx((0.2, 0.5))
+    half = 4.303 * 0.1 / 3**0.5  # the changes are .2, .3 and .4
+    interval = {"mean": 0.3, "low": 0.3 - half, "high": 0.3 + half}
+    assert own["change"] == pytest.approx(interval)
+    alone = over_seeds({0: ends[0]})["max_at_k"]
+    assert alone["2"] == {"before": 0.5, "after": 0.5, "change": {"mean": 0}}
+    for num, quantile in {2: 12.706, 6: 2.571, 12: 2.201, 30: 2.045}.items():  # of published tables
+        interval = mean_over_seeds([0, 1] * (num // 2))
+        error = (num / 4 / (num - 1) / num) ** 0.5
+        assert interval["high"] == pytest.approx(0.5 + quantile * error, abs=1e-3)
 
 
-def test_a_mean_over_seeds_mixes_no_runs_of_different_steps(tmp_path, capsys):
-    """Where a sweep was extended for some of its seeds only, the others have the pass@k of an
-    earlier step.
-    """
-    runs = {}
-    for seed, steps in ((0, 4), (1, 2), (2, 4)):
-        folder = tmp_path / f"maxrl_seed-{seed}"
-        folder.mkdir()
-        line = {"step": steps, "pass_at_k": {"1": 0.1 * steps}}
-        (folder / "eval.jsonl").write_text(json.dumps(line) + "\n")
-        runs[folder.name] = {"group": "maxrl", "seed": seed, "options": {"steps": steps}}
-        runs[folder.name]["state"] = "finished"
-    (tmp_path / "sweep.json").write_text(json.dumps({"runs": runs}))
-    assert sweep.Sweep(tmp_path, [], Screen()).run() == 0
-    (row,) = json.loads((tmp_path / "sweep.json").read_text())["summary"]
-    assert (row["seeds"], row["pass_at_k"]["1"]) == ([0, 2], {"mean": 0.4, "standard_error": 0.0})
+def finish(folder, steps, **options):
+    """Make the folder of a finished run, whose pass@1 rises by its seed in tenths, and .1."""
+    (folder / "checkpoints" / f"step-{steps:06d}").mkdir(parents=True)
+    (folder / "latest").symlink_to(f"checkpoints/step-{steps:06d}")
+    rise = 0.1 + 0.1 * options["seed"]
+    lines = [
+        {"step": 0, **records({"1": 0.1})[0]},
+        {"step": steps, **records({"1": 0.1 + rise})[0]},
+    ]
+    (folder / "eval.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    config = {"objective": "maxrl", "task": "maze", "lr": 0.1, "steps": steps, **options}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_finished_runs_are_summarized_without_training(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    name = "maxrl_clip-grad-" + "0" * 40 + "1"
+    for seed in range(3):
+        finish(tmp_path / f"{name}_seed-{seed}", 200, seed=seed, clip_grad=1.0)
+    grid = ["--clip-grad", "0" * 40 + "1", "0.1", "--seeds", "0", "1", "2"]
+    command = ["--objective", "maxrl", *grid, "--out", str(tmp_path)]
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **_: started.append(words) or Failing())
+    assert sweep.main([*command, "--lr", "0.1"]) == 1
+    text, error = capfd.readouterr()
+    rows = [[x.strip() for x in line.strip("│┃").split("│")] for line in text.splitlines()]
+    assert ["pass@1", "0.100", "0.300", "+0.200 (-0.048, +0.448)"] in rows
+    assert max(map(len, text.splitlines())) <= 100
+    assert [after(words, "--seed") for words in started] == ["0", "1", "2"]
+    assert "3 of 6 runs failed: maxrl_clip-grad-0.1_seed-0" in error
+    change = json.loads((tmp_path / "sweep.json").read_text())["summary"][name]["pass_at_k"]["1"]
+    assert change["change"]["mean"] == pytest.approx(0.2)
+    assert (tmp_path / "report.html").exists()
+    for others in ("--lr", "0.5"), ("--steps", "300"):  # a run refuses or takes these itself
+        started.clear()
+        assert sweep.main([*command, *others]) == 1
+        assert len(started) == 6
+
+
+class Failing:
+    returncode = 2
+
+    def wait(self):
+        return 2
 
 
 @pytest.mark.slow
@@ -117,35 +152,23 @@ def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_fin
     tmp_path, capfd
 ):
     out = tmp_path / "sweep"
-    shared = [*"--steps 2 --seeds 0 --objective maxrl --out".split(), str(out)]
-    assert sweep.main([*FLAGS, *shared, "--chain-length", "0", "3"]) == 1
+    shared = [*FLAGS, *"--steps 2 --seeds 0 --objective maxrl --quiet --out".split(), str(out)]
+    assert sweep.main([*shared, "--chain-length", "0", "3"]) == 1
     name, failed = "maxrl_chain-length-3_seed-0", "maxrl_chain-length-0_seed-0"
-    assert f"1 of 2 runs failed: {failed}" in capfd.readouterr().err
+    text, error = capfd.readouterr()
+    assert f"{failed} failed with exit code 2; the sweep continues" in error
+    assert f"1 of 2 runs failed: {failed}" in error
+    assert text.startswith(f"run 1 of 2: {failed}\nrun 2 of 2: {name}\n┏")  # nothing of the runs
     assert (out / "report.html").exists()
-    content = json.loads((out / "sweep.json").read_text())
-    states = {name: run["state"] for name, run in content["runs"].items()}
-    assert states == {failed: "failed with exit code 2", name: "finished"}
     last = read(out / name / "eval.jsonl")[-1]["pass_at_k"]["1"]
-    (row,) = [row for row in content["summary"] if row["seeds"]]
-    assert row["pass_at_k"]["1"]["mean"] == pytest.approx(last)
-    (out / "maxrl_chain-length-4_seed-0").mkdir()
-    (out / "maxrl_chain-length-4_seed-0" / "config.json").write_text("{}")
+    (row,) = json.loads((out / "sweep.json").read_text())["summary"].values()
+    assert row["pass_at_k"]["1"]["after"] == pytest.approx(last)
     written = (out / name / "config.json").stat().st_mtime_ns
-    only_whole = [*FLAGS, *shared, "--chain-length", "3", "4"]
-    capfd.readouterr()
-    assert sweep.main([*only_whole, "--clip-grad", "0.3"]) == 2
-    said = "was begun with other options (clip_grad: 0.1 before, 0.3 now); use another --out"
-    assert said in capfd.readouterr().err
-    assert sweep.main(only_whole) == 2
-    said = "maxrl_chain-length-4_seed-0 holds a run that is not of this sweep; use another --out"
-    assert said in capfd.readouterr().err
-    (out / "maxrl_chain-length-4_seed-0" / "config.json").unlink()
-    assert sweep.main(only_whole) == 0
+    assert sweep.main([*shared, "--chain-length", "3", "4"]) == 0
     assert written == (out / name / "config.json").stat().st_mtime_ns
-    content = json.loads((out / "sweep.json").read_text())
-    assert len(content["runs"]) == 3  # of both commands
-    groups = [row["group"] for row in content["summary"] if row["seeds"]]
-    assert groups == ["maxrl_chain-length-3", "maxrl_chain-length-4"]
+    # finished with other options, it is started again, and refuses them
+    assert sweep.main([*shared, "--chain-length", "3", "4", "--clip-grad", "0.3"]) == 1
+    assert "clip_grad" in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -165,8 +188,6 @@ def test_ctrl_c_stops_the_run_and_the_sweep_and_the_same_command_resumes_both(tm
     assert process.returncode == 130, output
     assert "stopped by Ctrl-C; the same command resumes the sweep" in output
     assert not (out / "maxrl_seed-1").exists()
-    runs = json.loads((out / "sweep.json").read_text())["runs"]
-    assert runs["maxrl_seed-0"]["state"] == "stopped"
     num_done = len(read(log))
     assert num_done < 30
     assert sweep.main([*flags, "--out", str(out)]) == 0

@@ -44,6 +44,7 @@ from maxrl_fast.config.resolve import num_held_out, resolve_place, response_limi
 from maxrl_fast.config.rules import check_shared
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
+from maxrl_fast.evaluation.outcome import RESULTS
 from maxrl_fast.evaluation.source import Source, find_source, free_folder
 from maxrl_fast.tasks import Task, held_out_sets
 from maxrl_fast.tasks.dataset import DatasetOptions
@@ -65,17 +66,13 @@ class Measure:
     4 ... up to --samples."""
     split: Literal["test", "train"] = "test"
     """Held-out prompts, or training prompts, which repeat where a file has fewer."""
-    baseline: str | None = None
-    """Compare with this: another CHECKPOINT, which is sampled too, or a finished evaluation of the
-    same prompts, samples and sampling."""
+    against: tuple[Path, ...] = ()
+    """Compare with these finished evaluations, prompt by prompt where their prompts, samples and
+    sampling are the same."""
     bootstrap: Count = 1000
     """Bootstrap resamples of the prompts for the intervals."""
     confidence: BetweenZeroAndOne = 0.95
     """Confidence of the intervals."""
-    embeddings: Path | None = None
-    """Local embedding model that measures diversity. By default counts of token n-grams."""
-    compare: tuple[Path, ...] = ()
-    """Compare these finished evaluations, in a table and a picture, without CHECKPOINT."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +103,17 @@ class EvaluationPlace(Place):
 
 @dataclass(frozen=True)
 class EvaluationConfig(Options):
-    """Sample many responses to each held-out prompt, and report pass@k, max@k, maj@k and diversity.
+    """Sample many responses to each held-out prompt, and report pass@k, max@k and maj@k.
 
     CHECKPOINT is a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub, or
     the folder of a run: its latest checkpoint; RUN/best has the highest mean reward. The task's
-    options are the run's, unless others are given.
+    options are the run's, unless others are given. The folder of a finished evaluation in its place
+    is only compared with those of --against.
 
     Examples:
         python -m maxrl_fast.evaluate runs/maxpo-... --samples 256
         python -m maxrl_fast.evaluate DIR --task gsm8k --temperature .6 --top-p .95
-        python -m maxrl_fast.evaluate --compare evaluations/one evaluations/other
+        python -m maxrl_fast.evaluate evaluations/one --against evaluations/other
     """
 
     chosen: TaskAndEngine = field(default_factory=TaskAndEngine)
@@ -126,39 +124,36 @@ class EvaluationConfig(Options):
 
     def flat(self) -> dict[str, Any]:
         """Several values are always a list, but for rewards."""
-        own = {"k": [*self.measure.k], "compare": [*map(str, self.measure.compare)]}
+        own = {"k": [*self.measure.k], "against": [*map(str, self.measure.against)]}
         return super().flat() | own
 
 
-def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | None]:
-    """--help prints the options that this task uses, and exits."""
+def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | Path]:
+    """Return the options, and the checkpoint or the folder of a finished evaluation. --help prints
+    the options that this task uses, and exits."""
     words, asks_for_help = split_help(arguments)
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     others, flags = words[:first], read_flags(words[first:])
     if flag := flags.get("model", flags.get("checkpoint")):
         raise InputError(f"CHECKPOINT is given without a flag, as in `{PROG} DIR`, got {flag.name}")
-    several = ("k", "compare", "reward", "reward_weights", "data", "hub", "test_data", "test_hub")
+    several = ("k", "against", "reward", "reward_weights", "data", "hub", "test_data", "test_hub")
     for name, x in flags.items():  # CHECKPOINT after the value of a flag; rewards have a colon
-        if x.value[1:] and name != "compare" and not others:
+        if x.value[1:] and name != "against" and not others:
             is_path = ":" not in x.value[-1] if name == "reward" else Path(x.value[-1]).is_dir()
             others = [x.value.pop()] if is_path or name not in several else []
     for word in others[1:]:
         raise InputError(
             f"unknown option {word:.80}: options begin with two dashes{hint(word, flags)}"
         )
-    if asks_for_help or "compare" in flags:
-        config, known = build(EvaluationConfig, flags, {})
-        if asks_for_help:
-            show_help(config, known, PROG)
-        if others or config.measure.baseline is not None:
-            what = "--compare compares finished evaluations"
-            raise InputError(f"{what}, without CHECKPOINT and --baseline")
-        return config, None
+    if asks_for_help:
+        show_help(*build(EvaluationConfig, flags, {}), PROG)
     if not others:
         raise InputError(
-            "CHECKPOINT is missing: a Hugging Face checkpoint directory or the folder of a run (or "
-            "--compare)"
+            "CHECKPOINT is missing: a Hugging Face checkpoint directory, the folder of a run, or "
+            "the folder of a finished evaluation, which --against compares"
         )
+    if (Path(others[0]) / RESULTS).exists():
+        return build(EvaluationConfig, flags, {})[0], Path(others[0])
     source = find_source(others[0])
     if source.run is None and "task" not in flags:
         raise InputError(f"a checkpoint that is not in the folder of a run {TASK_IS_MISSING}")
@@ -201,7 +196,7 @@ def check(config: EvaluationConfig) -> None:
             f"greedy decoding gives one response: samples must be 1 at temperature {temperature:g},"
             f" got {measure.samples}"
         )
-    if any(not 1 <= k <= (k if measure.compare else measure.samples) for k in measure.k):
+    if any(not 1 <= k <= measure.samples for k in measure.k):
         raise InputError(f"k must be from 1 to the {measure.samples} samples, got {[*measure.k]}")
     check_shared(config)
 

@@ -163,18 +163,3 @@ def mean_over_sets(intervals: Sequence[Interval]) -> Interval:
         for bound in ("low", "high")
     )
     return {"mean": mean, "low": mean - below, "high": mean + above}
-
-
-def support_classes(num_correct: Tensor, num_correct_of_baseline: Tensor) -> dict[str, int]:
-    """Count prompts by which policy solved them at least once (Wu et al. 2025, empirical support),
-    from the numbers of correct samples int [P] of each."""
-    own, base = num_correct > 0, num_correct_of_baseline > 0
-    classes = own & base, own & ~base, ~own & base, ~own & ~base
-    names = "preserved", "expanded", "shrunk", "out_of_support"
-    return {name: int(x.sum()) for name, x in zip(names, classes, strict=True)}
-
-
-def samples_to_match(curve: Tensor, target: float) -> int | None:
-    """Return the smallest k at which a curve [n] is at least `target`; None if it never is."""
-    reached = (curve >= target - ROUNDING).nonzero()
-    return int(reached[0]) + 1 if len(reached) else None

@@ -2,15 +2,17 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.records import Samples, unpack
+from maxrl_fast.rollout import check_finite
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.texts import shown_text
+from maxrl_fast.tasks.texts import response_texts, shown_text
 
 MOST_SAMPLES, MOST_OF_A_PROMPT = 32, 4  # kept by an evaluation during training
 MOST_PROMPTS, PROMPT_LENGTH = 512, 2_000  # held-out prompts kept as text, and their characters
@@ -20,34 +22,46 @@ MOST_COLUMNS, COLUMN_LENGTH = 32, 1000  # columns, and characters of each as JSO
 
 
 def sample_records(
-    task: Task, samples: Samples, rewards: Tensor, components: Sequence[Mapping[str, float]]
+    task: Task,
+    samples: Samples,
+    rewards: Tensor,
+    components: Sequence[Mapping[str, float]],
+    chosen: Sequence[int] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a JSON object for each response; a reward [S] of NaN becomes null.
+    """Yield a JSON object for each response, or for the chosen ones; a reward [S] of NaN becomes
+    null.
 
     The texts show special tokens. `answer` and `columns` are of the prompt's line of the data set,
     cut where they are long. components: of each reward [S]; {} where there are none.
     """
-    prompts, rollouts = samples.prompts, samples.rollouts
-    texts = [
-        task.decode(tokens, with_special=True) for tokens in unpack(prompts.tokens, prompts.lengths)
-    ]
-    ids = prompts.ids.tolist()
-    lines = [_answer_and_columns(line) for line in prompts.columns or [{}] * len(prompts)]
-    outcomes = zip(
-        rollouts.turns(), rewards.tolist(), rollouts.truncated.tolist(), components, strict=True
-    )
-    for s, (turns, reward, is_truncated, parts) in enumerate(outcomes):
-        g = s // samples.num_rollouts
+    prompts, rollouts, num = samples.prompts, samples.rollouts, samples.num_rollouts
+    chosen = range(len(rollouts)) if chosen is None else chosen
+    rollouts = rollouts.select(torch.tensor(chosen, device=rewards.device, dtype=torch.int64))
+    tokens, columns = unpack(prompts.tokens, prompts.lengths), prompts.columns
+    ids, scores = prompts.ids.tolist(), rewards.tolist()
+
+    @cache  # of each prompt once
+    def text(g: int) -> str:
+        return task.decode(tokens[g], with_special=True)
+
+    @cache
+    def line(g: int) -> dict[str, Any]:
+        return _answer_and_columns(columns[g] if columns else {})
+
+    for s, turns, is_truncated in zip(
+        chosen, rollouts.turns(), rollouts.truncated.tolist(), strict=True
+    ):
+        g = s // num
         yield {
             "id": ids[g],
-            "prompt": texts[g],
+            "prompt": text(g),
             "response": shown_text(task, turns),
-            "reward": finite(reward),
+            "reward": finite(scores[s]),
             "truncated": is_truncated,
             **({"turns": (len(turns) + 1) // 2} if len(turns) > 1 else {}),
             "tokens": sum(map(len, turns[::2])),
-            "components": {name: finite(value) for name, value in parts.items()},
-            **lines[g],
+            "components": {name: finite(value) for name, value in components[s].items()},
+            **line(g),
         }
 
 
@@ -88,7 +102,8 @@ def sample_lines(record: Mapping[str, Any], width: int) -> Iterator[str]:
     that, the end of its prompt, where the question stands, and its response without its middle.
     """
     reward = "failed" if record["reward"] is None else f"{record['reward']:g}"
-    parts = ", ".join(f"{name} {value:g}" for name, value in _known(record["components"]))
+    known = {name: x for name, x in record["components"].items() if x is not None}
+    parts = ", ".join(f"{name} {value:g}" for name, value in known.items())
     yield f"  sample    prompt {record['id']}, reward {reward}{f' ({parts})' if parts else ''}"
     for name in ("prompt", "response"):
         # a text of a model may hold what a terminal would obey
@@ -98,10 +113,6 @@ def sample_lines(record: Mapping[str, Any], width: int) -> Iterator[str]:
             start = 0 if name == "prompt" else room // 2 - 2
             text = f"{text[:start]} ... {text[start + 5 - room :]}".strip()
         yield f"  {name:<10}{text}"
-
-
-def _known(components: Mapping[str, float | None]) -> list[tuple[str, float]]:
-    return [(name, value) for name, value in components.items() if value is not None]
 
 
 class KeptSamples:
@@ -114,16 +125,28 @@ class KeptSamples:
     def take(
         self, samples: Samples, rewards: Tensor, components: Sequence[Mapping[str, float]]
     ) -> None:
-        prompts, num_rollouts = samples.prompts, samples.num_rollouts
-        per_prompt = min(num_rollouts, MOST_OF_A_PROMPT)
-        num_wanted = -(-(MOST_SAMPLES - len(self.records)) // per_prompt)  # number of prompts
-        if num_wanted <= 0:
-            return
-        prompts = prompts.take(0, min(num_wanted, len(prompts)))
-        firsts = torch.arange(len(prompts), device=rewards.device)[:, None] * num_rollouts
-        chosen = (firsts + torch.arange(per_prompt, device=rewards.device)).flatten()
-        kept = Samples(prompts, samples.rollouts.select(chosen))
-        parts = [components[s] for s in chosen.tolist()]
-        records = sample_records(self._task, kept, rewards[chosen], parts)
+        first = [s for s in range(len(rewards)) if s % samples.num_rollouts < MOST_OF_A_PROMPT]
+        chosen = first[: MOST_SAMPLES - len(self.records)]
+        records = sample_records(self._task, samples, rewards, components, chosen)
         self.records += [{"step": self._step, **record} for record in records]
-        del self.records[MOST_SAMPLES:]
+
+
+class SampleTally:
+    """Numbers the answers to each prompt, and passes each line of samples.jsonl to `write`."""
+
+    def __init__(self, task: Task, write: Callable[[str], object]) -> None:
+        self._task, self._write = task, write
+        self.answers: list[list[int]] = []  # to each prompt, equal where they are; -1: none
+
+    def take(
+        self, samples: Samples, rewards: Tensor, components: Sequence[Mapping[str, float]]
+    ) -> None:
+        num_samples, answer = samples.num_rollouts, self._task.answer
+        check_finite(samples.rollouts, samples.prompts, step=0)
+        for record in sample_records(self._task, samples, rewards, components):
+            self._write(json.dumps(record) + "\n")
+        responses = response_texts(self._task, samples.rollouts)
+        for start in range(0, len(responses), num_samples):
+            numbers = {"": -1}  # by answer, counted from 0
+            own = map(answer, responses[start : start + num_samples])
+            self.answers.append([numbers.setdefault(text, len(numbers) - 1) for text in own])

@@ -1,4 +1,4 @@
-"""What CHECKPOINT and --baseline name, and the folder of the results."""
+"""What CHECKPOINT names, and the folder of the results."""
 
 import sys
 import time
@@ -8,6 +8,7 @@ from pathlib import Path
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import check_model, directory_of, find_model
 from maxrl_fast.runtime.files import read_json
+from maxrl_fast.runtime.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -20,20 +21,17 @@ class Source:
         """Return the path, and of a run's checkpoint after which of its steps it was saved."""
         if self.run is None:
             return str(self.checkpoint)
-        try:
-            record = read_json(self.checkpoint / "progress.json")
-            phase, step = record["progress"]["phase"], int(record["progress"]["step"])
-            total = int(record["options"]["steps" if phase == "training" else "sft_steps"])
-        except (InputError, KeyError, TypeError, ValueError):  # not one of this version
-            return str(self.checkpoint)
+        record = read_json(self.checkpoint / "progress.json")
+        phase, step = record["progress"]["phase"], record["progress"]["step"]
+        total = record["options"]["steps" if phase == "training" else "sft_steps"]
         kind = "step" if phase == "training" else "warm start step"
         return f"{self.checkpoint}, the policy after {kind} {step} of {total}"
 
 
-def find_source(name: str, flag: str = "CHECKPOINT") -> Source:
+def find_source(name: str) -> Source:
     """Return the checkpoint that a user's path or name of the hub means; one of the hub is
     downloaded."""
-    wanted = f"{flag} must be a Hugging Face checkpoint directory or the folder of a run"
+    wanted = "CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run"
     path = Path(name)
     if check_model(name, wanted) is not None:
         pinned = find_model(
@@ -44,35 +42,25 @@ def find_source(name: str, flag: str = "CHECKPOINT") -> Source:
         )
     if not (path / "config.json").exists():
         raise InputError(f"{wanted}, got {path}, which has no config.json")
-    if _is_run(path):
-        if not (path / "latest").is_dir():
+    if RunFolder(path).is_run:
+        newest = RunFolder(path).newest
+        if newest is None:
             raise InputError(
                 f"{path} is the folder of a run without a checkpoint: it has no latest"
             )
-        path = path / "latest"
+        path = newest
     path = path.resolve()
-    run = next((folder for folder in list(path.parents)[:2] if _is_run(folder)), None)
+    run = next((folder for folder in list(path.parents)[:2] if RunFolder(folder).is_run), None)
     return Source(path, path.name if run is None else f"{run.name}-{path.name}", run)
-
-
-def _is_run(folder: Path) -> bool:
-    try:
-        options = read_json(folder / "config.json")
-    except InputError:
-        return False
-    return "objective" in options and "model_type" not in options
 
 
 def free_folder(out: Path | None, name: str) -> Path:
     """Return the folder of the results: --out, or one named after the policy and the time."""
     out = out or Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        # The files that a stopped evaluation leaves are overwritten.
-        is_free = not out.exists() or (
-            out.is_dir() and all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir())
-        )
-    except OSError as error:
-        raise InputError(f"cannot read --out {out}: {error}") from error
+    # The files that a stopped evaluation leaves are overwritten.
+    is_free = not out.exists() or (
+        out.is_dir() and all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir())
+    )
     if not is_free:
         raise InputError(f"--out must be a new or empty folder, got {out}")
     return out

@@ -1,10 +1,9 @@
-"""Samples a policy and reports, or compares finished evaluations."""
+"""Samples a policy and reports, and compares finished evaluations."""
 
 import contextlib
-import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,37 +12,30 @@ import torch
 from torch import Tensor
 
 import maxrl_fast
-from maxrl_fast.config.evaluation import (
-    EvaluationConfig,
-    resolve,
-    set_configs,
-)
+from maxrl_fast.config.evaluation import EvaluationConfig, resolve, set_configs
 from maxrl_fast.config.rules import own_options
-from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.coverage import Interval, bootstrap, powers_of_two
-from maxrl_fast.evaluation.diversity import Diversity, EmbeddingDiversity, NGramDiversity
-from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator
+from maxrl_fast.evaluation.coverage import (
+    Interval,
+    bootstrap,
+    majority_at_k,
+    max_at_k,
+    powers_of_two,
+)
+from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator, is_correct
+from maxrl_fast.evaluation.kept_samples import SampleTally
 from maxrl_fast.evaluation.outcome import (
     RESULTS,
     Outcome,
-    Resample,
-    SampleTally,
-    baseline_summary,
     contents_of,
     differences,
-    points,
-    read_outcome,
     settings_of,
     shown_score,
-    summary,
 )
-from maxrl_fast.evaluation.scores import PASS
-from maxrl_fast.evaluation.source import Source, find_source, free_folder
+from maxrl_fast.evaluation.scores import MAX, PASS
+from maxrl_fast.evaluation.source import Source, free_folder
 from maxrl_fast.evaluation.tables import (
-    comparison_table,
+    comparison_tables,
     draw_coverage,
-    numbers_table,
-    outcome_rows,
     sets_table,
     summary_tables,
 )
@@ -62,6 +54,7 @@ from maxrl_fast.tasks.text_codec import end_of
 from maxrl_fast.training.logprob_parity import check_exact
 from maxrl_fast.training.stopwatch import Stopwatch
 
+NUMBERS = "response_length_mean", "truncated", "reward_errors", "num_tokens"  # of each record
 SAMPLES, PICTURE = "samples.jsonl", "coverage.png"
 ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progress
 
@@ -82,37 +75,91 @@ def stored(path: Path) -> Iterator[Path]:
 
 
 def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
-    """Sample the checkpoint, and the baseline if it is a checkpoint, and report."""
+    """Sample the checkpoint on each held-out set, report, and compare with --against."""
     task = _task(parsed, source)
     config = resolve(parsed, source, task, screen.warning)
     configs = set_configs(config, task)
     torch.set_num_threads(config.place.threads)
-    diversity: Diversity = NGramDiversity()
-    if config.measure.embeddings is not None:
-        diversity = EmbeddingDiversity(config.measure.embeddings, torch.device(config.place.device))
-    policy = _policy(max(configs, key=_batch), source, task, None)
-    baseline, estimates = _baseline(configs[0], policy), []
-    with _scorer(config, task) as scorer:
-        for i, own in enumerate(configs):
-            baseline = _baseline(own, policy) if i else baseline
-            estimates.append(_evaluate_set(own, policy, baseline, diversity, scorer, screen))
+    others = [_read_others(own) for own in configs]
+    policy = _policy(max(configs, key=_batch), source, task)
+    device, dtype = torch.device(config.place.device), getattr(torch, config.place.dtype)
+    scorer = build_scorer(config.reward, task, device, dtype)
+    with closing_task(task), contextlib.closing(scorer):
+        estimates = [
+            _evaluate_set(own, policy, against, scorer, screen)
+            for own, against in zip(configs, others, strict=True)
+        ]
     if len(configs) > 1:
         screen.console.print(sets_table(estimates, config.measure.confidence))
     return 0
 
 
+def compare_evaluations(config: EvaluationConfig, folder: Path, screen: Screen) -> int:
+    """Compare a finished evaluation with others, without sampling."""
+    own, others = Outcome.read(folder), _read_others(config)
+    out = free_folder(config.place.out, f"{own.name}-compared")
+    _warn_of_differences(own.settings, others, screen)
+    with locked(out), stored(out / PICTURE) as picture:
+        _compare(config, own, others, screen, picture)
+    screen.info(f"{'coverage':<12}{out / PICTURE}")
+    return 0
+
+
+def _read_others(config: EvaluationConfig) -> list[Outcome]:
+    """Read the evaluations of --against; of a folder of several sets, that of this set."""
+    split = config.measure.split
+    return [
+        Outcome.read(folder / split if (folder / split / RESULTS).exists() else folder)
+        for folder in config.measure.against
+    ]
+
+
+def _warn_of_differences(
+    settings: dict[str, Any], others: Sequence[Outcome], screen: Screen
+) -> None:
+    for other in others:
+        if found := differences(settings, other.settings):
+            screen.warning(
+                f"{other.name} is not of the same prompts, samples and sampling, so its difference "
+                f"has no interval; it differs in {found}"
+            )
+
+
+def _compare(
+    config: EvaluationConfig, own: Outcome, others: list[Outcome], screen: Screen, picture: Path
+) -> dict[str, Any]:
+    """Print and draw evaluations beside each other; return the gains over the others by name, with
+    intervals paired by prompt where the prompts are the same."""
+    outcomes, score = [own, *others], shown_score([own, *others])
+    smallest = min(outcome.num_samples for outcome in outcomes)
+    ks = [k for k in config.measure.k or powers_of_two(smallest) if k <= smallest]
+    estimates, gains = [outcome.estimates(score, ks) for outcome in outcomes], []
+    for other, theirs in zip(others, estimates[1:], strict=True):
+        if differences(own.settings, other.settings):
+            gains.append(
+                {k: {"mean": float(estimates[0][k].mean() - theirs[k].mean())} for k in ks}
+            )
+        else:
+            gains.append(_intervals(config, {k: estimates[0][k] - theirs[k] for k in ks}))
+    if others:
+        for table in comparison_tables(score, outcomes, estimates, gains):
+            screen.console.print(table)
+    draw_coverage(outcomes, score, picture)
+    return {other.name: gain for other, gain in zip(others, gains, strict=True)}
+
+
 def _evaluate_set(
     config: EvaluationConfig,
     policy: Policy,
-    baseline: Policy | Outcome | None,
-    diversity: Diversity,
+    others: list[Outcome],
     scorer: Scorer,
     screen: Screen,
 ) -> dict[int, Interval]:
     """Return pass@k by k."""
     source, task = policy.source, policy.task
     measure, out, clock = config.measure, config.place.out, Stopwatch()
-    settings, num_distinct = _settings(config, task)
+    contents = contents_of(task, measure.split, measure.eval_prompts)
+    settings = settings_of(config.flat(), contents)
     with (
         locked(out),
         # Renamed in the reverse order: where eval.json is, everything is.
@@ -121,28 +168,15 @@ def _evaluate_set(
         stored(out / SAMPLES) as samples,
     ):
         scorer.check(task.prompts(measure.split, 0, 1))
-        for line in (*_introduction(config, policy, baseline, num_distinct), scorer.describe()):
+        for line in (*_introduction(config, policy, len(set(contents))), scorer.describe()):
             if line:
                 screen.info(line)
+        _warn_of_differences(settings, others, screen)
         with open(samples, "w") as file, clock("checkpoint"):
-            tally = SampleTally(task, diversity, file.write)
-            evaluation = _sample(config, policy, scorer, tally, screen, "evaluate")
-        own, other = Outcome.of(source.name, settings, evaluation, tally), baseline
-        if isinstance(other, Policy):
-            with _scorer(config, other.task) as its_scorer, clock("baseline"):
-                theirs = SampleTally(other.task, diversity)
-                evaluated = _sample(config, other, its_scorer, theirs, screen, "baseline")
-            other = Outcome.of(other.source.name, settings, evaluated, theirs)
+            tally = SampleTally(task, file.write)
+            evaluation = _sample(config, policy, scorer, tally, screen)
         with clock("estimates"):
-            score = shown_score([own, *([other] if other else [])])
-            resample, ks = _resample(config), measure.k
-            content = summary(own, evaluation, tally, score, ks, resample, config.sampling.seed)
-            if other:
-                content["baseline"] = baseline_summary(own, other, score, ks, resample)
-        for table in summary_tables(content, own, other, measure.confidence):
-            screen.console.print(table)
-        curves = {own.name: own} | ({f"{other.name} (baseline)": other} if other else {})
-        _draw(config, curves, score, picture)
+            estimates = _estimates(config, evaluation, tally)
         content = {
             "checkpoint": str(source.checkpoint),
             "name": source.name,
@@ -153,10 +187,14 @@ def _evaluate_set(
             "versions": versions(),
             "command": sys.argv,
             "seconds": clock.seconds,
-            **content,
-            "num_distinct_prompts": num_distinct,
+            "num_distinct_prompts": len(set(contents)),
+            **estimates,
             **scorer.pop_metrics().over(Ranks()),
         }
+        for table in summary_tables(content, measure.confidence):
+            screen.console.print(table)
+        own = Outcome.of(source.name, content)
+        content["against"] = _compare(config, own, others, screen, picture)
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():
         screen.info(f"{name:<12}{out / file_name}")
@@ -164,9 +202,36 @@ def _evaluate_set(
     return passed
 
 
-def _settings(config: EvaluationConfig, task: Task) -> tuple[dict[str, Any], int]:
-    contents = contents_of(task, config.measure.split, config.measure.eval_prompts)
-    return settings_of(config.flat(), contents), len(set(contents))
+def _estimates(
+    config: EvaluationConfig, evaluation: Evaluation, tally: SampleTally
+) -> dict[str, Any]:
+    """Return the estimates of eval.json."""
+    ks, values, record = config.measure.k, evaluation.values, evaluation.record()
+    right, answers = is_correct(evaluation.rewards), torch.tensor(tally.answers)
+    is_binary = torch.equal(right.float(), values)
+    score, num_samples = PASS if is_binary else MAX, values.shape[1]
+    at_k = {PASS: right.float(), MAX: values}
+    majority = majority_at_k(answers, right, ks, config.sampling.seed)
+    points = sorted({*ks, *powers_of_two(num_samples), num_samples})
+    return {
+        "num_prompts": len(values),
+        "num_samples": num_samples,
+        "score": score,
+        **{name: _intervals(config, {k: max_at_k(x, k) for k in ks}) for name, x in at_k.items()},
+        "maj_at_k": _intervals(config, dict(zip(ks, majority.T, strict=True))),
+        "coverage": _intervals(config, {k: max_at_k(at_k[score], k) for k in points}),
+        "solved": float(right.any(1).double().mean()),
+        **{name: record[name] for name in NUMBERS},
+        "distinct_answers": float((answers.amax(1) + 1).double().mean()) / num_samples,
+        "per_prompt": {
+            "id": evaluation.ids.tolist(),
+            "num_correct": evaluation.num_correct.tolist(),
+            # a float32 has 9 digits
+            "rewards": None
+            if is_binary
+            else [[float(f"{x:.9g}") for x in row] for row in values.tolist()],
+        },
+    }
 
 
 def _task(config: EvaluationConfig, source: Source) -> Task:
@@ -178,41 +243,19 @@ def _task(config: EvaluationConfig, source: Source) -> Task:
     return build_task(*named, test_only=is_test)
 
 
-@contextlib.contextmanager
-def _scorer(config: EvaluationConfig, task: Task) -> Iterator[Scorer]:
-    """Yield the scorer of a policy's responses; close it and the task."""
-    device, dtype = torch.device(config.place.device), getattr(torch, config.place.dtype)
-    with (
-        closing_task(task),
-        contextlib.closing(build_scorer(config.reward, task, device, dtype)) as scorer,
-    ):
-        yield scorer
+def _intervals(config: EvaluationConfig, values: dict[int, Tensor]) -> dict[int, Interval]:
+    """Return the means of values [P] by k over the prompts, with bootstrap intervals."""
+    measure = config.measure
+    intervals = bootstrap(
+        torch.stack([*values.values()], 1),
+        measure.bootstrap,
+        measure.confidence,
+        config.sampling.seed or 0,
+    )
+    return dict(zip(values, intervals, strict=True))
 
 
-def _draw(config: EvaluationConfig, outcomes: dict[str, Outcome], score: str, path: Path) -> None:
-    """Plot the score of outcomes by name at every k, with intervals at the powers of two."""
-    resample, confidence = _resample(config), config.measure.confidence
-    curves = []
-    for name, x in outcomes.items():
-        estimates = x.estimates(score, points(x.num_samples, config.measure.k))
-        curves.append((name, x.curve(score), resample(estimates)))
-    draw_coverage(curves, score, confidence, path)
-
-
-def _resample(config: EvaluationConfig) -> Resample:
-    """Return the bootstrap of values [P] by k over the prompts."""
-    resamples, confidence = config.measure.bootstrap, config.measure.confidence
-
-    def resample(values: dict[int, Tensor]) -> dict[int, Interval]:
-        columns = torch.stack([*values.values()], 1)
-        intervals = bootstrap(columns, resamples, confidence, config.sampling.seed or 0)
-        return dict(zip(values, intervals, strict=True))
-
-    return resample
-
-
-def _policy(config: EvaluationConfig, source: Source, task: Task, like: Policy | None) -> Policy:
-    """Return a checkpoint's policy, with the engine of `like` if the sizes are equal."""
+def _policy(config: EvaluationConfig, source: Source, task: Task) -> Policy:
     sampling = config.sampling
     model = load_policy(
         source.checkpoint,
@@ -221,56 +264,13 @@ def _policy(config: EvaluationConfig, source: Source, task: Task, like: Policy |
         prompt_length=task.prompt_length,
         max_new_tokens=sampling.max_new_tokens,
     )
-    own = model.config
-    if like is not None and dataclasses.replace(like.model.config, dtype=own.dtype) == own:
-        return Policy(source, task, model, like.engine)
     check_exact(model.to(config.place.device))
     named = config.chosen.rollout, own_options(config, "rollout"), sampling
     dtype = getattr(torch, config.place.dtype)
     return Policy(source, task, model, build_engine(*named, model, task, dtype, _batch(config)))
 
 
-def _baseline(config: EvaluationConfig, policy: Policy) -> Policy | Outcome | None:
-    """Return the policy of --baseline, still to be sampled, or the outcome of a finished
-    evaluation.
-    """
-    path, measure, evaluated = config.measure.baseline, config.measure, policy.source.checkpoint
-    if path is None:
-        return None
-    baseline: Policy | Outcome
-    folders = [Path(path) / measure.split, Path(path)]  # of one of several sets, of the only one
-    if folder := next((x for x in folders if (x / RESULTS).exists()), None):
-        baseline = read_outcome(folder)
-        theirs = baseline.settings
-    else:
-        source = find_source(path, "--baseline")
-        if source.checkpoint == evaluated:
-            wanted = f"--baseline must be another checkpoint than {evaluated}"
-            raise InputError(f"{wanted}, which is evaluated")
-        task = _task(config, source)
-        theirs, _ = _settings(config, task)
-        baseline = _policy(config, source, task, policy)
-        ours, other = policy.model.state_dict(), baseline.model.state_dict()
-        if ours.keys() == other.keys() and all(
-            x.shape == other[name].shape and torch.equal(x, other[name].to(x))
-            for name, x in ours.items()
-        ):
-            wanted = f"--baseline must be another policy than {evaluated}"
-            raise InputError(f"{wanted}, got {source.checkpoint}, which has the same weights")
-    if found := differences(theirs, _settings(config, policy.task)[0]):
-        raise InputError(
-            f"--baseline {path} must be of the same prompts, samples and sampling; it differs in "
-            f"{'; '.join(found)}"
-        )
-    return baseline
-
-
-def _introduction(
-    config: EvaluationConfig,
-    policy: Policy,
-    baseline: Policy | Outcome | None,
-    num_distinct: int,
-) -> Iterator[str]:
+def _introduction(config: EvaluationConfig, policy: Policy, num_distinct: int) -> Iterator[str]:
     source, sampling, measure = policy.source, config.sampling, config.measure
     what = f"{source.describe()}; task {policy.task.name}, seed {sampling.seed}"
     yield f"maxrl_fast {maxrl_fast.__version__}: {what}"
@@ -289,9 +289,6 @@ def _introduction(
         f"{measure.eval_prompts} {measure.split} prompts{distinct} x {measure.samples} samples, "
         f"{', '.join(how)}; {policy.engine.describe()}"
     )
-    if baseline is not None:
-        named = baseline.source.describe() if isinstance(baseline, Policy) else measure.baseline
-        yield f"baseline: {named}"
     yield f"results in {config.place.out}"
 
 
@@ -309,7 +306,6 @@ def _sample(
     scorer: Scorer,
     tally: SampleTally,
     screen: Screen,
-    name: str,
 ) -> Evaluation:
     measure, options, device = config.measure, config.sampling, torch.device(config.place.device)
     policy.engine.load_weights(policy.model.to(device))
@@ -332,46 +328,11 @@ def _sample(
         split=measure.split,
         chunk=_chunk(config),
     )
-    with screen.stage(name, measure.eval_prompts) as stage:
+    with screen.stage("evaluate", measure.eval_prompts) as stage:
 
         def after_chunk(done: int) -> None:
             stage.advance(done)
             if warning := scorer.failures(Ranks(), f"prompt {done} of {measure.eval_prompts}")[1]:
                 screen.warning(warning)
 
-        return evaluator.evaluate(after_chunk, tally)
-
-
-def compare_evaluations(config: EvaluationConfig, screen: Screen) -> int:
-    folders = config.measure.compare
-    if len(folders) < 2:
-        raise InputError(f"--compare needs at least two finished evaluations, got {len(folders)}")
-    outcomes = [read_outcome(folder) for folder in folders]
-    smallest = min(outcome.num_samples for outcome in outcomes)
-    ks = sorted(set(config.measure.k)) or powers_of_two(smallest)
-    if ks[-1] > smallest:
-        raise InputError(
-            f"k must be from 1 to {smallest}, the fewest samples of these evaluations, got {ks[-1]}"
-        )
-    out, resample = free_folder(config.place.out, "compare"), _resample(config)
-    letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(outcomes))]
-    for letter, folder in zip(letters, folders, strict=True):
-        screen.info(f"{letter}  {folder}")
-    first, gains, score = outcomes[0], [], shown_score(outcomes)
-    for letter, outcome in zip(letters[1:], outcomes[1:], strict=True):
-        found = differences(first.settings, outcome.settings)
-        if found:
-            differ = "are not of the same prompts, samples and sampling; they differ in"
-            screen.warning(f"A and {letter} {differ} {'; '.join(found)}")
-        are_paired = len(outcome.rewards) == len(first.rewards) and not found
-        gains.append(resample(outcome.gains(first, score, ks)) if are_paired else None)
-    estimates = [resample(outcome.estimates(score, ks)) for outcome in outcomes]
-    screen.console.print(comparison_table(letters, score, estimates, gains))
-    screen.console.print(numbers_table(outcome_rows(outcomes), letters))
-    names = [outcome.name for outcome in outcomes]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder in folders]
-    with locked(out), stored(out / PICTURE) as picture:
-        _draw(config, dict(zip(names, outcomes, strict=True)), score, picture)
-    screen.info(f"{'coverage':<12}{out / PICTURE}")
-    return 0
+        return evaluator.evaluate(after_chunk, tally.take)

@@ -21,8 +21,8 @@ from maxrl_fast.errors import (
     StorageError,
     UserCodeError,
 )
-from maxrl_fast.evaluation.scores import PASS, label_of, score_of
-from maxrl_fast.evaluation.tables import new_table
+from maxrl_fast.evaluation.scores import score_of
+from maxrl_fast.evaluation.tables import new_table, score_rows
 from maxrl_fast.job.build import (
     RunContext,
     build_collector,
@@ -288,9 +288,10 @@ def stage_table(seconds: dict[str, float]) -> Table:
 def evaluation_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
     score = score_of([before, after])
     table = new_table("held-out prompts", "before", "after", "change")
-    for k, x in before.get(score, before[PASS]).items():
-        if (y := after.get(score, {}).get(k)) is not None:
-            table.add_row(label_of(score, k), f"{x:.3f}", f"{y:.3f}", f"{y - x:+.3f}")
+    means = before[score], after[score]
+    change = {k: {"mean": y - before[score].get(k, y)} for k, y in after[score].items()}
+    for cells in score_rows(score, means, [change]):
+        table.add_row(*cells)
     rows = ("response length, tokens", "response_length_mean", 1), ("truncated", "truncated", 3)
     for title, name, digits in rows:
         x, y = before[name], after[name]

@@ -1,7 +1,7 @@
 """The coverage estimators equal an enumeration of all subsets."""
 
 from fractions import Fraction
-from itertools import combinations, product
+from itertools import combinations
 from math import comb
 
 import numpy
@@ -17,8 +17,6 @@ from maxrl_fast.evaluation.coverage import (
     mean_over_sets,
     outcomes,
     pass_at_k,
-    samples_to_match,
-    support_classes,
 )
 from tests import brute_force
 
@@ -158,20 +156,3 @@ def test_the_bootstrap_is_seeded_and_draws_the_same_prompts_for_all_columns(monk
     assert first != bootstrap(values, 100, 0.95, seed=1)
     monkeypatch.setattr(coverage, "RESAMPLED", 30 * 7)  # in chunks of 7 resamples
     assert bootstrap(values, 100, 0.95, seed=0) == first
-
-
-def test_support_classes_count_every_prompt_once():
-    own = torch.tensor([1, 4, 0, 0, 0, 2, 0, 0, 0, 0])
-    base = torch.tensor([2, 1, 3, 1, 1, 0, 0, 0, 0, 0])
-    support = support_classes(own, base)
-    assert support == {"preserved": 2, "expanded": 1, "shrunk": 3, "out_of_support": 4}
-
-
-def test_samples_to_match_equals_a_direct_search():
-    n = 9
-    for counts in product(range(0, n + 1, 2), repeat=2):
-        curve = [sum(brute_force.pass_at_k(n, c, k) for c in counts) / 2 for k in range(1, n + 1)]
-        for target in (Fraction(0), Fraction(1, 100), curve[0], curve[4], curve[-1], Fraction(1)):
-            expected = next((k for k, value in enumerate(curve, start=1) if value >= target), None)
-            values = max_curve(outcomes(n, torch.tensor(counts)))
-            assert samples_to_match(values, float(target)) == expected

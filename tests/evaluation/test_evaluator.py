@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from maxrl_fast.evaluation import evaluator
-from maxrl_fast.evaluation.diversity import NGramDiversity
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator
-from maxrl_fast.evaluation.kept_samples import sample_records
-from maxrl_fast.evaluation.outcome import SampleTally
+from maxrl_fast.evaluation.kept_samples import SampleTally, sample_records
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.runtime.ranks import Ranks
@@ -114,7 +112,7 @@ def test_sample_records():
         assert [record[name] for record in records] == values, name
 
 
-def test_the_tally_numbers_answers_and_measures_correct_responses():
+def test_the_tally_numbers_the_answers_to_each_prompt():
     class Letters(MazeTask):
         """The answer is the last word before DONE. A response with UP has no answer."""
 
@@ -123,17 +121,14 @@ def test_the_tally_numbers_answers_and_measures_correct_responses():
 
     task = Letters(5)
     lines = []
-    tally = SampleTally(task, NGramDiversity(), lines.append)
+    tally = SampleTally(task, lines.append)
     down, left, right = 14, 15, 16
     moves = (down, left, right, UP, left, left, UP, down)
     responses = [[move, DONE] for move in moves]
     rewards = torch.tensor([1.0, 1.0, 0.0, math.nan, 0.0, 1.0, 0.0, 0.0])
-    tally(Samples(task.prompts("test", 0, 2), Rollouts.given(responses)), rewards, [{}] * 8)
-    assert torch.stack(tally.answers).tolist() == [[0, 1, 2, -1], [0, 0, -1, 1]]
+    tally.take(Samples(task.prompts("test", 0, 2), Rollouts.given(responses)), rewards, [{}] * 8)
+    assert tally.answers == [[0, 1, 2, -1], [0, 0, -1, 1]]
     assert len(lines) == 8
-    # (down), (done), (down done) against (left), (done), (left done); one correct response has no
-    # pair.
-    assert tally.diversities == [pytest.approx(2 / 3), None]
 
 
 def test_log_probs_that_are_not_finite_are_refused():
@@ -141,4 +136,4 @@ def test_log_probs_that_are_not_finite_are_refused():
     rollouts.logprobs[1] = math.inf
     samples = Samples(task.prompts("test", 4, 2), rollouts)
     with pytest.raises(RuntimeError, match="log-probs sampled for prompt 5 are not finite"):
-        SampleTally(task, NGramDiversity())(samples, torch.zeros(2), [{}] * 2)
+        SampleTally(task, lambda line: None).take(samples, torch.zeros(2), [{}] * 2)

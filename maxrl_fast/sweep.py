@@ -23,7 +23,7 @@ from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.changes import changes
 from maxrl_fast.config.help_page import print_help, split_help
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.read import parse
+from maxrl_fast.config.read import parse, read_flags
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.evaluation.scores import score_of
 from maxrl_fast.evaluation.seeds import over_seeds
@@ -44,8 +44,7 @@ same command resumes a sweep: finished runs are skipped, stopped ones resumed. E
 python -m maxrl_fast.sweep --config examples/maze.toml --seeds 0 1 2 --objective maxrl grpo"""
 OPTIONS = (
     ("--seeds INT ...", "the seeds of every combination, as --seed INT ..."),
-    ("--config FILE", "TOML file of options that all runs share"),
-    ("--out DIR", "folder of the sweep (default: runs/sweep, or runs/sweep-NAME of the file)"),
+    ("--out DIR", "folder of the sweep (default: runs/sweep, or runs/sweep-NAME of --config)"),
     ("--dry-run", "print the commands of the runs, and stop"),
     ("--quiet", "print one line a run and the table, not what the runs print"),
 )
@@ -63,7 +62,9 @@ def main(arguments: Sequence[str]) -> int:
         options = values_of(words)
         name = "-".join(["sweep", *(Path(x).stem for x in options.get("config", []))])
         is_dry, is_quiet = (options.pop(x, None) is not None for x in ("dry_run", "quiet"))
-        out = Path(*options.pop("out", ["runs", name]))
+        out, *more = map(Path, options.pop("out", None) or [f"runs/{name}"])
+        if more:
+            raise InputError(f"--out must be one folder, got {out} and {more[0]}")
         if Ranks.of_environment().size > 1:
             raise InputError(
                 "a sweep cannot run under torchrun; start each command of its --dry-run by torchrun"
@@ -84,41 +85,33 @@ def main(arguments: Sequence[str]) -> int:
         return 2 if isinstance(error, InputError) else 1
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Run:
     group: str  # its name without the seed; runs of one group are averaged
     folder: Path
     command: list[str]
     config: Config
+    code: int = 0  # the exit code of its process
 
-    def ends(self) -> list[dict[str, Any]]:
-        """Return the first and the last evaluation of a run that finished with these options, else
-        []."""
+    @property
+    def is_finished(self) -> bool:
+        """Whether it finished with these options, as far as they are given."""
         run, options = RunFolder(self.folder), self.config.flat()
         if not run.is_run or run.options.get("steps") != options["steps"] or not run.is_finished:
-            return []
-        given = {name: value for name, value in options.items() if value is not None}
-        records = run.log("eval")
-        return [] if changes(run.options, given) else [records[0], records[-1]]
+            return False
+        return not changes(run.options, {k: x for k, x in options.items() if x is not None})
 
 
-def values_of(arguments: Sequence[str]) -> dict[str, list[str]]:
-    options: dict[str, list[str]] = {}
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        name = "seed" if name == "seeds" else name
-        if not argument.startswith("--"):
-            if not options:
-                raise InputError(f"a sweep takes --option VALUE [VALUE ...], got {argument}")
-            options[list(options)[-1]].append(argument)
-        elif name in options:
-            raise InputError(f"{flag} must be given once, with all its values after it")
-        elif name in ("resume", "allow_changes"):
-            raise InputError(f"a sweep does not use {flag}: the same command resumes it")
-        else:
-            options[name] = [value] if equals else []
-    return options
+def values_of(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each option by its name."""
+    flags = read_flags(["--seed" if word == "--seeds" else word for word in words])
+    if len(flags) < sum(word.startswith("--") for word in words):
+        raise InputError("each option must be given once, with all its values after it")
+    if found := {"resume", "allow_changes"} & flags.keys():
+        raise InputError(
+            f"a sweep takes no --{min(found).replace('_', '-')}: the same command resumes it"
+        )
+    return {name: x.value for name, x in flags.items()}
 
 
 def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
@@ -179,7 +172,7 @@ def train_runs(runs: Sequence[Run], is_quiet: bool, screen: Screen) -> int:
     handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in handled}
     for i, run in enumerate(runs, start=1):
-        if stopped or run.ends():
+        if stopped or run.is_finished:
             continue
         screen.info(f"run {i} of {len(runs)}: {run.folder.name}")
         # in a session of its own, it gets a Ctrl-C of the terminal once: two would stop it without
@@ -188,8 +181,10 @@ def train_runs(runs: Sequence[Run], is_quiet: bool, screen: Screen) -> int:
         child = subprocess.Popen(run.command, stdout=output, start_new_session=True)
         if stopped:  # since the run before
             child.send_signal(stopped)
-        if (code := child.wait()) and not stopped:
-            screen.error(f"{run.folder.name} failed with exit code {code}; the sweep continues")
+        run.code = child.wait()
+        if run.code and not stopped:
+            said = f"{run.folder.name} failed with exit code {run.code}"
+            screen.error(f"{said}; the sweep continues")
     for number, handler in before.items():
         signal.signal(number, handler)
     return stopped
@@ -198,16 +193,18 @@ def train_runs(runs: Sequence[Run], is_quiet: bool, screen: Screen) -> int:
 def summarize(runs: Sequence[Run], out: Path, screen: Screen) -> int:
     """Print the table of the finished runs, write sweep.json and report.html; return the exit
     code."""
-    ends, groups = {run: own for run in runs if (own := run.ends())}, dict[str, Any]()
-    failed = [run.folder.name for run in runs if run not in ends]
+    failed = [run.folder.name for run in runs if run.code]
+    done = [run for run in runs if not run.code]
     if failed:
         screen.error(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
-    if not ends:
+    if not done:
         return 1
-    for run, own in ends.items():
-        groups.setdefault(run.group, {})[run.config.run.seed] = own
+    groups: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    for run in done:
+        records = RunFolder(run.folder).log("eval")
+        groups.setdefault(run.group, {})[run.config.run.seed] = [records[0], records[-1]]
     summary = {group: over_seeds(own) for group, own in groups.items()}
-    score = score_of([record for own in ends.values() for record in own])
+    score = score_of(x for own in groups.values() for ends in own.values() for x in ends)
     table = new_table("mean over seeds", "before", "after", "change (95% interval)")
     for group, row in summary.items():
         table.add_section()
@@ -218,8 +215,8 @@ def summarize(runs: Sequence[Run], out: Path, screen: Screen) -> int:
             table.add_row(*cells)
     screen.console.print(table)
     write_json(out / "sweep.json", {"command": sys.argv, "summary": summary})
-    if len(ends) > report.MOST_RUNS:
-        screen.warning(f"a report shows at most {report.MOST_RUNS} runs, got {len(ends)}")
+    if len(done) > report.MOST_RUNS:
+        screen.warning(f"a report shows at most {report.MOST_RUNS} runs, got {len(done)}")
         return int(bool(failed))
-    folders = [str(run.folder) for run in ends]
+    folders = [str(run.folder) for run in done]
     return report.main([*folders, "--out", str(out / "report.html")]) or int(bool(failed))

@@ -116,7 +116,7 @@ def test_evaluations_are_compared_prompt_by_prompt(maze_run, finished, first, tm
     gains = pass_at_k(4, torch.tensor(own), 2) - pass_at_k(4, torch.tensor(theirs), 2)
     wanted = bootstrap(gains[:, None], 40, 0.95, seed=4)[0]
     assert run(maze_run, "--against", first, "--out", tmp_path / "again") == 0
-    gain = read(tmp_path / "again")["against"]["first"]["2"]
+    gain = read(tmp_path / "again")["against"][str(first)]["2"]
     assert gain == pytest.approx(wanted, abs=1e-12)
     assert run(maze_run, "--samples", "3", "--out", tmp_path / "few") == 0
     capsys.readouterr()
@@ -126,10 +126,10 @@ def test_evaluations_are_compared_prompt_by_prompt(maze_run, finished, first, tm
     text, error = capsys.readouterr()
     error = " ".join(error.split())
     assert f"{gain['mean']:+.3f} ({gain['low']:+.3f}, {gain['high']:+.3f})" in text
-    assert all(x in text for x in ("A: finished", "B: first", "C: few"))
-    assert "warning: few is not of the same prompts, samples and sampling" in error
+    assert all(x in text for x in (f"A  {finished}", f"B  {first}", f"C  {tmp_path / 'few'}"))
+    assert f"warning: {tmp_path / 'few'} is not of the same prompts, samples and sampling" in error
     assert "it differs in samples: 4 and 3" in error
-    assert "first" not in error
+    assert str(first) not in error
     assert [x.name for x in (tmp_path / "three").iterdir() if x.suffix] == ["coverage.png"]
     assert (tmp_path / "three" / "coverage.png").read_bytes().startswith(b"\x89PNG")
 
@@ -261,7 +261,7 @@ def test_rewards_other_than_0_and_1_are_shown_by_mean_and_max(shared_run, tmp_pa
     first, last = (out / "checkpoints" / f"step-00000{i}" for i in (0, 2))
     assert run(first, *sizes, "--out", tmp_path / "0") == 0
     assert run(last, *sizes, "--out", tmp_path / "1", "--against", tmp_path / "0") == 0
-    shown, against = capsys.readouterr().out, read(tmp_path / "1")["against"]["0"]
+    shown, against = capsys.readouterr().out, read(tmp_path / "1")["against"][str(tmp_path / "0")]
     assert all(x in shown for x in ("max@k (95% interval)", "max@4", "A - B"))
     firsts = []
     for i, end in enumerate(ends):

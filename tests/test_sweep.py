@@ -64,8 +64,8 @@ def test_a_value_that_begins_with_a_dash_stays_a_value(capsys):
     --lr 0.1 -0.1 | error: the run of lr -0.1: lr must be a finite number above 0, got -0.1
     --task maze --model a/b a-b --seeds 0 | model-a-b_seed-0 is of two runs of the grid
     --seeds 0 1 --chain-length 4 | error: the run of seed 0: --chain-length is not used by task maze
-    --resume runs/x | a sweep does not use --resume: the same command resumes it
-    --lr 0.1 --lr 0.2 | --lr must be given once, with all its values after it
+    --resume runs/x | a sweep takes no --resume: the same command resumes it
+    --lr 0.1 --lr 0.2 | each option must be given once, with all its values after it
     """),
 )
 def test_bad_input_is_refused_before_the_first_run(flags, message, capsys, tmp_path, monkeypatch):

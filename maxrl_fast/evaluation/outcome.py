@@ -55,7 +55,7 @@ class Outcome:
         """Read the folder of a finished evaluation."""
         try:
             content = read_json(folder / RESULTS, RESULTS_BYTES)
-            return cls.of(folder.resolve().name, content)
+            return cls.of(str(folder), content)
         except (LookupError, ValueError, TypeError, RecursionError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise InputError(

@@ -80,20 +80,17 @@ def numbers_table(contents: Sequence[Mapping[str, Any]], columns: Sequence[str])
 
 def comparison_tables(
     score: str,
+    letters: Sequence[str],
     outcomes: Sequence[Outcome],
     estimates: Sequence[Mapping[int, Tensor]],
     gains: Sequence[Mapping[int, Interval]],
 ) -> list[Table]:
-    """Return the score by k with the gain over each other evaluation, and the other numbers.
-    Columns are letters, which the first table's caption explains."""
-    letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(outcomes))]
-    changes = (f"A - {letter}" for letter in letters[1:])
+    """Return the score by k with the gain over each other evaluation, and the other numbers."""
+    changes = (f"{letters[0]} - {letter}" for letter in letters[1:])
     table = new_table("held-out prompts", *letters, *changes)
     means = [{k: float(x.mean()) for k, x in own.items()} for own in estimates]
     for cells in score_rows(score, means, gains):
         table.add_row(*cells)
-    named = zip(letters, outcomes, strict=True)
-    table.caption = "\n".join(f"{letter}: {outcome.name}" for letter, outcome in named)
     return [table, numbers_table([outcome.content for outcome in outcomes], letters)]
 
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ from maxrl_fast.job.build_policy import build_engine
 from maxrl_fast.job.build_task import build_scorer, build_task, closing_task
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy import load_policy
-from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, locked, storing
@@ -57,14 +55,6 @@ from maxrl_fast.training.stopwatch import Stopwatch
 NUMBERS = "response_length_mean", "truncated", "reward_errors", "num_tokens"  # of each record
 SAMPLES, PICTURE = "samples.jsonl", "coverage.png"
 ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progress
-
-
-@dataclass(frozen=True)
-class Policy:
-    source: Source
-    task: Task  # with the policy's tokenizer
-    model: PolicyModel
-    engine: Engine
 
 
 @contextlib.contextmanager
@@ -81,14 +71,13 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     configs = set_configs(config, task)
     torch.set_num_threads(config.place.threads)
     others = [_read_others(own) for own in configs]
-    policy = _policy(max(configs, key=_batch), source, task)
+    engine = _engine(config, source, task, max(map(_batch, configs)))
     device, dtype = torch.device(config.place.device), getattr(torch, config.place.dtype)
-    scorer = build_scorer(config.reward, task, device, dtype)
+    scorer, estimates = build_scorer(config.reward, task, device, dtype), []
     with closing_task(task), contextlib.closing(scorer):
-        estimates = [
-            _evaluate_set(own, policy, against, scorer, screen)
-            for own, against in zip(configs, others, strict=True)
-        ]
+        for own, against in zip(configs, others, strict=True):
+            evaluator = _evaluator(own, engine, task, scorer)
+            estimates.append(_evaluate_set(own, source, evaluator, against, screen))
     if len(configs) > 1:
         screen.console.print(sets_table(estimates, config.measure.confidence))
     return 0
@@ -97,7 +86,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
 def compare_evaluations(config: EvaluationConfig, folder: Path, screen: Screen) -> int:
     """Compare a finished evaluation with others, without sampling."""
     own, others = Outcome.read(folder), _read_others(config)
-    out = free_folder(config.place.out, f"{own.name}-compared")
+    out = free_folder(config.place.out, f"{folder.resolve().name}-compared")
     _warn_of_differences(own.settings, others, screen)
     with locked(out), stored(out / PICTURE) as picture:
         _compare(config, own, others, screen, picture)
@@ -133,16 +122,18 @@ def _compare(
     outcomes, score = [own, *others], shown_score([own, *others])
     smallest = min(outcome.num_samples for outcome in outcomes)
     ks = [k for k in config.measure.k or powers_of_two(smallest) if k <= smallest]
-    estimates, gains = [outcome.estimates(score, ks) for outcome in outcomes], []
-    for other, theirs in zip(others, estimates[1:], strict=True):
+    ours, *estimates = [outcome.estimates(score, ks) for outcome in outcomes]
+    gains = []
+    for other, theirs in zip(others, estimates, strict=True):
         if differences(own.settings, other.settings):
-            gains.append(
-                {k: {"mean": float(estimates[0][k].mean() - theirs[k].mean())} for k in ks}
-            )
+            gains.append({k: {"mean": float(ours[k].mean() - theirs[k].mean())} for k in ks})
         else:
-            gains.append(_intervals(config, {k: estimates[0][k] - theirs[k] for k in ks}))
+            gains.append(_intervals(config, {k: ours[k] - theirs[k] for k in ks}))
+    letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(outcomes))]
     if others:
-        for table in comparison_tables(score, outcomes, estimates, gains):
+        for letter, outcome in zip(letters, outcomes, strict=True):
+            screen.info(f"{letter}  {outcome.name}")
+        for table in comparison_tables(score, letters, outcomes, [ours, *estimates], gains):
             screen.console.print(table)
     draw_coverage(outcomes, score, picture)
     return {other.name: gain for other, gain in zip(others, gains, strict=True)}
@@ -150,14 +141,14 @@ def _compare(
 
 def _evaluate_set(
     config: EvaluationConfig,
-    policy: Policy,
+    source: Source,
+    evaluator: Evaluator,
     others: list[Outcome],
-    scorer: Scorer,
     screen: Screen,
 ) -> dict[int, Interval]:
     """Return pass@k by k."""
-    source, task = policy.source, policy.task
     measure, out, clock = config.measure, config.place.out, Stopwatch()
+    task, scorer = evaluator.task, evaluator.scorer
     contents = contents_of(task, measure.split, measure.eval_prompts)
     settings = settings_of(config.flat(), contents)
     with (
@@ -168,13 +159,23 @@ def _evaluate_set(
         stored(out / SAMPLES) as samples,
     ):
         scorer.check(task.prompts(measure.split, 0, 1))
-        for line in (*_introduction(config, policy, len(set(contents))), scorer.describe()):
-            if line:
-                screen.info(line)
+        for line in _introduction(config, source, evaluator, len(set(contents))):
+            screen.info(line)
         _warn_of_differences(settings, others, screen)
-        with open(samples, "w") as file, clock("checkpoint"):
+        with (
+            open(samples, "w") as file,
+            clock("checkpoint"),
+            screen.stage("evaluate", measure.eval_prompts) as stage,
+        ):
+
+            def after_chunk(done: int) -> None:
+                stage.advance(done)
+                when = f"prompt {done} of {measure.eval_prompts}"
+                if warning := scorer.failures(Ranks(), when)[1]:
+                    screen.warning(warning)
+
             tally = SampleTally(task, file.write)
-            evaluation = _sample(config, policy, scorer, tally, screen)
+            evaluation = evaluator.evaluate(after_chunk, tally.take)
         with clock("estimates"):
             estimates = _estimates(config, evaluation, tally)
         content = {
@@ -255,41 +256,37 @@ def _intervals(config: EvaluationConfig, values: dict[int, Tensor]) -> dict[int,
     return dict(zip(values, intervals, strict=True))
 
 
-def _policy(config: EvaluationConfig, source: Source, task: Task) -> Policy:
-    sampling = config.sampling
+def _engine(config: EvaluationConfig, source: Source, task: Task, batch: int) -> Engine:
+    """Return the engine of --rollout with the checkpoint's weights."""
     model = load_policy(
         source.checkpoint,
         task=config.chosen.task,
         vocab_size=task.vocab_size,
         prompt_length=task.prompt_length,
-        max_new_tokens=sampling.max_new_tokens,
-    )
-    check_exact(model.to(config.place.device))
-    named = config.chosen.rollout, own_options(config, "rollout"), sampling
-    dtype = getattr(torch, config.place.dtype)
-    return Policy(source, task, model, build_engine(*named, model, task, dtype, _batch(config)))
+        max_new_tokens=config.sampling.max_new_tokens,
+    ).to(config.place.device)
+    check_exact(model)
+    named = config.chosen.rollout, own_options(config, "rollout"), config.sampling
+    engine = build_engine(*named, model, task, getattr(torch, config.place.dtype), batch)
+    engine.load_weights(model)
+    return engine
 
 
-def _introduction(config: EvaluationConfig, policy: Policy, num_distinct: int) -> Iterator[str]:
-    source, sampling, measure = policy.source, config.sampling, config.measure
-    what = f"{source.describe()}; task {policy.task.name}, seed {sampling.seed}"
-    yield f"maxrl_fast {maxrl_fast.__version__}: {what}"
-    if source.run is not None:
-        whose = f"those of the run {source.run}, unless a flag overrides them"
-        yield f"the task's options and seed are {whose}"
-    how = [f"temperature {sampling.temperature:g}"]
-    how += [f"top-k {sampling.top_k}"] if sampling.top_k else []
-    how += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
-    how += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
-    how += [f"at most {sampling.max_new_tokens} tokens"]
-    distinct = ""
-    if num_distinct < measure.eval_prompts:
-        distinct = f" ({num_distinct} distinct: intervals treat all prompts as distinct)"
-    yield (
-        f"{measure.eval_prompts} {measure.split} prompts{distinct} x {measure.samples} samples, "
-        f"{', '.join(how)}; {policy.engine.describe()}"
+def _evaluator(config: EvaluationConfig, engine: Engine, task: Task, scorer: Scorer) -> Evaluator:
+    measure, options = config.measure, config.sampling
+    sampling = Sampling(
+        options.temperature,
+        options.max_new_tokens,
+        task.stop_ids,
+        *(options.top_k, options.top_p, options.min_p),
+        end_of=end_of(task),
     )
-    yield f"results in {config.place.out}"
+    return Evaluator(
+        *(engine, task, scorer, sampling, measure.eval_prompts, measure.samples, options.seed),
+        device=torch.device(config.place.device),
+        split=measure.split,
+        chunk=_chunk(config),
+    )
 
 
 def _chunk(config: EvaluationConfig) -> int:
@@ -300,39 +297,25 @@ def _batch(config: EvaluationConfig) -> int:
     return min(config.measure.eval_prompts, _chunk(config)) * config.measure.samples
 
 
-def _sample(
-    config: EvaluationConfig,
-    policy: Policy,
-    scorer: Scorer,
-    tally: SampleTally,
-    screen: Screen,
-) -> Evaluation:
-    measure, options, device = config.measure, config.sampling, torch.device(config.place.device)
-    policy.engine.load_weights(policy.model.to(device))
-    sampling = Sampling(
-        options.temperature,
-        options.max_new_tokens,
-        policy.task.stop_ids,
-        *(options.top_k, options.top_p, options.min_p),
-        end_of=end_of(policy.task),
+def _introduction(
+    config: EvaluationConfig, source: Source, evaluator: Evaluator, num_distinct: int
+) -> Iterator[str]:
+    sampling, measure, task = config.sampling, config.measure, evaluator.task
+    what = f"{source.describe()}; task {task.name}, seed {sampling.seed}"
+    yield f"maxrl_fast {maxrl_fast.__version__}: {what}"
+    if source.run is not None:
+        whose = f"those of the run {source.run}, unless a flag overrides them"
+        yield f"the task's options and seed are {whose}"
+    filters = {"top-k": sampling.top_k, "min-p": sampling.min_p, "top-p": sampling.top_p % 1}
+    how = [f"temperature {sampling.temperature:g}"]
+    how += [f"{name} {value:g}" for name, value in filters.items() if value]
+    distinct = ""
+    if num_distinct < measure.eval_prompts:
+        distinct = f" ({num_distinct} distinct: intervals treat all prompts as distinct)"
+    yield (
+        f"{measure.eval_prompts} {measure.split} prompts{distinct} x {measure.samples} samples, "
+        f"{', '.join(how)}, at most {sampling.max_new_tokens} tokens; {evaluator.engine.describe()}"
     )
-    evaluator = Evaluator(
-        policy.engine,
-        policy.task,
-        scorer,
-        sampling,
-        num_prompts=measure.eval_prompts,
-        num_samples=measure.samples,
-        seed=options.seed,
-        device=device,
-        split=measure.split,
-        chunk=_chunk(config),
-    )
-    with screen.stage("evaluate", measure.eval_prompts) as stage:
-
-        def after_chunk(done: int) -> None:
-            stage.advance(done)
-            if warning := scorer.failures(Ranks(), f"prompt {done} of {measure.eval_prompts}")[1]:
-                screen.warning(warning)
-
-        return evaluator.evaluate(after_chunk, tally.take)
+    yield f"results in {config.place.out}"
+    if described := evaluator.scorer.describe():
+        yield described

@@ -48,8 +48,8 @@ def score_rows(
             yield [label_of(score, k), *cells, *(shown(own[k], "+.3f") for own in changes)]
 
 
-def summary_tables(content: Mapping[str, Any], confidence: float) -> list[Table]:
-    """Return the tables of one evaluation from the content of its eval.json."""
+def summary_table(content: Mapping[str, Any], confidence: float) -> Table:
+    """Return pass@k, max@k and maj@k from the content of eval.json."""
     score = content["score"]
     others = [PASS if score == MAX else MAX, "maj_at_k"]
     name, *names = (x.replace("_at_", "@") for x in (score, *others))
@@ -59,7 +59,7 @@ def summary_tables(content: Mapping[str, Any], confidence: float) -> list[Table]
         table.add_row(str(k), shown(interval), *means)
     if score == MAX:
         table.caption = CONTINUOUS
-    return [table, numbers_table([content], [""])]
+    return table
 
 
 def sets_table(sets: Sequence[dict[int, Interval]], confidence: float) -> Table:
@@ -70,28 +70,27 @@ def sets_table(sets: Sequence[dict[int, Interval]], confidence: float) -> Table:
     return table
 
 
-def numbers_table(contents: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Table:
-    """Return the numbers of evaluations other than pass@k and max@k."""
-    table = new_table("", *columns)
-    for key, name in NUMBERS.items():
-        table.add_row(name, *(f"{content[key]:.3f}" for content in contents))
-    return table
-
-
-def comparison_tables(
+def comparison_table(
     score: str,
     letters: Sequence[str],
-    outcomes: Sequence[Outcome],
     estimates: Sequence[Mapping[int, Tensor]],
     gains: Sequence[Mapping[int, Interval]],
-) -> list[Table]:
-    """Return the score by k with the gain over each other evaluation, and the other numbers."""
+) -> Table:
+    """Return the score by k, and the gain over each evaluation but the first."""
     changes = (f"{letters[0]} - {letter}" for letter in letters[1:])
     table = new_table("held-out prompts", *letters, *changes)
     means = [{k: float(x.mean()) for k, x in own.items()} for own in estimates]
     for cells in score_rows(score, means, gains):
         table.add_row(*cells)
-    return [table, numbers_table([outcome.content for outcome in outcomes], letters)]
+    return table
+
+
+def numbers_table(letters: Sequence[str], outcomes: Sequence[Outcome]) -> Table:
+    """Return the numbers of evaluations other than pass@k, max@k and maj@k."""
+    table = new_table("", *letters)
+    for key, name in NUMBERS.items():
+        table.add_row(name, *(f"{outcome.content[key]:.3f}" for outcome in outcomes))
+    return table
 
 
 def draw_coverage(outcomes: Sequence[Outcome], score: str, path: Path) -> None:

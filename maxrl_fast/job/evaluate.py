@@ -33,10 +33,11 @@ from maxrl_fast.evaluation.outcome import (
 from maxrl_fast.evaluation.scores import MAX, PASS
 from maxrl_fast.evaluation.source import Source, free_folder
 from maxrl_fast.evaluation.tables import (
-    comparison_tables,
+    comparison_table,
     draw_coverage,
+    numbers_table,
     sets_table,
-    summary_tables,
+    summary_table,
 )
 from maxrl_fast.job.build_policy import build_engine
 from maxrl_fast.job.build_task import build_scorer, build_task, closing_task
@@ -133,8 +134,8 @@ def _compare(
     if others:
         for letter, outcome in zip(letters, outcomes, strict=True):
             screen.info(f"{letter}  {outcome.name}")
-        for table in comparison_tables(score, letters, outcomes, [ours, *estimates], gains):
-            screen.console.print(table)
+        screen.console.print(comparison_table(score, letters, [ours, *estimates], gains))
+    screen.console.print(numbers_table(letters if others else [""], outcomes))
     draw_coverage(outcomes, score, picture)
     return {other.name: gain for other, gain in zip(others, gains, strict=True)}
 
@@ -192,8 +193,7 @@ def _evaluate_set(
             **estimates,
             **scorer.pop_metrics().over(Ranks()),
         }
-        for table in summary_tables(content, measure.confidence):
-            screen.console.print(table)
+        screen.console.print(summary_table(content, measure.confidence))
         own = Outcome.of(source.name, content)
         content["against"] = _compare(config, own, others, screen, picture)
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")

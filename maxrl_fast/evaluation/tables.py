@@ -94,19 +94,18 @@ def numbers_table(letters: Sequence[str], outcomes: Sequence[Outcome]) -> Table:
 
 
 def draw_coverage(outcomes: Sequence[Outcome], score: str, path: Path) -> None:
-    """Plot the score at every k, with the intervals that the evaluations have at some."""
+    """Plot the coverage of evaluations with its intervals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
     for i, outcome in enumerate(outcomes):
-        color, curve, intervals = f"C{i}", outcome.curve(score), outcome.content["coverage"]
+        color, intervals = f"C{i}", outcome.content["coverage"]
         ks = [*map(int, intervals)]
         mean, low, high = ([x[of] for x in intervals.values()] for of in ("mean", "low", "high"))
         # Matplotlib would typeset text between dollar signs as mathematics
         label = outcome.name.replace("$", r"\$")
-        axes.plot(range(1, len(curve) + 1), curve.tolist(), color=color, label=label)
-        axes.plot(ks, mean, color=color, marker="o", markersize=4, linestyle="none")
+        axes.plot(ks, mean, color=color, marker="o", markersize=4, label=label)
         axes.fill_between(ks, low, high, color=color, alpha=0.2, linewidth=0)
     ticks = powers_of_two(max(outcome.num_samples for outcome in outcomes))
     axes.set_xscale("log", base=2)

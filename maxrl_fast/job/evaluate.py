@@ -31,7 +31,7 @@ from maxrl_fast.evaluation.outcome import (
     shown_score,
 )
 from maxrl_fast.evaluation.scores import MAX, PASS
-from maxrl_fast.evaluation.source import Source, free_folder
+from maxrl_fast.evaluation.source import Source
 from maxrl_fast.evaluation.tables import (
     comparison_table,
     draw_coverage,
@@ -87,11 +87,8 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
 def compare_evaluations(config: EvaluationConfig, folder: Path, screen: Screen) -> int:
     """Compare a finished evaluation with others, without sampling."""
     own, others = Outcome.read(folder), _read_others(config)
-    out = free_folder(config.place.out, f"{folder.resolve().name}-compared")
-    _warn_of_differences(own.settings, others, screen)
-    with locked(out), stored(out / PICTURE) as picture:
-        _compare(config, own, others, screen, picture)
-    screen.info(f"{'coverage':<12}{out / PICTURE}")
+    _warn_of_differences(own.content["settings"], others, screen)
+    _compare(config, own, others, screen)
     return 0
 
 
@@ -108,7 +105,7 @@ def _warn_of_differences(
     settings: dict[str, Any], others: Sequence[Outcome], screen: Screen
 ) -> None:
     for other in others:
-        if found := differences(settings, other.settings):
+        if found := differences(settings, other.content["settings"]):
             screen.warning(
                 f"{other.name} is not of the same prompts, samples and sampling, so its difference "
                 f"has no interval; it differs in {found}"
@@ -116,17 +113,17 @@ def _warn_of_differences(
 
 
 def _compare(
-    config: EvaluationConfig, own: Outcome, others: list[Outcome], screen: Screen, picture: Path
+    config: EvaluationConfig, own: Outcome, others: list[Outcome], screen: Screen
 ) -> dict[str, Any]:
-    """Print and draw evaluations beside each other; return the gains over the others by name, with
-    intervals paired by prompt where the prompts are the same."""
+    """Print evaluations beside each other; return the gains over the others by name, with intervals
+    paired by prompt where the prompts are the same."""
     outcomes, score = [own, *others], shown_score([own, *others])
     smallest = min(outcome.num_samples for outcome in outcomes)
     ks = [k for k in config.measure.k or powers_of_two(smallest) if k <= smallest]
     ours, *estimates = [outcome.estimates(score, ks) for outcome in outcomes]
     gains = []
     for other, theirs in zip(others, estimates, strict=True):
-        if differences(own.settings, other.settings):
+        if differences(own.content["settings"], other.content["settings"]):
             gains.append({k: {"mean": float(ours[k].mean() - theirs[k].mean())} for k in ks})
         else:
             gains.append(_intervals(config, {k: ours[k] - theirs[k] for k in ks}))
@@ -136,7 +133,6 @@ def _compare(
             screen.info(f"{letter}  {outcome.name}")
         screen.console.print(comparison_table(score, letters, [ours, *estimates], gains))
     screen.console.print(numbers_table(letters if others else [""], outcomes))
-    draw_coverage(outcomes, score, picture)
     return {other.name: gain for other, gain in zip(others, gains, strict=True)}
 
 
@@ -195,7 +191,8 @@ def _evaluate_set(
         }
         screen.console.print(summary_table(content, measure.confidence))
         own = Outcome.of(source.name, content)
-        content["against"] = _compare(config, own, others, screen, picture)
+        content["against"] = _compare(config, own, others, screen)
+        draw_coverage([own, *others], shown_score([own, *others]), picture)
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():
         screen.info(f"{name:<12}{out / file_name}")
@@ -316,6 +313,5 @@ def _introduction(
         f"{measure.eval_prompts} {measure.split} prompts{distinct} x {measure.samples} samples, "
         f"{', '.join(how)}, at most {sampling.max_new_tokens} tokens; {evaluator.engine.describe()}"
     )
-    yield f"results in {config.place.out}"
     if described := evaluator.scorer.describe():
         yield described

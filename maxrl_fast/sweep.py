@@ -27,7 +27,7 @@ from maxrl_fast.config.read import parse, read_flags
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.evaluation.scores import score_of
 from maxrl_fast.evaluation.seeds import over_seeds
-from maxrl_fast.evaluation.tables import new_table, score_rows
+from maxrl_fast.evaluation.tables import add_scores, new_table
 from maxrl_fast.job.control import SIGNALS
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.report import command as report
@@ -48,6 +48,7 @@ OPTIONS = (
     ("--dry-run", "print the commands of the runs, and stop"),
     ("--quiet", "print one line a run and the table, not what the runs print"),
 )
+OWN = "out", "dry_run", "quiet"  # options of the sweep, not of its runs
 
 
 @command
@@ -61,21 +62,20 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = values_of(words)
         name = "-".join(["sweep", *(Path(x).stem for x in options.get("config", []))])
-        is_dry, is_quiet = (options.pop(x, None) is not None for x in ("dry_run", "quiet"))
-        out, *more = map(Path, options.pop("out", None) or [f"runs/{name}"])
+        out, *more = map(Path, options.get("out") or [f"runs/{name}"])
         if more:
             raise InputError(f"--out must be one folder, got {out} and {more[0]}")
         if Ranks.of_environment().size > 1:
             raise InputError(
                 "a sweep cannot run under torchrun; start each command of its --dry-run by torchrun"
             )
-        runs = sweep_grid(options, out)
-        if is_dry:
+        runs = sweep_grid({x: own for x, own in options.items() if x not in OWN}, out)
+        if "dry_run" in options:
             for run in runs:
                 screen.info(shlex.join(run.command))
             return 0
         with locked(out), storing(str(out)):
-            if stopped := train_runs(runs, is_quiet, screen):
+            if stopped := train_runs(runs, "quiet" in options, screen):
                 said = SIGNALS[signal.Signals(stopped)]
                 screen.info(f"stopped by {said}; the same command resumes the sweep")
                 return 128 + stopped
@@ -211,8 +211,7 @@ def summarize(runs: Sequence[Run], out: Path, screen: Screen) -> int:
         table.add_row(f"{group}, {len(row['seeds'])} seeds")
         names = ("before", "after", "change")
         before, after, change = ({k: x[name] for k, x in row[score].items()} for name in names)
-        for cells in score_rows(score, [before, after], [change]):
-            table.add_row(*cells)
+        add_scores(table, score, [before, after], [change])
     screen.console.print(table)
     write_json(out / "sweep.json", {"command": sys.argv, "summary": summary})
     if len(done) > report.MOST_RUNS:

@@ -184,6 +184,7 @@ REFUSALS = """
     {run} --max-new-tokens 1000 | positions
     {run} --out {untrained} | --out must be a new or empty folder, got {untrained}
     {run} --against {run} | {run} must be the folder of a finished evaluation
+    {finished} --against {finished} --samples 5 --k 5 | --k must be at most 4, the samples of
     {finished} --against {tmp}/none | {tmp}/none must be the folder of a finished evaluation
 """
 

@@ -13,11 +13,10 @@ from maxrl_fast.algorithms.options import (
     REQUIRED,
     Option,
     make_option,
-    nearest,
     options_of,
     parameters_of,
 )
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, nearest
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.rollout.vllm_options import VllmOptions
 from maxrl_fast.runtime.loading import is_code, load_code

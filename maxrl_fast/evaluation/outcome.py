@@ -36,28 +36,23 @@ class Outcome:
     rewards: Tensor  # [P, n], as Evaluation.values
 
     @classmethod
-    def of(cls, name: str, content: dict[str, Any]) -> "Outcome":
-        """KeyError, ValueError, TypeError: `content` is not that of a finished evaluation."""
-        counts, rewards = (content["per_prompt"][name] for name in ("num_correct", "rewards"))
-        most = content["settings"]["samples"]
-        if not counts or not all(type(c) is int and 0 <= c <= most for c in counts):
-            raise ValueError(f"num_correct must hold a count from 0 to {most} for each prompt")
-        values = torch.tensor(rewards) if rewards else outcomes(most, torch.tensor(counts))
-        if values.shape != (len(counts), most) or not values.isfinite().all():
-            raise ValueError(f"rewards must hold {most} numbers for each prompt")
-        return cls(name, content, values.float())
-
-    @classmethod
     def read(cls, folder: Path) -> "Outcome":
         """Read the folder of a finished evaluation."""
         try:
             content = read_json(folder / RESULTS, RESULTS_BYTES)
-            return cls.of(str(folder), content)
+            counts, rewards = (content["per_prompt"][name] for name in ("num_correct", "rewards"))
+            most = content["settings"]["samples"]
+            if not counts or not all(type(c) is int and 0 <= c <= most for c in counts):
+                raise ValueError(f"num_correct must hold a count from 0 to {most} for each prompt")
+            values = torch.tensor(rewards) if rewards else outcomes(most, torch.tensor(counts))
+            if values.shape != (len(counts), most) or not values.isfinite().all():
+                raise ValueError(f"rewards must hold {most} numbers for each prompt")
         except (LookupError, ValueError, TypeError, RecursionError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise InputError(
                 f"{folder} must be the folder of a finished evaluation: {why}"
             ) from error
+        return cls(str(folder), content, values.float())
 
     @property
     def num_samples(self) -> int:

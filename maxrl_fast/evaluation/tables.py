@@ -1,6 +1,6 @@
 """The tables and the coverage plot of evaluations. Estimates are as in eval.json, by k."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ def new_table(*columns: str) -> Table:
     """Return a table whose first column is of names, and the others of numbers that stay whole."""
     table = Table()
     for i, column in enumerate(columns):
-        justify = "right" if i else "left"
-        table.add_column(column, justify=justify, no_wrap=i > 0, overflow="fold")
+        table.add_column(column, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
     return table
 
 
@@ -36,16 +35,17 @@ def shown(interval: Interval, form: str = ".3f") -> str:
     return f"{interval['mean']:{form}}" + f" ({', '.join(bounds)})" * bool(bounds)
 
 
-def score_rows(
+def add_scores(
+    table: Table,
     score: str,
     means: Sequence[Mapping[Any, float]],
     changes: Sequence[Mapping[Any, Interval]],
-) -> Iterator[list[str]]:
-    """Yield for each k that all have its label, the means and the changes."""
+) -> None:
+    """Add a row for each k that all have: its label, the means and the changes."""
     for k in means[0]:
         if all(k in own for own in means):
             cells = [f"{own[k]:.3f}" for own in means]
-            yield [label_of(score, k), *cells, *(shown(own[k], "+.3f") for own in changes)]
+            table.add_row(label_of(score, k), *cells, *(shown(own[k], "+.3f") for own in changes))
 
 
 def summary_table(content: Mapping[str, Any], confidence: float) -> Table:
@@ -80,8 +80,7 @@ def comparison_table(
     changes = (f"{letters[0]} - {letter}" for letter in letters[1:])
     table = new_table("held-out prompts", *letters, *changes)
     means = [{k: float(x.mean()) for k, x in own.items()} for own in estimates]
-    for cells in score_rows(score, means, gains):
-        table.add_row(*cells)
+    add_scores(table, score, means, gains)
     return table
 
 

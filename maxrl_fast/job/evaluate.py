@@ -13,6 +13,7 @@ from torch import Tensor
 import maxrl_fast
 from maxrl_fast.config.evaluation import EvaluationConfig, resolve, set_configs
 from maxrl_fast.config.rules import own_options
+from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import (
     Interval,
     bootstrap,
@@ -87,6 +88,8 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
 def compare_evaluations(config: EvaluationConfig, folder: Path, screen: Screen) -> int:
     """Compare a finished evaluation with others, without sampling."""
     own, others = Outcome.read(folder), _read_others(config)
+    if max(config.measure.k, default=1) > own.num_samples:
+        raise InputError(f"--k must be at most {own.num_samples}, the samples of {folder}")
     _warn_of_differences(own.content["settings"], others, screen)
     _compare(config, own, others, screen)
     return 0
@@ -127,7 +130,7 @@ def _compare(
             gains.append({k: {"mean": float(ours[k].mean() - theirs[k].mean())} for k in ks})
         else:
             gains.append(_intervals(config, {k: ours[k] - theirs[k] for k in ks}))
-    letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(outcomes))]
+    letters = [chr(ord("A") + i) for i in range(len(outcomes))]
     if others:
         for letter, outcome in zip(letters, outcomes, strict=True):
             screen.info(f"{letter}  {outcome.name}")
@@ -190,7 +193,7 @@ def _evaluate_set(
             **scorer.pop_metrics().over(Ranks()),
         }
         screen.console.print(summary_table(content, measure.confidence))
-        own = Outcome.of(source.name, content)
+        own = Outcome(source.name, content, evaluation.values)
         content["against"] = _compare(config, own, others, screen)
         draw_coverage([own, *others], shown_score([own, *others]), picture)
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")

@@ -26,7 +26,7 @@ from maxrl_fast.config.parts import loss_of
 from maxrl_fast.config.read import hint, parse_options
 from maxrl_fast.config.resolve import resolve, tensor_parallel
 from maxrl_fast.config.rules import own_options
-from maxrl_fast.errors import InputError, warn
+from maxrl_fast.errors import InputError
 from maxrl_fast.job.build import build_context, build_learner, build_policies
 from maxrl_fast.job.build_policy import build_policy_files, build_sampling, find_policy
 from maxrl_fast.job.build_task import build_run_task, text_options
@@ -126,7 +126,7 @@ class Session:
         places = _places("folder", folder)
         path = next(filter(os.path.lexists, places), places[0])  # where a kill left it
         is_saved = checkpoints_of(path) or (path / "progress.json").exists()
-        saved = find_saved(path, Ranks(), warn) if is_saved else None
+        saved = find_saved(path, Ranks(), _warn) if is_saved else None
         if saved is None:
             raise InputError(f"folder must be of a run with a checkpoint, or of save, got {folder}")
         config = parse_options({"resume": str(path), **options})
@@ -164,7 +164,7 @@ class Session:
     def _start(self, config: Config) -> None:
         self._ranks, device = Ranks.of_environment(), resolve_device(config.run.device)
         _connect(device)
-        config = find_policy(config, self._ranks, warn)
+        config = find_policy(config, self._ranks, _warn)
         self._base = config.model.model  # what adapters are trained on
         folder = config.model.directory
         self.task: Any  # a Task
@@ -172,7 +172,7 @@ class Session:
             self.task = build_run_task(config)
         else:
             self.task = _GivenTexts(folder, "", False, **text_options(own_options(config, "task")))
-        resolved = resolve(config, self.task, self._ranks, warn=warn)
+        resolved = resolve(config, self.task, self._ranks, warn=_warn)
         torch.set_num_threads(resolved.run.threads)
         place = self._ranks, device
         self.config, policy, teacher = build_policies(resolved, self.task, *place, None)
@@ -426,3 +426,7 @@ def _refuse_others(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in _OPTIONS:
             raise InputError(f"unknown option {name:.80}{hint(name, _OPTIONS, is_flag=False)}")
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from maxrl_fast.config.names import OF_ONE_START
 from maxrl_fast.config.options import Config, Options, as_list, fields_of
 from maxrl_fast.config.parts import SECTIONS, default_of, options_of_part, owners_by_option
 from maxrl_fast.config.rules import check, unused_options
-from maxrl_fast.errors import InputError, warn
+from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable, read_json
 from maxrl_fast.runtime.loading import is_code, is_file
@@ -242,7 +242,7 @@ def read_run(out: Path, overriding: Mapping[str, Given]) -> dict[str, Given]:
         ]
         whose = f"{printable(out)} belongs to uid {' and '.join(map(str, owners))}"
         runs = f"what its options name runs with your rights: {', '.join(code) or 'no code'}"
-        warn(f"{whose}, and {runs}")
+        print(f"warning: {whose}, and {runs}", file=sys.stderr, flush=True)
     return given
 
 

@@ -107,10 +107,8 @@ def values_of(words: Sequence[str]) -> dict[str, list[str]]:
     flags = read_flags(["--seed" if word == "--seeds" else word for word in words])
     if len(flags) < sum(word.startswith("--") for word in words):
         raise InputError("each option must be given once, with all its values after it")
-    if found := {"resume", "allow_changes"} & flags.keys():
-        raise InputError(
-            f"a sweep takes no --{min(found).replace('_', '-')}: the same command resumes it"
-        )
+    if "resume" in flags:
+        raise InputError("a sweep takes no --resume: the same command resumes it")
     return {name: x.value for name, x in flags.items()}
 
 
@@ -182,9 +180,6 @@ def train_runs(runs: Sequence[Run], is_quiet: bool, screen: Screen) -> int:
         if stopped:  # since the run before
             child.send_signal(stopped)
         run.code = child.wait()
-        if run.code and not stopped:
-            said = f"{run.folder.name} failed with exit code {run.code}"
-            screen.error(f"{said}; the sweep continues")
     for number, handler in before.items():
         signal.signal(number, handler)
     return stopped
@@ -193,7 +188,7 @@ def train_runs(runs: Sequence[Run], is_quiet: bool, screen: Screen) -> int:
 def summarize(runs: Sequence[Run], out: Path, screen: Screen) -> int:
     """Print the table of the finished runs, write sweep.json and report.html; return the exit
     code."""
-    failed = [run.folder.name for run in runs if run.code]
+    failed = [f"{run.folder.name} (exit code {run.code})" for run in runs if run.code]
     done = [run for run in runs if not run.code]
     if failed:
         screen.error(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")

@@ -148,26 +148,20 @@ class Failing:
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_finished(
-    tmp_path, capfd
-):
+def test_a_sweep_goes_on_after_a_failure_and_reports(tmp_path, capfd):
     out = tmp_path / "sweep"
     shared = [*FLAGS, *"--steps 2 --seeds 0 --objective maxrl --quiet --out".split(), str(out)]
     assert sweep.main([*shared, "--chain-length", "0", "3"]) == 1
     name, failed = "maxrl_chain-length-3_seed-0", "maxrl_chain-length-0_seed-0"
     text, error = capfd.readouterr()
-    assert f"{failed} failed with exit code 2; the sweep continues" in error
-    assert f"1 of 2 runs failed: {failed}" in error
+    assert f"1 of 2 runs failed: {failed} (exit code 2)" in error
     assert text.startswith(f"run 1 of 2: {failed}\nrun 2 of 2: {name}\n┏")  # nothing of the runs
     assert (out / "report.html").exists()
     last = read(out / name / "eval.jsonl")[-1]["pass_at_k"]["1"]
     (row,) = json.loads((out / "sweep.json").read_text())["summary"].values()
     assert row["pass_at_k"]["1"]["after"] == pytest.approx(last)
-    written = (out / name / "config.json").stat().st_mtime_ns
-    assert sweep.main([*shared, "--chain-length", "3", "4"]) == 0
-    assert written == (out / name / "config.json").stat().st_mtime_ns
     # finished with other options, it is started again, and refuses them
-    assert sweep.main([*shared, "--chain-length", "3", "4", "--clip-grad", "0.3"]) == 1
+    assert sweep.main([*shared, "--chain-length", "3", "--clip-grad", "0.3"]) == 1
     assert "clip_grad" in capfd.readouterr().err
 
 

@@ -203,7 +203,8 @@ def summarize(runs: Sequence[Run], out: Path, screen: Screen) -> int:
     table = new_table("mean over seeds", "before", "after", "change (95% interval)")
     for group, row in summary.items():
         table.add_section()
-        table.add_row(f"{group}, {len(row['seeds'])} seeds")
+        num_seeds = len(row["seeds"])
+        table.add_row(f"{group}, {num_seeds} seed{'s' * (num_seeds > 1)}")
         names = ("before", "after", "change")
         before, after, change = ({k: x[name] for k, x in row[score].items()} for name in names)
         add_scores(table, score, [before, after], [change])

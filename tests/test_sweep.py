@@ -161,7 +161,7 @@ def test_a_sweep_goes_on_after_a_failure_and_reports(tmp_path, capfd):
     (row,) = json.loads((out / "sweep.json").read_text())["summary"].values()
     assert row["pass_at_k"]["1"]["after"] == pytest.approx(last)
     # finished with other options, it is started again, and refuses them
-    assert sweep.main([*shared, "--chain-length", "3", "--clip-grad", "0.3"]) == 1
+    assert sweep.main([*shared, "--chain-length", "0", "3", "--clip-grad", "0.3"]) == 1
     assert "clip_grad" in capfd.readouterr().err
 
 

@@ -91,15 +91,16 @@ class Run:
     folder: Path
     command: list[str]
     config: Config
+    given: set[str]  # the options that flags or --config give; the others have their defaults
     code: int = 0  # the exit code of its process
 
     @property
     def is_finished(self) -> bool:
-        """Whether it finished with these options, as far as they are given."""
+        """Whether it finished with the options that are given."""
         run, options = RunFolder(self.folder), self.config.flat()
         if not run.is_run or run.options.get("steps") != options["steps"] or not run.is_finished:
             return False
-        return not changes(run.options, {k: x for k, x in options.items() if x is not None})
+        return not changes(run.options, {name: options[name] for name in self.given})
 
 
 def values_of(words: Sequence[str]) -> dict[str, list[str]]:
@@ -150,7 +151,8 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
             )
         train = [sys.executable, "-m", "maxrl_fast.train", *arguments]
         train += ["--out", str(folder), "--resume", "auto"]
-        runs[folder] = Run(group, folder, train, config)
+        given = {*chosen, *config.places} & config.flat().keys()
+        runs[folder] = Run(group, folder, train, config, given)
     return list(runs.values())
 
 

@@ -111,7 +111,14 @@ def finish(folder, steps, **options):
     ]
     (folder / "eval.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    config = {"objective": "maxrl", "task": "maze", "lr": 0.1, "steps": steps, **options}
+    config = {
+        "objective": "maxrl",
+        "task": "maze",
+        "lr": 0.1,
+        "dtype": "float32",
+        "steps": steps,
+        **options,
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
 

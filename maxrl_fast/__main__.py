@@ -1,6 +1,5 @@
 """The console script `maxrl-fast`, or `python -m maxrl_fast`: one entry for all commands."""
 
-import difflib
 import os
 import signal
 import sys
@@ -8,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from maxrl_fast.errors import nearest
 from maxrl_fast.runtime.output import command, write_directly
 
 COMMANDS = {  # name: (module, what it does); a module is imported only when its command is called
@@ -39,10 +39,9 @@ def main(arguments: Sequence[str]) -> int:
         print(USAGE)
         return 0
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
         return _refuse(
             "the command must be train, sweep, evaluate, report or objectives, got "
-            f"{name}{f'; did you mean {close[0]}?' if close else ''}"
+            f"{name}{nearest(name, COMMANDS)}"
         )
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # not ignored, as in a background job of a shell

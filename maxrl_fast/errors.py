@@ -5,6 +5,21 @@ Every function that reads or checks the user's input (options, files, models, da
 raises InputError where it is wrong. Docstrings name only other errors.
 """
 
+import difflib
+import sys
+from collections.abc import Iterable
+
+
+def warn(sentence: str) -> None:
+    print(f"warning: {sentence}", file=sys.stderr, flush=True)
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return what a user may have meant, for the end of a message, or nothing."""
+    begin = [x for x in words if x[:1] == word[:1]]
+    close = difflib.get_close_matches(word, begin, n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
 
 class InputError(ValueError):
     """The user's input is invalid. The message says what was expected and what was given; exit code

@@ -23,12 +23,11 @@ from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.changes import changes
 from maxrl_fast.config.help_page import print_help, split_help
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parts import short_name
 from maxrl_fast.config.read import parse, read_flags
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.evaluation.scores import score_of
 from maxrl_fast.evaluation.seeds import over_seeds
-from maxrl_fast.evaluation.tables import new_table, score_rows
+from maxrl_fast.evaluation.tables import add_scores, new_table
 from maxrl_fast.job.control import SIGNALS
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.report import command as report
@@ -49,6 +48,7 @@ OPTIONS = (
     ("--dry-run", "print the commands of the runs, and stop"),
     ("--quiet", "print one line a run and the table, not what the runs print"),
 )
+OWN = "out", "dry_run", "quiet"  # options of the sweep, not of its runs
 
 
 @command
@@ -62,21 +62,20 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = values_of(words)
         name = "-".join(["sweep", *(Path(x).stem for x in options.get("config", []))])
-        is_dry, is_quiet = (options.pop(x, None) is not None for x in ("dry_run", "quiet"))
-        out, *more = map(Path, options.pop("out", None) or [f"runs/{name}"])
+        out, *more = map(Path, options.get("out") or [f"runs/{name}"])
         if more:
             raise InputError(f"--out must be one folder, got {out} and {more[0]}")
         if Ranks.of_environment().size > 1:
             raise InputError(
                 "a sweep cannot run under torchrun; start each command of its --dry-run by torchrun"
             )
-        runs = sweep_grid(options, out)
-        if is_dry:
+        runs = sweep_grid({x: own for x, own in options.items() if x not in OWN}, out)
+        if "dry_run" in options:
             for run in runs:
                 screen.info(shlex.join(run.command))
             return 0
         with locked(out), storing(str(out)):
-            if stopped := train_runs(runs, is_quiet, screen):
+            if stopped := train_runs(runs, "quiet" in options, screen):
                 said = SIGNALS[signal.Signals(stopped)]
                 screen.info(f"stopped by {said}; the same command resumes the sweep")
                 return 128 + stopped
@@ -92,15 +91,16 @@ class Run:
     folder: Path
     command: list[str]
     config: Config
+    given: set[str]  # the options that flags or --config give; the others have their defaults
     code: int = 0  # the exit code of its process
 
     @property
     def is_finished(self) -> bool:
-        """Whether it finished with these options, as far as they are given."""
+        """Whether it finished with the options that are given."""
         run, options = RunFolder(self.folder), self.config.flat()
         if not run.is_run or run.options.get("steps") != options["steps"] or not run.is_finished:
             return False
-        return not changes(run.options, {k: x for k, x in options.items() if x is not None})
+        return not changes(run.options, {name: options[name] for name in self.given})
 
 
 def values_of(words: Sequence[str]) -> dict[str, list[str]]:
@@ -108,10 +108,8 @@ def values_of(words: Sequence[str]) -> dict[str, list[str]]:
     flags = read_flags(["--seed" if word == "--seeds" else word for word in words])
     if len(flags) < sum(word.startswith("--") for word in words):
         raise InputError("each option must be given once, with all its values after it")
-    if found := {"resume", "allow_changes"} & flags.keys():
-        raise InputError(
-            f"a sweep takes no --{min(found).replace('_', '-')}: the same command resumes it"
-        )
+    if "resume" in flags:
+        raise InputError("a sweep takes no --resume: the same command resumes it")
     return {name: x.value for name, x in flags.items()}
 
 
@@ -140,7 +138,7 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
         except InputError as error:
             said = ", ".join(f"{name} {value}" for name, value in zip(sides, values, strict=True))
             raise InputError(f"the run of {said}: {error}" if said else str(error)) from error
-        parts = [short_name(config.chosen.objective)]
+        parts = [config.chosen.short_name]
         for name in sides:
             if name not in ("objective", "seed"):
                 parts.append(f"{name.replace('_', '-')}-{chosen[name][0].strip('/')}")
@@ -153,7 +151,8 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
             )
         train = [sys.executable, "-m", "maxrl_fast.train", *arguments]
         train += ["--out", str(folder), "--resume", "auto"]
-        runs[folder] = Run(group, folder, train, config)
+        given = {*chosen, *config.places} & config.flat().keys()
+        runs[folder] = Run(group, folder, train, config, given)
     return list(runs.values())
 
 
@@ -183,9 +182,6 @@ def train_runs(runs: Sequence[Run], is_quiet: bool, screen: Screen) -> int:
         if stopped:  # since the run before
             child.send_signal(stopped)
         run.code = child.wait()
-        if run.code and not stopped:
-            said = f"{run.folder.name} failed with exit code {run.code}"
-            screen.error(f"{said}; the sweep continues")
     for number, handler in before.items():
         signal.signal(number, handler)
     return stopped
@@ -194,7 +190,7 @@ def train_runs(runs: Sequence[Run], is_quiet: bool, screen: Screen) -> int:
 def summarize(runs: Sequence[Run], out: Path, screen: Screen) -> int:
     """Print the table of the finished runs, write sweep.json and report.html; return the exit
     code."""
-    failed = [run.folder.name for run in runs if run.code]
+    failed = [f"{run.folder.name} (exit code {run.code})" for run in runs if run.code]
     done = [run for run in runs if not run.code]
     if failed:
         screen.error(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}")
@@ -209,11 +205,11 @@ def summarize(runs: Sequence[Run], out: Path, screen: Screen) -> int:
     table = new_table("mean over seeds", "before", "after", "change (95% interval)")
     for group, row in summary.items():
         table.add_section()
-        table.add_row(f"{group}, {len(row['seeds'])} seeds")
+        num_seeds = len(row["seeds"])
+        table.add_row(f"{group}, {num_seeds} seed{'s' * (num_seeds > 1)}")
         names = ("before", "after", "change")
         before, after, change = ({k: x[name] for k, x in row[score].items()} for name in names)
-        for cells in score_rows(score, [before, after], [change]):
-            table.add_row(*cells)
+        add_scores(table, score, [before, after], [change])
     screen.console.print(table)
     write_json(out / "sweep.json", {"command": sys.argv, "summary": summary})
     if len(done) > report.MOST_RUNS:

@@ -7,7 +7,7 @@ from typing import Any
 from maxrl_fast.algorithms.estimators import ALIASES, ESTIMATORS
 from maxrl_fast.algorithms.losses import ALIASES as LOSS_ALIASES
 from maxrl_fast.algorithms.losses import LOSSES
-from maxrl_fast.algorithms.options import nearest
+from maxrl_fast.errors import nearest
 
 METHODS = {
     "dapo": "--objective grpo --loss ppo --clip-high 0.28 --dynamic-sampling 4 --overlong-buffer "

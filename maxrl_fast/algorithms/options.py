@@ -13,14 +13,13 @@ own ones too) has the options of its signature: they are flags while it is chose
 import ast
 import contextlib
 import dataclasses
-import difflib
 import enum
 import inspect
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +27,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from maxrl_fast.algorithms.arguments import check_choice, check_number
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, nearest
 
 
 @dataclass(frozen=True)
@@ -135,12 +134,6 @@ class Option:
         if self.kind in (str, Path) and b"\0" in os.fsencode(text):
             raise ValueError
         return self.kind(text)
-
-
-def nearest(word: str, words: Iterable[str], cutoff: float = 0.4) -> str:
-    begin = [x for x in words if x[:1] == word[:1]]
-    close = difflib.get_close_matches(word, begin, n=1, cutoff=cutoff)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:

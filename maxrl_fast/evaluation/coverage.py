@@ -53,12 +53,6 @@ def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
     return max_at_k(outcomes(num_samples, num_correct), k)
 
 
-def max_curve(rewards: Tensor) -> Tensor:
-    """Return max@k for k = 1..n, the mean over prompts: rewards [P, n] -> float64 [n]."""
-    ordered = rewards.double().sort(1).values.mean(0).cpu()  # max@k is linear in these
-    return torch.stack([max_at_k(ordered, k) for k in range(1, len(ordered) + 1)])
-
-
 def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: int) -> Tensor:
     """Return the probability that the majority answer of k samples is correct (self-consistency,
     Wang et al. 2023): float64 [P, len(ks)].

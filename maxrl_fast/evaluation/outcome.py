@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.coverage import max_at_k, max_curve, outcomes
+from maxrl_fast.evaluation.coverage import max_at_k, outcomes
 from maxrl_fast.evaluation.evaluator import is_correct
 from maxrl_fast.evaluation.scores import MAX, PASS
 from maxrl_fast.records import unpack
@@ -23,7 +23,7 @@ RESULTS_BYTES = 1 << 28
 # Options that must be equal for two evaluations to be compared prompt by prompt.
 MATCHED = (
     *("eval_prompts", "samples", "split", "temperature", "top_k", "top_p", "min_p"),
-    *("max_new_tokens", "task", "maze_size", "reward", "reward_threshold"),
+    *("max_new_tokens", "task", "maze_size", "chain_length", "reward", "reward_threshold"),
     *("reward_weights", "environment", "max_turns"),
 )
 DIGEST = "prompts_sha256"  # the digest of the prompts must be equal too
@@ -32,51 +32,36 @@ DIGEST = "prompts_sha256"  # the digest of the prompts must be equal too
 @dataclass(frozen=True)
 class Outcome:
     name: str
-    rewards: Tensor  # [P, n], as Evaluation.values
-    settings: dict[str, Any]  # MATCHED and DIGEST
     content: dict[str, Any]  # of eval.json
-
-    @classmethod
-    def of(cls, name: str, content: dict[str, Any]) -> "Outcome":
-        """KeyError, ValueError, TypeError: `content` is not that of a finished evaluation."""
-        settings, prompts = content["settings"], content["per_prompt"]
-        counts, rewards, most = prompts["num_correct"], prompts["rewards"], settings["samples"]
-        if not counts or not all(type(c) is int and 0 <= c <= most for c in counts):
-            raise ValueError(f"num_correct must hold a count from 0 to {most} for each prompt")
-        values = outcomes(most, torch.tensor(counts))
-        if rewards is not None:
-            values = torch.tensor(rewards)
-        if values.shape != (len(counts), most) or not values.isfinite().all():
-            raise ValueError(f"rewards must hold {most} numbers for each prompt")
-        return cls(name, values.float(), settings, content)
+    rewards: Tensor  # [P, n], as Evaluation.values
 
     @classmethod
     def read(cls, folder: Path) -> "Outcome":
         """Read the folder of a finished evaluation."""
         try:
             content = read_json(folder / RESULTS, RESULTS_BYTES)
-            return cls.of(str(folder), content)
+            counts, rewards = (content["per_prompt"][name] for name in ("num_correct", "rewards"))
+            most = content["settings"]["samples"]
+            if not counts or not all(type(c) is int and 0 <= c <= most for c in counts):
+                raise ValueError(f"num_correct must hold a count from 0 to {most} for each prompt")
+            values = torch.tensor(rewards) if rewards else outcomes(most, torch.tensor(counts))
+            if values.shape != (len(counts), most) or not values.isfinite().all():
+                raise ValueError(f"rewards must hold {most} numbers for each prompt")
         except (LookupError, ValueError, TypeError, RecursionError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise InputError(
                 f"{folder} must be the folder of a finished evaluation: {why}"
             ) from error
+        return cls(str(folder), content, values.float())
 
     @property
     def num_samples(self) -> int:
         return self.rewards.shape[1]
 
-    def values(self, score: str) -> Tensor:
-        """Return the numbers [P, n] whose max@k is the score."""
-        return is_correct(self.rewards).float() if score == PASS else self.rewards
-
     def estimates(self, score: str, ks: Sequence[int]) -> dict[int, Tensor]:
         """Return the score of every prompt [P], by k."""
-        return {k: max_at_k(self.values(score), k) for k in ks}
-
-    def curve(self, score: str) -> Tensor:
-        """Return the score's mean over prompts at every k [n]."""
-        return max_curve(self.values(score))
+        values = is_correct(self.rewards).float() if score == PASS else self.rewards
+        return {k: max_at_k(values, k) for k in ks}
 
 
 def shown_score(outcomes: Sequence[Outcome]) -> str:
@@ -112,8 +97,6 @@ def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
 def differences(one: dict[str, Any], other: dict[str, Any]) -> str:
     """Return the settings in which evaluations differ, such as "samples: 16 and 256"; "" if they
     are equal."""
-    names = [
-        name for name in {**one, **other} if name != DIGEST and one.get(name) != other.get(name)
-    ]
-    found = "; ".join(f"{name}: {one.get(name)} and {other.get(name)}" for name in names)
-    return found or "the prompts themselves" * (one.get(DIGEST) != other.get(DIGEST))
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    found = [f"{name}: {one.get(name)} and {other.get(name)}" for name in names if name != DIGEST]
+    return "; ".join(found) or "the prompts themselves" * bool(names)

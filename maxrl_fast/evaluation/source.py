@@ -1,11 +1,10 @@
 """What CHECKPOINT names, and the folder of the results."""
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, warn
 from maxrl_fast.model.hub import check_model, directory_of, find_model
 from maxrl_fast.runtime.files import read_json
 from maxrl_fast.runtime.run_folder import RunFolder
@@ -34,19 +33,16 @@ def find_source(name: str) -> Source:
     wanted = "CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run"
     path = Path(name)
     if check_model(name, wanted) is not None:
-        pinned = find_model(
-            name, lambda sentence: print(f"warning: {sentence}", file=sys.stderr, flush=True)
-        )
-        return Source(
-            directory_of(pinned, with_weights=True), pinned.rpartition("@")[0].rpartition("/")[2]
-        )
+        pinned = find_model(name, warn)
+        short = pinned.rpartition("@")[0].rpartition("/")[2]
+        return Source(directory_of(pinned, with_weights=True), short)
     if not (path / "config.json").exists():
         raise InputError(f"{wanted}, got {path}, which has no config.json")
     if RunFolder(path).is_run:
         newest = RunFolder(path).newest
         if newest is None:
             raise InputError(
-                f"{path} is the folder of a run without a checkpoint: it has no latest"
+                f"{path} is the folder of a run without a checkpoint: wait for its first"
             )
         path = newest
     path = path.resolve()

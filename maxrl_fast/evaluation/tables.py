@@ -1,6 +1,6 @@
 """The tables and the coverage plot of evaluations. Estimates are as in eval.json, by k."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ def new_table(*columns: str) -> Table:
     """Return a table whose first column is of names, and the others of numbers that stay whole."""
     table = Table()
     for i, column in enumerate(columns):
-        justify = "right" if i else "left"
-        table.add_column(column, justify=justify, no_wrap=i > 0, overflow="fold")
+        table.add_column(column, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
     return table
 
 
@@ -36,20 +35,21 @@ def shown(interval: Interval, form: str = ".3f") -> str:
     return f"{interval['mean']:{form}}" + f" ({', '.join(bounds)})" * bool(bounds)
 
 
-def score_rows(
+def add_scores(
+    table: Table,
     score: str,
     means: Sequence[Mapping[Any, float]],
     changes: Sequence[Mapping[Any, Interval]],
-) -> Iterator[list[str]]:
-    """Yield for each k that all have its label, the means and the changes."""
+) -> None:
+    """Add a row for each k that all have: its label, the means and the changes."""
     for k in means[0]:
         if all(k in own for own in means):
             cells = [f"{own[k]:.3f}" for own in means]
-            yield [label_of(score, k), *cells, *(shown(own[k], "+.3f") for own in changes)]
+            table.add_row(label_of(score, k), *cells, *(shown(own[k], "+.3f") for own in changes))
 
 
-def summary_tables(content: Mapping[str, Any], confidence: float) -> list[Table]:
-    """Return the tables of one evaluation from the content of its eval.json."""
+def summary_table(content: Mapping[str, Any], confidence: float) -> Table:
+    """Return pass@k, max@k and maj@k from the content of eval.json."""
     score = content["score"]
     others = [PASS if score == MAX else MAX, "maj_at_k"]
     name, *names = (x.replace("_at_", "@") for x in (score, *others))
@@ -59,7 +59,7 @@ def summary_tables(content: Mapping[str, Any], confidence: float) -> list[Table]
         table.add_row(str(k), shown(interval), *means)
     if score == MAX:
         table.caption = CONTINUOUS
-    return [table, numbers_table([content], [""])]
+    return table
 
 
 def sets_table(sets: Sequence[dict[int, Interval]], confidence: float) -> Table:
@@ -70,44 +70,41 @@ def sets_table(sets: Sequence[dict[int, Interval]], confidence: float) -> Table:
     return table
 
 
-def numbers_table(contents: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Table:
-    """Return the numbers of evaluations other than pass@k and max@k."""
-    table = new_table("", *columns)
-    for key, name in NUMBERS.items():
-        table.add_row(name, *(f"{content[key]:.3f}" for content in contents))
-    return table
-
-
-def comparison_tables(
+def comparison_table(
     score: str,
     letters: Sequence[str],
-    outcomes: Sequence[Outcome],
     estimates: Sequence[Mapping[int, Tensor]],
     gains: Sequence[Mapping[int, Interval]],
-) -> list[Table]:
-    """Return the score by k with the gain over each other evaluation, and the other numbers."""
+) -> Table:
+    """Return the score by k, and the gain over each evaluation but the first."""
     changes = (f"{letters[0]} - {letter}" for letter in letters[1:])
     table = new_table("held-out prompts", *letters, *changes)
     means = [{k: float(x.mean()) for k, x in own.items()} for own in estimates]
-    for cells in score_rows(score, means, gains):
-        table.add_row(*cells)
-    return [table, numbers_table([outcome.content for outcome in outcomes], letters)]
+    add_scores(table, score, means, gains)
+    return table
+
+
+def numbers_table(letters: Sequence[str], outcomes: Sequence[Outcome]) -> Table:
+    """Return the numbers of evaluations other than pass@k, max@k and maj@k."""
+    table = new_table("", *letters)
+    for key, name in NUMBERS.items():
+        table.add_row(name, *(f"{outcome.content[key]:.3f}" for outcome in outcomes))
+    return table
 
 
 def draw_coverage(outcomes: Sequence[Outcome], score: str, path: Path) -> None:
-    """Plot the score at every k, with the intervals that the evaluations have at some."""
+    """Plot the coverage of evaluations with its intervals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
     for i, outcome in enumerate(outcomes):
-        color, curve, intervals = f"C{i}", outcome.curve(score), outcome.content["coverage"]
+        color, intervals = f"C{i}", outcome.content["coverage"]
         ks = [*map(int, intervals)]
         mean, low, high = ([x[of] for x in intervals.values()] for of in ("mean", "low", "high"))
         # Matplotlib would typeset text between dollar signs as mathematics
         label = outcome.name.replace("$", r"\$")
-        axes.plot(range(1, len(curve) + 1), curve.tolist(), color=color, label=label)
-        axes.plot(ks, mean, color=color, marker="o", markersize=4, linestyle="none")
+        axes.plot(ks, mean, color=color, marker="o", markersize=4, label=label)
         axes.fill_between(ks, low, high, color=color, alpha=0.2, linewidth=0)
     ticks = powers_of_two(max(outcome.num_samples for outcome in outcomes))
     axes.set_xscale("log", base=2)

@@ -13,6 +13,7 @@ from torch import Tensor
 import maxrl_fast
 from maxrl_fast.config.evaluation import EvaluationConfig, resolve, set_configs
 from maxrl_fast.config.rules import own_options
+from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import (
     Interval,
     bootstrap,
@@ -31,12 +32,13 @@ from maxrl_fast.evaluation.outcome import (
     shown_score,
 )
 from maxrl_fast.evaluation.scores import MAX, PASS
-from maxrl_fast.evaluation.source import Source, free_folder
+from maxrl_fast.evaluation.source import Source
 from maxrl_fast.evaluation.tables import (
-    comparison_tables,
+    comparison_table,
     draw_coverage,
+    numbers_table,
     sets_table,
-    summary_tables,
+    summary_table,
 )
 from maxrl_fast.job.build_policy import build_engine
 from maxrl_fast.job.build_task import build_scorer, build_task, closing_task
@@ -86,11 +88,10 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
 def compare_evaluations(config: EvaluationConfig, folder: Path, screen: Screen) -> int:
     """Compare a finished evaluation with others, without sampling."""
     own, others = Outcome.read(folder), _read_others(config)
-    out = free_folder(config.place.out, f"{folder.resolve().name}-compared")
-    _warn_of_differences(own.settings, others, screen)
-    with locked(out), stored(out / PICTURE) as picture:
-        _compare(config, own, others, screen, picture)
-    screen.info(f"{'coverage':<12}{out / PICTURE}")
+    if max(config.measure.k, default=1) > own.num_samples:
+        raise InputError(f"--k must be at most {own.num_samples}, the samples of {folder}")
+    _warn_of_differences(own.content["settings"], others, screen)
+    _compare(config, own, others, screen)
     return 0
 
 
@@ -107,7 +108,7 @@ def _warn_of_differences(
     settings: dict[str, Any], others: Sequence[Outcome], screen: Screen
 ) -> None:
     for other in others:
-        if found := differences(settings, other.settings):
+        if found := differences(settings, other.content["settings"]):
             screen.warning(
                 f"{other.name} is not of the same prompts, samples and sampling, so its difference "
                 f"has no interval; it differs in {found}"
@@ -115,27 +116,26 @@ def _warn_of_differences(
 
 
 def _compare(
-    config: EvaluationConfig, own: Outcome, others: list[Outcome], screen: Screen, picture: Path
+    config: EvaluationConfig, own: Outcome, others: list[Outcome], screen: Screen
 ) -> dict[str, Any]:
-    """Print and draw evaluations beside each other; return the gains over the others by name, with
-    intervals paired by prompt where the prompts are the same."""
+    """Print evaluations beside each other; return the gains over the others by name, with intervals
+    paired by prompt where the prompts are the same."""
     outcomes, score = [own, *others], shown_score([own, *others])
     smallest = min(outcome.num_samples for outcome in outcomes)
     ks = [k for k in config.measure.k or powers_of_two(smallest) if k <= smallest]
     ours, *estimates = [outcome.estimates(score, ks) for outcome in outcomes]
     gains = []
     for other, theirs in zip(others, estimates, strict=True):
-        if differences(own.settings, other.settings):
+        if differences(own.content["settings"], other.content["settings"]):
             gains.append({k: {"mean": float(ours[k].mean() - theirs[k].mean())} for k in ks})
         else:
             gains.append(_intervals(config, {k: ours[k] - theirs[k] for k in ks}))
-    letters = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(outcomes))]
+    letters = [chr(ord("A") + i) for i in range(len(outcomes))]
     if others:
         for letter, outcome in zip(letters, outcomes, strict=True):
             screen.info(f"{letter}  {outcome.name}")
-        for table in comparison_tables(score, letters, outcomes, [ours, *estimates], gains):
-            screen.console.print(table)
-    draw_coverage(outcomes, score, picture)
+        screen.console.print(comparison_table(score, letters, [ours, *estimates], gains))
+    screen.console.print(numbers_table(letters if others else [""], outcomes))
     return {other.name: gain for other, gain in zip(others, gains, strict=True)}
 
 
@@ -192,10 +192,10 @@ def _evaluate_set(
             **estimates,
             **scorer.pop_metrics().over(Ranks()),
         }
-        for table in summary_tables(content, measure.confidence):
-            screen.console.print(table)
-        own = Outcome.of(source.name, content)
-        content["against"] = _compare(config, own, others, screen, picture)
+        screen.console.print(summary_table(content, measure.confidence))
+        own = Outcome(source.name, content, evaluation.values)
+        content["against"] = _compare(config, own, others, screen)
+        draw_coverage([own, *others], shown_score([own, *others]), picture)
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():
         screen.info(f"{name:<12}{out / file_name}")
@@ -316,6 +316,5 @@ def _introduction(
         f"{measure.eval_prompts} {measure.split} prompts{distinct} x {measure.samples} samples, "
         f"{', '.join(how)}, at most {sampling.max_new_tokens} tokens; {evaluator.engine.describe()}"
     )
-    yield f"results in {config.place.out}"
     if described := evaluator.scorer.describe():
         yield described

@@ -23,7 +23,7 @@ from maxrl_fast.errors import (
     UserCodeError,
 )
 from maxrl_fast.evaluation.scores import score_of
-from maxrl_fast.evaluation.tables import new_table, score_rows
+from maxrl_fast.evaluation.tables import add_scores, new_table
 from maxrl_fast.job.build import (
     RunContext,
     build_collector,
@@ -289,8 +289,7 @@ def evaluation_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
     table = new_table("held-out prompts", "before", "after", "change")
     means = before[score], after[score]
     change = {k: {"mean": y - before[score].get(k, y)} for k, y in after[score].items()}
-    for cells in score_rows(score, means, [change]):
-        table.add_row(*cells)
+    add_scores(table, score, means, [change])
     rows = ("response length, tokens", "response_length_mean", 1), ("truncated", "truncated", 3)
     for title, name, digits in rows:
         x, y = before[name], after[name]

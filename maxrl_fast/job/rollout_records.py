@@ -27,7 +27,7 @@ def rollout_records(
         sequences = [s for s in sequences if lengths[s]]
     del sequences[count:]
     own = {s: parts for s in sequences if (parts := batch.components[s])}
-    components = [{} for _ in lengths]
+    components: list[dict[str, float]] = [{} for _ in lengths]
     for s, parts in chain(*ranks.values([*own.items()])):
         components[s] = parts
     if not ranks.is_first:

@@ -3,7 +3,6 @@ used. Reward workers import this, so it must not import torch.
 """
 
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from maxrl_fast.errors import InputError, UserCodeError
+from maxrl_fast.errors import InputError, UserCodeError, nearest
 
 NOT_MODULES = ("gym", "python")  # what stands before the colon of --task gym:NAME, and of objects
 MESSAGE_LENGTH = 500  # characters
@@ -138,9 +137,7 @@ def load(name: str) -> tuple[Callable[..., Any], str]:
     _loaded.add(getattr(module, "__file__", None) or "")
     if function is None:
         names = [x for x, value in vars(module).items() if callable(value) and x[0] != "_"]
-        close = difflib.get_close_matches(attribute, names, n=1, cutoff=0.5)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        raise LoadError(f"{place} has no {attribute}{meant}")
+        raise LoadError(f"{place} has no {attribute}{nearest(attribute, names)}")
     if not callable(function):
         raise LoadError(f"{attribute} in {place} is not a function: {SHORT_REPR.repr(function)}")
     return function, getattr(module, "__file__", None) or ""

@@ -12,8 +12,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from maxrl_fast.algorithms.options import Option, nearest, options_of
-from maxrl_fast.errors import InputError
+from maxrl_fast.algorithms.options import Option, options_of
+from maxrl_fast.errors import InputError, nearest
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards import verifiers
 from maxrl_fast.tasks import ReferenceAnswer

@@ -3,8 +3,7 @@
 import ast
 from pathlib import Path
 
-from maxrl_fast.algorithms.options import nearest
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, nearest
 from maxrl_fast.runtime.loading import is_code, is_file
 from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
 

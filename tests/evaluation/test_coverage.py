@@ -13,9 +13,7 @@ from maxrl_fast.evaluation.coverage import (
     bootstrap,
     majority_at_k,
     max_at_k,
-    max_curve,
     mean_over_sets,
-    outcomes,
     pass_at_k,
 )
 from tests import brute_force
@@ -41,16 +39,6 @@ def test_a_k_out_of_range_is_refused():
         pass_at_k(8, torch.tensor([1]), 9)
     with pytest.raises(ValueError, match="got 4"):
         majority_at_k(torch.zeros(2, 3).long(), torch.ones(2, 3) > 0, [1, 4], 0)
-
-
-def test_the_curve_is_the_mean_at_every_k():
-    counts = [0, 3, 3, 7, 1]
-    expected = [sum(brute_force.pass_at_k(7, c, k) for c in counts) / 5 for k in range(1, 8)]
-    curve = max_curve(outcomes(7, torch.tensor(counts)))
-    assert curve.tolist() == pytest.approx([float(x) for x in expected], rel=1e-12)
-    rewards = torch.tensor([[-3.0, 2.5, 0.5, 2.5], [1.0, -1.0, 7.0, 0.0]])
-    expected = [float(max_at_k(rewards, k).mean()) for k in range(1, 5)]
-    assert max_curve(rewards).tolist() == pytest.approx(expected, rel=1e-12)
 
 
 # with ties

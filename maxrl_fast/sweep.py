@@ -23,6 +23,7 @@ from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.changes import changes
 from maxrl_fast.config.help_page import print_help, split_help
 from maxrl_fast.config.options import Config
+from maxrl_fast.config.parts import short_name
 from maxrl_fast.config.read import parse, read_flags
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.evaluation.scores import score_of
@@ -138,7 +139,7 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
         except InputError as error:
             said = ", ".join(f"{name} {value}" for name, value in zip(sides, values, strict=True))
             raise InputError(f"the run of {said}: {error}" if said else str(error)) from error
-        parts = [config.chosen.short_name]
+        parts = [short_name(config.chosen.objective)]
         for name in sides:
             if name not in ("objective", "seed"):
                 parts.append(f"{name.replace('_', '-')}-{chosen[name][0].strip('/')}")

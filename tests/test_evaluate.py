@@ -178,7 +178,7 @@ REFUSALS = """
     {tmp}/none | CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run, got
       {tmp}/none
     {untrained} | that is not in the folder of a run requires --task:
-    {run} --k 1 7 | k must be from 1 to the 4 samples, got [1, 7]
+    {run} --k 1 7 | k must be from 1 to the 4 samples, got 1 7
     {run} --temperature 0 | greedy decoding gives one response: samples must be 1 at temperature 0,
       got 4
     {run} --max-new-tokens 1000 | positions

@@ -30,7 +30,7 @@ the parts. A run has five parts that are chosen by name: objective, loss, correc
 rollout engine. Each adds the options in its signature, also a part that you wrote: `--loss sapo
 --tau-negative 1.1`, `--task mine.py:Sort --length 7`. If another part has an option with that name,
 the flag starts with the part's name: `--simko-k`. `python -m maxrl_fast.train --help` prints the
-options of the default job, and with `--task chain` or `--objective pacs` before `--help` those of
+options of the default job, and with `--task gsm8k` or `--objective pacs` before `--help` those of
 that task or objective.
 
 Every option is a flag, and, except `--config` and `--resume`, a key of the TOML file of `--config`.

@@ -18,6 +18,8 @@ from maxrl_fast import train
 from maxrl_fast.training.learner import Learner
 
 ROOT = Path(__file__).parents[1]
+CHAIN_TASK = f"{ROOT}/examples/chain.py:ChainTask"
+GUESS_TASK = f"{ROOT}/examples/guess.py:GuessTask"
 SMALL = [
     *"--maze-size 7 --prompts 4 --rollouts 4 --k 2 --steps 3".split(),
     *"--sft-steps 40 --sft-batch 8 --sft-lr 5e-3 --eval-prompts 6 --eval-samples 4".split(),
@@ -48,9 +50,9 @@ LORA = "--task maze --maze-size 7 --prompts 4 --rollouts 4 --k 2 --steps 4 --sft
 LORA += "--sft-batch 8 --sft-lr 5e-3 --lr 1e-3 --eval-prompts 4 --eval-samples 2".split()
 LORA += "--threads 1 --save-every 2 --dtype float32 --kl-coef 0.1 --keep-checkpoints 0".split()
 # In the chain every group has some reward, so that no gradient is mere rounding.
-RANKS = "--task chain --chain-length 8 --prompts 4 --rollouts 8 --k 2 --steps 3 --lr 1e-2".split()
+RANKS = f"--task {CHAIN_TASK} --length 8 --prompts 4 --rollouts 8 --k 2 --steps 3".split()
 RANKS += "--warmup-steps 1 --eval-prompts 4 --eval-samples 2 --threads 1 --dtype float32".split()
-RANKS += ["--kl-coef", "0.1"]
+RANKS += "--lr 1e-2 --kl-coef 0.1".split()
 # Some rewards are above 1, some below 0, and some fail.
 REWARD = """
 def score(prompt, response):

@@ -16,12 +16,12 @@ import pytest
 from maxrl_fast import sweep, train
 from maxrl_fast.evaluation.seeds import over_seeds
 from maxrl_fast.job.screen import Screen
-from tests.runs import read
+from tests.runs import CHAIN_TASK, read
 from tests.tables import table
 
 ROOT = Path(__file__).parents[1]
 FLAGS = [
-    *"--task chain --prompts 4 --rollouts 4 --eval-prompts 1 --eval-samples 4".split(),
+    *f"--task {CHAIN_TASK} --prompts 4 --rollouts 4 --eval-prompts 1 --eval-samples 4".split(),
     *"--hidden-size 32 --intermediate-size 48 --layers 1 --heads 4 --kv-heads 2".split(),
     *"--threads 1 --dtype float32".split(),
 ]
@@ -41,7 +41,7 @@ def after(words, flag):
 
 def test_options_with_several_values_are_the_sides_of_the_grid(capsys, tmp_path):
     config = tmp_path / "shared.toml"
-    config.write_text("steps = 7\ntask = 'chain'\n")
+    config.write_text(f"steps = 7\ntask = '{CHAIN_TASK}'\n")
     sides = "--seeds 0 1 --objective maxrl grpo --lr 1e-3 2e-3 --compile".split()
     commands = printed(capsys, "--config", str(config), *sides)
     shown = [(after(x, "--objective"), after(x, "--lr"), after(x, "--seed")) for x in commands]
@@ -118,8 +118,8 @@ def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_fin
 ):
     out = tmp_path / "sweep"
     shared = [*"--steps 2 --seeds 0 --objective maxrl --out".split(), str(out)]
-    assert sweep.main([*FLAGS, *shared, "--chain-length", "0", "3"]) == 1
-    name, failed = "maxrl_chain-length-3_seed-0", "maxrl_chain-length-0_seed-0"
+    assert sweep.main([*FLAGS, *shared, "--length", "0", "3"]) == 1
+    name, failed = "maxrl_length-3_seed-0", "maxrl_length-0_seed-0"
     assert f"1 of 2 runs failed: {failed}" in capfd.readouterr().err
     assert (out / "report.html").exists()
     content = json.loads((out / "sweep.json").read_text())
@@ -128,24 +128,24 @@ def test_a_sweep_goes_on_after_a_failure_reports_and_does_not_repeat_what_is_fin
     last = read(out / name / "eval.jsonl")[-1]["pass_at_k"]["1"]
     (row,) = [row for row in content["summary"] if row["seeds"]]
     assert row["pass_at_k"]["1"]["mean"] == pytest.approx(last)
-    (out / "maxrl_chain-length-4_seed-0").mkdir()
-    (out / "maxrl_chain-length-4_seed-0" / "config.json").write_text("{}")
+    (out / "maxrl_length-4_seed-0").mkdir()
+    (out / "maxrl_length-4_seed-0" / "config.json").write_text("{}")
     written = (out / name / "config.json").stat().st_mtime_ns
-    only_whole = [*FLAGS, *shared, "--chain-length", "3", "4"]
+    only_whole = [*FLAGS, *shared, "--length", "3", "4"]
     capfd.readouterr()
     assert sweep.main([*only_whole, "--clip-grad", "0.3"]) == 2
     said = "was begun with other options (clip_grad: 0.1 before, 0.3 now); use another --out"
     assert said in capfd.readouterr().err
     assert sweep.main(only_whole) == 2
-    said = "maxrl_chain-length-4_seed-0 holds a run that is not of this sweep; use another --out"
+    said = "maxrl_length-4_seed-0 holds a run that is not of this sweep; use another --out"
     assert said in capfd.readouterr().err
-    (out / "maxrl_chain-length-4_seed-0" / "config.json").unlink()
+    (out / "maxrl_length-4_seed-0" / "config.json").unlink()
     assert sweep.main(only_whole) == 0
     assert written == (out / name / "config.json").stat().st_mtime_ns
     content = json.loads((out / "sweep.json").read_text())
     assert len(content["runs"]) == 3  # of both commands
     groups = [row["group"] for row in content["summary"] if row["seeds"]]
-    assert groups == ["maxrl_chain-length-3", "maxrl_chain-length-4"]
+    assert groups == ["maxrl_length-3", "maxrl_length-4"]
 
 
 @pytest.mark.slow

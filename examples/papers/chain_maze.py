@@ -16,6 +16,7 @@ on separate mazes.
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,10 @@ from torch.nn.functional import pad, softplus
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import group_advantage
-from maxrl_fast.tasks.chain import HABIT, LEFT, ChainTask
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from examples.chain import HABIT, LEFT, ChainTask
 
 METHODS = {
     "REINFORCE": "rloo",

@@ -1,6 +1,6 @@
 """Guessing a number in four turns: objectives over turns against their known optima.
 
-The task is `--task guess`: a number from 1 to 31 is hidden, a turn is one number, and the reply is
+The task is examples/guess.py: a number from 1 to 31 is hidden, a turn is one number, and the reply is
 HIGHER or LOWER. A tree of four guesses covers 15 numbers. So the mean of the pass rates p(x) is at
 most 15/31, which a policy with one tree reaches, and the mean of log p(x) is at most log(15/31),
 which only a policy reaches that solves every number with p = 15/31; its pass@k, 1 - (16/31)^k, is
@@ -32,6 +32,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import pass_at_k
 from maxrl_fast.evaluation.evaluator import Evaluator
 
+TASK = f"{Path(__file__).parents[1] / 'guess.py'}:GuessTask"
 NUMBERS, COVERED = 31, 15
 POLICY = {"hidden-size": 64, "intermediate-size": 128, "layers": 2, "heads": 4, "kv-heads": 2}
 # with the seed of the warm start, reinforcement learning would begin with its prompts
@@ -92,7 +93,7 @@ def experiment(settings: GuessingSettings) -> dict[str, Any]:
 
 
 def warm_start_flags(settings: GuessingSettings, seed: int) -> list[str]:
-    options = {"task": "guess", "seed": seed, "steps": 0, "sft-steps": settings.sft_steps}
+    options = {"task": TASK, "seed": seed, "steps": 0, "sft-steps": settings.sft_steps}
     options |= {"sft-batch": 128, "sft-lr": 3e-3, "eval-prompts": NUMBERS}
     return flags_of(options | POLICY)
 
@@ -101,7 +102,7 @@ def options_of(settings: GuessingSettings, objective: str) -> dict[str, Any]:
     name, _, k = objective.partition("-k")
     options: dict[str, Any] = {
         "objective": name,
-        "task": "guess",
+        "task": TASK,
         "prompts": NUMBERS,
         "rollouts": settings.rollouts,
         "lr": settings.lr,

@@ -6,7 +6,7 @@ options, which import PyTorch; `tests/report/test_report_command.py` compares th
 OF_ONE_START = ("resume", "out", "allow_changes", "config", "dry_run")
 # of the task: where prompts come from
 OF_TASK = (
-    *("task", "maze_size", "chain_length", "data", "hub", "test_data", "test_hub"),
+    *("task", "maze_size", "data", "hub", "test_data", "test_hub"),
     *("allow_overlap", "where", "prompt_key", "answer_key", "prompt_suffix", "system_prompt"),
     *("plain_prompts", "max_prompt_tokens", "allow_special_tokens", "chat_template"),
     *("chat_template_kwargs", "template_date", "stop", "environment", "max_turns"),

@@ -33,7 +33,7 @@ class TaskAndEngine:
     """The parts of a run, by name; each adds its options."""
 
     task: str = "maze"
-    """maze; chain; guess; gsm8k or math, from the Hugging Face hub or --data; code, Python programs
+    """maze; gsm8k or math, from the Hugging Face hub or --data; code, Python programs
     that are run against tests; gym:NAME, a data set of reasoning-gym; dataset, prompts of --data
     scored by --reward; FILE.py:FUNCTION, which is dataset with this reward; FILE.py:CLASS or
     package.module:CLASS, your own task."""

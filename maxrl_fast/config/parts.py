@@ -21,7 +21,6 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.rollout.vllm_options import VllmOptions
 from maxrl_fast.runtime.loading import is_code, load_code
-from maxrl_fast.tasks.chain import ChainOptions
 from maxrl_fast.tasks.dataset import DatasetOptions
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.gym import GymOptions, generator_options
@@ -37,7 +36,7 @@ from maxrl_fast.training.objectives.registry import (
 
 # The order in which a run's parts are chosen: the default of a later one follows from earlier ones.
 SECTIONS = ("objective", "rollout", "task", "loss", "correction")
-TASKS: dict[str, Any] = {"maze": MazeOptions, "chain": ChainOptions, "guess": None}
+TASKS: dict[str, Any] = {"maze": MazeOptions}
 TASKS |= dict.fromkeys(DATASETS, DatasetOptions)
 ENGINES: dict[str, Any] = {"native": None, "vllm": VllmOptions}
 # arguments that a user's class may ask for, which are no options

@@ -77,11 +77,11 @@ NEEDS: dict[str, tuple[str, Callable[[Values], Any]]] = {
     ),
     "reward_threshold": (
         "needs --reward with task {task}",
-        lambda c: c["task"] not in ("maze", "guess") or c["reward"],
+        lambda c: c["task"] != "maze" or c["reward"],
     ),
     "max_reward_error_rate": ("needs --reward", _has_functions),
     "answer_key": ("is not used by task {task}", _has_answers),
-    "max_turns": ("needs --environment", lambda c: c["environment"] is not None),
+    "max_turns": ("needs --environment", lambda c: c.get("environment", "") is not None),
     "overlong_penalty": ("needs --overlong-buffer", lambda c: c["overlong_buffer"]),
     "vllm_tensor_parallel": ("cannot be used with --vllm-url", lambda c: c["vllm_url"] is None),
     "kv_cache_gb": ("cannot be used with --vllm-url", lambda c: c.get("vllm_url") is None),
@@ -242,7 +242,7 @@ RULES = (
         "reward_source cannot be {reward_source} for task {task}, whose responses are answers "
         "without reasoning, so that all responses to a prompt have the same reward; --objective "
         "verifree learns from them",
-        lambda c: _is_likelihood(c) and c["task"] in ("maze", "chain"),
+        lambda c: _is_likelihood(c) and c["task"] == "maze",
     ),
     _only(
         "reward_source",

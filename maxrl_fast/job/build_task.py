@@ -22,10 +22,8 @@ from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.rewards.user_code import InProcess, UserCode
 from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.chain import ChainTask
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.episode import EpisodeTask
-from maxrl_fast.tasks.guess import GuessTask
 from maxrl_fast.tasks.gym import GymTask, generator_options
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.names import (
@@ -88,10 +86,6 @@ def build_task(
     own = part_options("task", name, own)
     if name == "maze":
         return MazeTask(own["maze_size"], seed)
-    if name == "chain":
-        return ChainTask(own["chain_length"], seed)
-    if name == "guess":
-        return GuessTask(seed)
     if is_plugin(name):
         offered = {"seed": seed} if model is None else {"seed": seed, "model": model}
         built: Task = build_from_code("task", name, Task, offered, own, "; --model gives model")

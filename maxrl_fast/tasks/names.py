@@ -12,7 +12,7 @@ from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
 GYM = "gym:"
 # of a task or a reward that was given to maxrl_fast.run as a Python object, and has no other name
 OBJECT = "python:"
-TASKS = ("maze", "chain", "guess", *DATASETS)
+TASKS = ("maze", *DATASETS)
 
 
 def is_plugin(name: str) -> bool:

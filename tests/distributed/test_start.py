@@ -14,9 +14,10 @@ from maxrl_fast import train
 from maxrl_fast.job import build, launch
 from tests.config.test_memory import LiveBytes
 from tests.distributed.test_torchrun import finished, torchrun
+from tests.runs import CHAIN_TASK
 
 SIZES = "--hidden-size 64 --intermediate-size 192 --layers 8 --kv-heads 2".split()
-RUN = "--task chain --chain-length 8 --sft-steps 0 --steps 1 --eval-prompts 4 --objective ppo"
+RUN = f"--task {CHAIN_TASK} --length 8 --sft-steps 0 --steps 1 --eval-prompts 4 --objective ppo"
 
 
 @pytest.mark.slow

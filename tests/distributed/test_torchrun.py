@@ -25,6 +25,7 @@ from maxrl_fast.training.sharding import gradients_fit, is_sharded
 from tests.job.test_resume import assert_same
 from tests.models import tiny_decoder
 from tests.ranks import RUNS, one_update
+from tests.runs import CHAIN_TASK
 from tests.tasks.test_dataset import save_byte_level_policy, written
 from tests.test_train import SMALL
 from tests.tool_episodes import calculator_job
@@ -206,7 +207,7 @@ def test_episodes_are_the_same_on_four_ranks(tmp_path):
 
 def test_rounds_ahead_are_the_same_on_several_ranks(tmp_path):
     """In the last ones fewer prompts are left than ranks, which train meanwhile."""
-    job = "--task chain --chain-length 8 --reward-threshold .1 --sft-steps 0 --steps 3".split()
+    job = f"--task {CHAIN_TASK} --length 8 --reward-threshold .1 --sft-steps 0 --steps 3".split()
     job += "--objective maxrl --rollouts 32 --first-rollouts 4 --stop-at 2 --prompts 3".split()
     job += ["--ahead", "1"]
     for num_ranks in (1, 3):
@@ -244,7 +245,7 @@ def test_a_run_resumes_with_other_numbers_of_ranks_and_other_sharding(tmp_path):
 def test_a_critic_is_the_same_on_several_ranks_and_resumes_with_other_sharding(tmp_path):
     out = tmp_path / "run"
     flags = "--lr-schedule constant --objective ppo --gae-lambda 0.9 --prompts 8".split()
-    flags += "--task chain --chain-length 8 --sft-steps 0 --updates-per-step 2 --steps 6".split()
+    flags += f"--task {CHAIN_TASK} --length 8 --sft-steps 0 --updates-per-step 2 --steps 6".split()
     run_job(tmp_path / "alone", 1, *flags)
     run_job(out, 2, *flags, *"--steps 2 --sharding none".split())
     run(2, "--resume", str(out), *"--steps 4 --sharding full".split())

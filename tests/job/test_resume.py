@@ -25,6 +25,7 @@ from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
 from tests.models import save_checkpoint, tiny_decoder
 from tests.runs import (
+    CHAIN_TASK,
     JOB,
     MAZE,
     SMALL,
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.slow
 
 # What each keeps from step to step: a reference policy, which is reset; a critic; quantiles, draws
 # of tokens and the anchor of an entropy.
-CHAIN = "--task chain --chain-length 8 --reward-threshold .1 --updates-per-step 2 --objective "
+CHAIN = f"--task {CHAIN_TASK} --length 8 --reward-threshold .1 --updates-per-step 2 --objective "
 OBJECTIVES = {
     "maxpo": "",
     "pacs": "--objective pacs_paper --ref-reset-interval 4 --updates-per-step 2",

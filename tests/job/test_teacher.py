@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from maxrl_fast import train
 from maxrl_fast.job import build
 from maxrl_fast.job.fingerprints import model_content
-from tests.runs import without_timings
+from tests.runs import CHAIN_TASK, without_timings
 from tests.tables import table
 
 SMALL = "--maze-size 7 --prompts 4 --eval-prompts 4 --eval-samples 2 --threads 1 --steps 2"
@@ -67,7 +67,7 @@ def test_one_number_of_a_small_tensor_of_a_large_model_is_noticed(tmp_path):
     table("""
     --objective maxrl --reference {} | needs --kl-coef
     --objective distill | distill needs --kl-coef above 0 and a teacher
-    --objective distill --task chain --reference {} | needs a vocabulary of 8
+    --objective distill --task CHAIN --reference {} | a vocabulary of 8
     --objective maxrl --kl-coef 1 --kl full | kl full needs another teacher
     --reference {} JSD --jsd-beta 1 | jsd_beta must be from 1e-7 to 1 - 1e-7, got 1
     --kl-coef 1 --kl full --loss kl_cov --reference {} | depends on other responses
@@ -76,8 +76,10 @@ def test_one_number_of_a_small_tensor_of_a_large_model_is_noticed(tmp_path):
 def test_bad_teachers_are_refused(tmp_path, teacher, capsys, flags, sentence):
     jsd = "--kl-coef 1 --kl full --divergence jsd"
     words = [*SMALL.split(), "--out", str(tmp_path / "run")]
-    words = words[2 * ("chain" in flags) :]  # which has no --maze-size
-    code = train.main([*words, *flags.replace("JSD", jsd).format(teacher).split()])
+    words = words[2 * ("CHAIN" in flags) :]  # which has no --maze-size
+    code = train.main(
+        [*words, *flags.replace("JSD", jsd).replace("CHAIN", CHAIN_TASK).format(teacher).split()]
+    )
     said = " ".join(capsys.readouterr().err.split())
     assert code == 2, said
     assert sentence in said

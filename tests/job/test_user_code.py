@@ -3,11 +3,12 @@
 import pytest
 
 from maxrl_fast import train
+from tests.runs import CHAIN_TASK
 
 CODE = """
 import sys
 from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.tasks.chain import ChainTask
+from examples.chain import ChainTask
 calls = 0
 def failed(is_real=True):
     global calls
@@ -45,7 +46,7 @@ def test_failing_code_is_one_error(option, failure, number, message, tmp_path, c
     option, _, name = option.partition(":")
     file, is_first = tmp_path / "code.py", number == 1
     file.write_text(CODE.replace("FAILURE", failure).replace("NUMBER", str(number)))
-    flags = f"{FLAGS} --task chain --objective rloo --out {tmp_path}/run".split()
+    flags = f"{FLAGS} --task {CHAIN_TASK} --objective rloo --out {tmp_path}/run".split()
     if f"--{option}" in flags:
         flags[flags.index(f"--{option}") + 1] = f"{file}:{name or option}"
     else:

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.distributed.test_torchrun import finished, torchrun
+from tests.runs import GUESS_TASK
 from tests.tasks.test_guess import reference
 from tests.test_train import read
 
@@ -20,7 +21,8 @@ def test_two_ranks_that_share_an_engine_play_their_episodes(tmp_path):
     """Their weights are sharded. Of 65 held-out prompts the last one is alone in its chunk, so that
     one rank has none.
     """
-    flags = "--task guess --sft-steps 60 --steps 3 --rollouts 8 --vllm-tensor-parallel 2".split()
+    flags = f"--task {GUESS_TASK} --sft-steps 60 --steps 3 --rollouts 8".split()
+    flags += "--vllm-tensor-parallel 2".split()
     flags += "--sharding full --keep-rollouts 64 --out".split()
     process = torchrun(2, "-m", "maxrl_fast.train", *JOB, *flags, str(tmp_path / "run"))
     output = finished(process, 200)

@@ -22,6 +22,7 @@ from maxrl_fast.rollout.vllm_server import VllmServerEngine
 from tests.batches import make_prompts
 from tests.distributed.test_torchrun import finished, free_port, torchrun
 from tests.models import tiny_decoder
+from tests.runs import CHAIN_TASK
 from tests.server import serving
 from tests.tables import refused
 
@@ -195,8 +196,9 @@ def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_p
         return (503, "shutting down") if len(steps) == 3 else generate(request)
 
     server.answers["/inference/v1/generate"] = failing
-    flags = f"--rollout vllm --vllm-url {server.url} --task chain --objective grpo --out {tmp_path}"
-    flags += " --prompts 2 --rollouts 4 --steps 2 --eval-prompts 2 --eval-samples 1 --save-every 1"
+    flags = f"--rollout vllm --vllm-url {server.url} --task {CHAIN_TASK} --out {tmp_path}"
+    flags += " --objective grpo --prompts 2 --rollouts 4 --steps 2 --eval-prompts 2"
+    flags += " --eval-samples 1 --save-every 1"
     assert train.main([*flags.split(), "--threads", "1"]) == 1
     error = " ".join(capsys.readouterr().err.split())
     assert "with status 503: shutting down; the last good checkpoint is" in error
@@ -205,7 +207,8 @@ def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_p
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-JOB = "--rollout vllm --task chain --chain-length 3 --objective grpo --lr 2e-2 --steps 8".split()
+JOB = f"--rollout vllm --task {CHAIN_TASK} --length 3 --objective grpo --lr 2e-2".split()
+JOB += ["--steps", "8"]
 JOB += "--prompts 4 --rollouts 32 --eval-prompts 8 --eval-samples 2 --threads 1".split()
 JOB += ["--dtype", "float32"]  # the tolerances below are for float32
 

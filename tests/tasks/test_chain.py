@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
+from examples.chain import BOS, EOS, HABIT, LEFT, PAD, RIGHT, ChainTask
 from maxrl_fast.records import Rollouts
-from maxrl_fast.tasks.chain import BOS, EOS, HABIT, LEFT, PAD, RIGHT, ChainTask
 from tests.tables import refused
 
 
@@ -51,5 +51,5 @@ def test_every_prompt_is_one_bos_token():
     prompts = ChainTask(8).prompts("test", 4, 3)
     assert (prompts.tokens.tolist(), prompts.ids.tolist()) == ([BOS] * 3, [4, 5, 6])
     assert prompts.cu_seqlens.tolist() == [0, 1, 2, 3]
-    with refused("chain_length must be at least 2, got 1"):
+    with refused("length must be at least 2, got 1"):
         ChainTask(1)

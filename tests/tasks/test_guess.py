@@ -5,8 +5,8 @@ import random
 
 import torch
 
+from examples.guess import BOS, CORRECT, EOS, HIGHER, LOWER, UNK, GuessTask
 from maxrl_fast.records import Rollouts
-from maxrl_fast.tasks.guess import BOS, CORRECT, EOS, HIGHER, LOWER, UNK, GuessTask
 
 
 def reference(hidden, turns, most):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from examples.chain import ChainTask
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.config.rules import correction_of, objective_of
@@ -17,10 +18,9 @@ from maxrl_fast.job.build_policy import build_policy, build_reference, build_run
 from maxrl_fast.job.build_task import build_run_task, build_scorer
 from maxrl_fast.job.waiting_batches import load_batches, save_batches
 from maxrl_fast.records import Inserted, Rollouts, cumulative
-from maxrl_fast.tasks.chain import ChainTask
 from tests.job.test_resume import resumes_bitwise
 from tests.models import save_checkpoint, tiny_decoder
-from tests.runs import base
+from tests.runs import GUESS_TASK, base
 from tests.tables import refused
 from tests.tool_episodes import calculator_job
 from tests.training.test_collect import ALL_WRONG, CHAIN, MIXED, CountingSource, collected
@@ -54,7 +54,7 @@ def build(*flags):
         (1, "--objective maxrl --reward-source vote"),
         (2, "--objective ppo --updates-per-step 2 --kl-coef .1"),
         (2, "--objective distill --reference {teacher}"),
-        (2, "--task guess --sft-steps 60 --objective rloo --rollouts 16"),
+        (2, f"--task {GUESS_TASK} --sft-steps 60 --objective rloo --rollouts 16"),
     ],
 )
 def test_steps_are_those_of_a_loop_with_old_weights(ahead, flags, tmp_path):
@@ -172,7 +172,7 @@ def test_what_needs_the_policy_while_it_trains_is_refused():
     [
         *((a, [*CHAIN, *"--objective maxrl --dynamic-sampling 4".split()]) for a in (1, 2)),
         (2, [*CHAIN, *"--objective ppo --reward-source vote --kl-coef .1".split()]),
-        (1, "--task guess --sft-steps 60 --objective rloo --rollouts 16".split()),
+        (1, f"--task {GUESS_TASK} --sft-steps 60 --objective rloo --rollouts 16".split()),
         (2, None),
     ],
 )

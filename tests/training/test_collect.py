@@ -17,6 +17,7 @@ from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.schedule import DynamicSampling, is_mixed
 from tests import batches
 from tests.job.test_resume import resumes_bitwise
+from tests.runs import CHAIN_TASK
 from tests.test_train import base, read
 
 NAN = float("nan")
@@ -117,7 +118,7 @@ def test_components_and_greedy_rewards_stay_with_their_groups_when_others_are_re
     assert step.greedy_rewards.tolist() == [0.0, 1.0]
 
 
-CHAIN = ["--task", "chain", "--chain-length", "8", "--reward-threshold", ".1", "--sft-steps", "0"]
+CHAIN = f"--task {CHAIN_TASK} --length 8 --reward-threshold .1 --sft-steps 0".split()
 
 
 @pytest.mark.slow

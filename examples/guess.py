@@ -4,6 +4,8 @@ one is higher or lower.
 A tree of t guesses covers 2^t - 1 numbers, so no policy solves more than 15 of 31 in four turns: of
 the pass rates p(x) the mean is at most 15/31, and the mean of log p(x) at most log(15/31), which
 only a policy with p(x) = 15/31 for every number reaches.
+
+    python -m maxrl_fast.train --task examples/guess.py:GuessTask --objective maxrl --prompts 31
 """
 
 import random

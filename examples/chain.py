@@ -1,9 +1,11 @@
 """The chain maze of the MaxPO paper (appendix G.2): one path to the goal, two actions per state,
-and one action that is usually right."""
+and one action that is usually right. Options: --length (states; the paper has 1000) and --habit.
+
+    python -m maxrl_fast.train --task examples/chain.py:ChainTask --length 16 --objective maxpo --k 4
+"""
 
 import hashlib
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,14 +22,6 @@ VOCAB_SIZE = 8
 # Fraction of states where RIGHT leads on. We do not have the paper's value; any value near 1 makes
 # the same local optimum.
 HABIT = 0.9
-
-
-@dataclass(frozen=True)
-class ChainOptions:
-    """The chain maze."""
-
-    chain_length: int = 64
-    """States of the chain; the MaxPO paper has 1000."""
 
 
 class ChainTask:
@@ -47,7 +41,7 @@ class ChainTask:
 
     def __init__(self, length: int = 64, seed: int = 0, habit: float = HABIT):
         if length < 2:
-            raise InputError(f"chain_length must be at least 2, got {length}")
+            raise InputError(f"length must be at least 2, got {length}")
         rng = random.Random(f"chain {length} {seed}")
         # [length], the action that leads on from each state
         self.actions = torch.tensor(

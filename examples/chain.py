@@ -1,7 +1,7 @@
 """The chain maze of the MaxPO paper (appendix G.2): one path to the goal, two actions per state,
 and one action that is usually right. Options: --length (states; the paper has 1000) and --habit.
 
-    python -m maxrl_fast.train --task examples/chain.py:ChainTask --length 16 --objective maxpo --k 4
+    python -m maxrl_fast.train --task examples/chain.py:ChainTask --length 16 --objective maxpo
 """
 
 import hashlib

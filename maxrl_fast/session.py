@@ -25,11 +25,10 @@ from maxrl_fast.config.options import SHAPE, Config, Loss, Model
 from maxrl_fast.config.parts import loss_of
 from maxrl_fast.config.read import hint, parse_options
 from maxrl_fast.config.resolve import resolve, tensor_parallel
-from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build import build_context, build_learner, build_policies
 from maxrl_fast.job.build_policy import build_policy_files, build_sampling, find_policy
-from maxrl_fast.job.build_task import build_run_task, text_options
+from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.job.checkpoints import check_weights, progress_record, write_checkpoint
 from maxrl_fast.job.learner_state import Snapshot, load_learner
 from maxrl_fast.job.progress import Progress
@@ -43,6 +42,7 @@ from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.files import read_json, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.dataset import DatasetOptions
 from maxrl_fast.tasks.jsonl import check_utf8, read_prompt
 from maxrl_fast.tasks.names import dataset_spec
 from maxrl_fast.tasks.text_codec import TextTask, prompts_of
@@ -171,7 +171,7 @@ class Session:
         if dataset_spec(config.chosen.task) is None or folder is None:
             self.task = build_run_task(config)
         else:
-            self.task = _GivenTexts(folder, "", False, **text_options(own_options(config, "task")))
+            self.task = _GivenTexts(folder, DatasetOptions(**config.parts["task"]))
         resolved = resolve(config, self.task, self._ranks, warn=_warn)
         torch.set_num_threads(resolved.run.threads)
         place = self._ranks, device

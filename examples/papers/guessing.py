@@ -1,8 +1,8 @@
 """Guessing a number in four turns: objectives over turns against their known optima.
 
 The task is examples/guess.py: a number from 1 to 31 is hidden, a turn is one number, and the reply
-is HIGHER or LOWER. A tree of four guesses covers 15 numbers. So the mean of the pass rates p(x) is at
-most 15/31, which a policy with one tree reaches, and the mean of log p(x) is at most log(15/31),
+is HIGHER or LOWER. A tree of four guesses covers 15 numbers. So the mean of the pass rates p(x) is
+at most 15/31, which a policy with one tree reaches, and the mean of log p(x) is at most log(15/31),
 which only a policy reaches that solves every number with p = 15/31; its pass@k, 1 - (16/31)^k, is
 the highest possible for every k.
 

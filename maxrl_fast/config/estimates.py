@@ -18,8 +18,7 @@ from maxrl_fast.ops.dispatch import kernels_for
 from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.text_codec import TextTask
+from maxrl_fast.tasks import Task, describe_task
 from maxrl_fast.training.critic import num_critic_weights
 from maxrl_fast.training.optimizer import LearningRate
 
@@ -64,7 +63,7 @@ def describe_run(
         f"({model.backend}), {_parameters(model)}, {start}",
         *_describe_critic(config, model),
         f"{config.sampling.prompts} prompts x {counts}; results in {config.run.out}",
-        *([f"responses end with {task.stops}"] if isinstance(task, TextTask) else []),
+        *describe_task(task),
         *_describe_ahead(config),
         str(evaluation_schedule(config, task)),
         _describe_rates(config, has_warm_start=saved is None and config.warm_start.sft_steps > 0),

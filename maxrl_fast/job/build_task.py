@@ -1,15 +1,14 @@
 """Builds the task and what scores it."""
 
 import contextlib
-import json
+import inspect
 from collections.abc import Callable, Mapping
-from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.options import Config, Reward
 from maxrl_fast.config.parts import part_options
 from maxrl_fast.config.rules import own_options
@@ -23,20 +22,12 @@ from maxrl_fast.rewards.user_code import InProcess, UserCode
 from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.dataset import DatasetTask
+from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.episode import EpisodeTask
-from maxrl_fast.tasks.gym import GymTask, generator_options
+from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.tasks.names import (
-    GYM,
-    OBJECT,
-    dataset_spec,
-    is_plugin,
-    is_reward,
-    lost_object,
-    needs_data,
-)
+from maxrl_fast.tasks.names import GYM, OBJECT, is_plugin, lost_object
 from maxrl_fast.tasks.scorer import Scorer
-from maxrl_fast.tasks.text_codec import TextOptions
 from maxrl_fast.tasks.tools import ToolTask
 from maxrl_fast.training.collect import LengthPenalty
 from maxrl_fast.training.learner import Learner
@@ -44,6 +35,8 @@ from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward, check_answers
 
 NO_REWARDS = Reward()
+TASKS: dict[str, Callable[..., Task]] = {"maze": MazeTask}
+TASKS |= {name: partial(DatasetTask, name) for name in DATASETS}
 
 
 def build_run_task(config: Config, environment: type | None = None) -> Task:
@@ -55,7 +48,6 @@ def build_run_task(config: Config, environment: type | None = None) -> Task:
         config.model.directory,
         config.reward,
         environment=environment,
-        output=RewardOutput(),
         max_new_tokens=config.sampling.max_new_tokens,
         needs_reward=config.chosen.objective != "distill",
     )
@@ -73,74 +65,40 @@ def build_task(
     rewards: Reward = NO_REWARDS,
     *,
     environment: type | None = None,
-    output: RewardOutput | None = None,
-    max_new_tokens: int | None = None,
     needs_reward: bool = True,
-    test_only: bool = False,
+    **others: Any,
 ) -> Task:
-    """Build the task `name` with its `own` options, those that are given. `max_new_tokens` is the
-    longest demonstration of --sft-data. test_only: read only held-out sets, if they are given.
-    """
+    """Build the task `name` with its `own` options, those that are given. `others`: further
+    arguments of DatasetTask."""
     if name.startswith(OBJECT):
         raise InputError(lost_object("task", name))
     own = part_options("task", name, own)
-    if name == "maze":
-        return MazeTask(own["maze_size"], seed)
+    offered = {"seed": seed} | ({} if model is None else {"model": model})
     if is_plugin(name):
-        offered = {"seed": seed} if model is None else {"seed": seed, "model": model}
         built: Task = build_from_code("task", name, Task, offered, own, "; --model gives model")
         return built
-    spec = dataset_spec(name)
-    given = [own.get("data"), own.get("hub")]
-    if test_only:
-        given += [own.get("test_data"), own.get("test_hub")]
-    if is_reward(name) and not any(given):
-        raise InputError(needs_data(name))
-    if spec is not None and not any(given) and spec.hub is None:
-        raise InputError(f"--task {name} needs --data FILE or --hub NAME")
-    has_reward = rewards.reward or own.get("environment")
-    if needs_reward and spec is not None and not has_reward and spec.reward is None:
-        raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
-    if model is None:
-        raise InputError(f"--task {name} needs --model DIR, whose tokenizer reads text")
-    text = {**text_options(own), "prompt_suffix": own["prompt_suffix"]}
-    if spec is None:
-        generator = generator_options(name.removeprefix(GYM)).items()
-        config = {key: own[key] for key, option in generator if own[key] != option.default}
-        return GymTask(name.removeprefix(GYM), seed, model, config=json.dumps(config), **text)
-    others = {*options_of(TextOptions), "environment", "max_turns"}
-    text |= {key: x for key, x in own.items() if key not in others}
-    text |= {
-        "test_only": test_only,
-        "max_new_tokens": max_new_tokens,
-        "needs_reward": needs_reward,
-    }
-    if own["environment"] is None:
-        return DatasetTask(spec, seed, model, **text)
-    workers = build_environments(rewards, own["environment"], environment, output)
-    try:
-        if needs_reward and not (workers.signature["has_reward"] or rewards.reward):
-            raise InputError(
-                f"--environment {own['environment']} needs a method get_reward(), or --reward "
-                "FILE:FUNCTION"
-            )
-        return ToolTask(workers, own["max_turns"], spec, seed, model, **text)
-    except BaseException:
-        workers.drop()
-        raise
+    make = TASKS.get(name) or partial(DatasetTask, name)
+    if name.startswith(GYM):
+        make = partial(GymTask, name.removeprefix(GYM))
+    if own.get("environment") is not None:
+        start = rewards, own["environment"], environment, RewardOutput()
+        make = partial(ToolTask, partial(build_environments, *start), name)
+    offered |= {"needs_reward": needs_reward and not rewards.reward, **others}
+    needs_model = f"--task {name} needs --model DIR, whose tokenizer reads text"
+    return make_part(make, offered, own, needs_model)
 
 
-def text_options(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all tasks of text take, as TextTask names it."""
-    names = "plain_prompts", "max_prompt_tokens", "allow_special_tokens"
-    day = own["template_date"]
-    return {name: own[name] for name in names} | {
-        "system": own["system_prompt"],
-        "template": own["chat_template"],
-        "arguments": own["chat_template_kwargs"] or {},
-        "day": day and date.fromisoformat(day),
-        "stop_texts": own["stop"],
-    }
+def make_part(
+    make: Callable[..., Any], offered: Mapping[str, Any], own: Mapping[str, Any], missing: str = ""
+) -> Any:
+    """Call `make` with a part's own options, and with what is offered of its other parameters;
+    InputError(missing) if one without a default gets nothing."""
+    parameters = inspect.signature(make).parameters.values()
+    given = {x.name: offered[x.name] for x in parameters if x.name in offered} | {**own}
+    for x in parameters:
+        if x.default is x.empty and x.kind is not x.VAR_KEYWORD and x.name not in given:
+            raise InputError(missing)
+    return make(**given)
 
 
 CPU = torch.device("cpu")

@@ -51,6 +51,12 @@ class Task(Protocol):
         """Return JSON contents by file name, for checkpoints that `transformers` can load."""
 
 
+def describe_task(task: Task) -> list[str]:
+    """Return the lines of the task's own `describe`, which is optional, for the start of a run."""
+    lines: list[str] = getattr(task, "describe", list)()
+    return lines
+
+
 def held_out_sets(task: Task, most: int, num_samples: int) -> dict[str, tuple[int, int]]:
     """Return the prompts, up to `most`, and the samples of each held-out set."""
     sizes: dict[str, int | None] = getattr(task, "held_out", {"test": task.num_test_prompts})

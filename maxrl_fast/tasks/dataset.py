@@ -18,8 +18,8 @@ from maxrl_fast.algorithms.options import Count
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks import ReferenceAnswer
-from maxrl_fast.tasks.dataset_specs import DatasetSpec
 from maxrl_fast.tasks.jsonl import Line, read_demonstrations
+from maxrl_fast.tasks.names import dataset_spec, other_prompts
 from maxrl_fast.tasks.sources import TEST, Part, read_sources
 from maxrl_fast.tasks.text_answers import text_answers
 from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
@@ -66,134 +66,133 @@ class DatasetOptions(TextOptions):
 
 class DatasetTask(TextTask):
     """The lines of a data set, reshuffled in every epoch. Training prompt i is line i mod n of the
-    order of epoch i // n, which depends only on the seed and the epoch. Arguments are the options
-    of these names; what is not given is as in `spec`. Demonstrations are asked as the prompts of
-    training are. The split "test" is all held-out sets."""
+    order of epoch i // n, which depends only on the seed and the epoch. Demonstrations are asked as
+    the prompts of training are. The split "test" is all held-out sets.
 
+    Args:
+        name: of --task.
+        max_new_tokens: the longest demonstration; None: the task's limit of a response.
+        needs_reward: whether the run needs one that it does not have itself.
+        test_only: read only held-out sets, where they are given.
+        tools: as of TextTask.
+        options: those of DatasetOptions.
+    """
+
+    options: DatasetOptions
     num_test_prompts: int | None
 
     def __init__(
         self,
-        spec: DatasetSpec,
+        name: str,
         seed: int,
         model: Path,
         *,
-        data: Sequence[Path] = (),
-        hub: Sequence[str] = (),
-        test_data: Sequence[Path] = (),
-        test_hub: Sequence[str] = (),
-        where: Sequence[str] = (),
-        test_only: bool = False,
-        allow_overlap: bool = False,
-        prompt_key: str | None = None,
-        answer_key: str | None = None,
-        prompt_suffix: str | None = None,
-        max_prompt_tokens: int = 1024,
-        sft_data: Path | None = None,
         max_new_tokens: int | None = None,
         needs_reward: bool = True,
+        test_only: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
         **options: Any,
     ):
-        suffix = spec.suffix if prompt_suffix is None else prompt_suffix
-        super().__init__(
-            model, suffix, needs_reward, max_prompt_tokens=max_prompt_tokens, **options
-        )
-        self._seed, self._spec, self._key = seed, spec, prompt_key or spec.prompt_key
+        spec, own = dataset_spec(name), DatasetOptions(**options)
+        self._seed, self._spec, self._key = seed, spec, own.prompt_key or spec.prompt_key
+        if not (own.data or own.hub or spec.hub or (test_only and (own.test_data or own.test_hub))):
+            raise InputError(f"--task {name} needs --data FILE or --hub NAME{other_prompts(name)}")
+        if needs_reward and spec.reward is None:
+            raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
+        super().__init__(model, own, spec.suffix, tools)
         self.max_new_tokens = spec.max_new_tokens
         self.reward, self.answer_limit = spec.reward, spec.answer_limit
-        given = data, hub, test_data, test_hub, where
+        given = own.data, own.hub, own.test_data, own.test_hub, own.where
         train, held_out = read_sources(spec, self._key, *given, test_only)
-        source = ", ".join(str(x) for x, _ in train or held_out.values())
+        self.name = ", ".join(x.shown for x in train or held_out)
         odd: list[str] = []
-        read = [self._columns(x, answer_key, odd) for x in (*train, *held_out.values())]
-        parts, n = [self._encoded(x) for x in read], len(train)
-        num_long = sum(map(len, read)) - sum(map(len, parts))
+        lines = [self._columns(x, own.answer_key, odd) for x in (*train, *held_out)]
+        parts, n = [self._encoded(x) for x in lines], len(train)
         held = {tuple(tokens) for part in parts[n:] for tokens, _ in part}
         num_shared = sum(tuple(tokens) in held for part in parts[:n] for tokens, _ in part)
-        self._left_out = set() if allow_overlap else held
+        num_long = sum(map(len, lines)) - sum(map(len, parts))
+        self._left_out = set() if own.allow_overlap else held
         for part in parts[:n]:
             part[:] = [x for x in part if tuple(x[0]) not in self._left_out]
-        lines: dict[str, Any] = {"train": [*chain(*read[:n])]}
-        kept: dict[str, Any] = {"train": [*chain(*parts[:n])]}
-        lines |= dict(zip(held_out, read[n:], strict=True))
-        kept |= dict(zip(held_out, parts[n:], strict=True))
-        for split, own in kept.items():
-            if not own and (train or split != "train"):
-                why = "; a tenth of different prompts is held out: add some, or give --test-data"
-                why *= not lines[split]
-                if num_shared and split == "train":
-                    why = f" that are not held out ({num_shared} are); --allow-overlap keeps them"
-                raise InputError(
-                    f"{source} must have prompts of at most {max_prompt_tokens} tokens for the "
-                    f"{split} split, got none in {len(lines[split])} lines{why}"
-                )
-        self.prompt_length = max(len(tokens) for own in kept.values() for tokens, _ in own)
-        # The token ids too: another chat template or tokenizer encodes the same lines otherwise.
-        contents = [[line for _, line in part] for part in lines.values()]
-        encoded = [[tokens for tokens, _ in own] for own in kept.values()]
-        self.set_samples = {name: x.number for name, (x, _) in held_out.items() if x.number}
-        self.held_out = {name: len(kept[name]) for name in held_out}
+        splits = [("train", parts[:n], lines[:n])] if train else []
+        splits += [(x.name, [parts[i]], [lines[i]]) for i, x in enumerate(held_out, start=n)]
+        for split, kept, read in splits:
+            if not any(kept):
+                self._refuse_empty(split, sum(map(len, read)), num_shared)
+        self.set_samples = {x.name: x.number for x in held_out if x.number}
+        self.held_out = {x.name: len(part) for x, part in zip(held_out, parts[n:], strict=True)}
         starts = accumulate(self.held_out.values(), initial=0)
-        self._starts = dict(zip(held_out, starts, strict=False))
-        times = [x * (source.number or 1) for x, (source, _) in zip(parts, train, strict=False)]
+        self._starts = dict(zip(self.held_out, starts, strict=False))
+        times = [part * (x.number or 1) for part, x in zip(parts, train, strict=False)]
         self._lines = {"train": [*chain(*times)], TEST: [*chain(*parts[n:])]}
-        self.num_train_prompts = len(self._lines["train"])
-        self.num_test_prompts = len(self._lines[TEST])
-        self.name = (
-            f"{source}: {self.num_train_prompts} prompts and {self.num_test_prompts} held out"
-        )
+        self.num_train_prompts, self.num_test_prompts = map(len, self._lines.values())
+        self.prompt_length = max(len(tokens) for part in parts for tokens, _ in part)
+        counts = f"{self.num_train_prompts} prompts and {self.num_test_prompts} held out"
         if len(held_out) > 1:
-            self.name += f" ({', '.join(f'{n} of {x}' for x, n in self.held_out.items())})"
+            counts += f" ({', '.join(f'{n} of {x}' for x, n in self.held_out.items())})"
+        self._told = [f"{self.name}: {counts}"]
         if num_long:
-            self.name += f", {num_long} longer than {max_prompt_tokens} tokens left out"
+            most = self.options.max_prompt_tokens
+            self._told.append(f"{num_long} prompts longer than {most} tokens are left out")
         if num_shared:
-            what = "kept" if allow_overlap else "left out of training"
-            self.name += f", {num_shared} that are held out too {what}"
+            what = "kept" if own.allow_overlap else "left out of training"
+            self._told.append(f"{num_shared} prompts that are held out too are {what}")
         if odd:
-            self.name += f", {len(odd)} without an answer left out, such as {odd[0]}"
+            self._told.append(f"{len(odd)} without an answer left out, such as {odd[0]}")
         self._demonstrations: list[tuple[list[int], list[int]]] = []
-        if sft_data is not None:
-            most_tokens = max_new_tokens or spec.max_new_tokens
-            self._read_demonstrations(sft_data, most_tokens, max_prompt_tokens)
-            encoded += [[tokens for pair in self._demonstrations for tokens in pair]]
+        if own.sft_data is not None:
+            self._read_demonstrations(own.sft_data, max_new_tokens or spec.max_new_tokens)
         self.num_demonstrations = len(self._demonstrations)
         self.has_demonstrations = bool(self._demonstrations)
-        self.fingerprint = hashlib.sha256(json.dumps([*contents, encoded]).encode()).hexdigest()
+        # The token ids too: another chat template or tokenizer encodes the same lines otherwise.
+        contents = lines, [[tokens for tokens, _ in part] for part in parts], self._demonstrations
+        self.fingerprint = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
         self._order = lru_cache(4)(self._shuffle)
 
-    def _read_demonstrations(self, path: Path, most_tokens: int, most_prompt_tokens: int) -> None:
+    def describe(self) -> list[str]:
+        is_text = any(isinstance(line["prompt"], str) for _, line in self._lines[TEST])
+        plain = "prompts are plain text, although the tokenizer has a chat template"
+        return [*self._told, *[plain] * (is_text and self._has_template), *super().describe()]
+
+    def _refuse_empty(self, split: str, num_lines: int, num_shared: int) -> None:
+        why = "" if num_lines else "; a tenth of different prompts is held out: add some, or give "
+        why += "" if num_lines else "--test-data"
+        if num_shared and split == "train":
+            why = f" that are not held out ({num_shared} are); --allow-overlap keeps them"
+        raise InputError(
+            f"{self.name} must have prompts of at most {self.options.max_prompt_tokens} tokens for "
+            f"the {split} split, got none in {num_lines} lines{why}"
+        )
+
+    def _read_demonstrations(self, path: Path, most_tokens: int) -> None:
         # A run lowers its limit to this number, and a resumed run must find the same demonstrations
         # with the lower limit.
         if (room := self.positions - self.prompt_length) > 0:
             most_tokens = min(most_tokens, room)
         lines = read_demonstrations(path, self._key)
-        places = [place for place, _, _ in lines]
         pairs = [(self._asked(prompt), response) for _, prompt, response in lines]
-        num_held_out, positions = 0, self.positions
-        for prompt, response in self.encode_demonstrations(pairs, places):
-            lengths = len(prompt), len(response)
-            if tuple(prompt) in self._left_out:
-                num_held_out += 1
-            elif (
-                0 < lengths[0] <= most_prompt_tokens
-                and lengths[1] <= most_tokens
-                and sum(lengths) <= positions
-            ):
-                self._demonstrations.append((prompt, response))
-        limits = (
-            f"{most_prompt_tokens} tokens of prompt, {most_tokens} of response or {positions} of "
-            "both"
-        )
-        if not self._demonstrations:
+        encoded = self.encode_demonstrations(pairs, [place for place, _, _ in lines])
+        left = [x for x in encoded if tuple(x[0]) not in self._left_out]
+        most, positions = self.options.max_prompt_tokens, self.positions
+        self._demonstrations = [
+            (prompt, response)
+            for prompt, response in left
+            if 0 < len(prompt) <= most
+            and len(response) <= most_tokens
+            and len(prompt) + len(response) <= positions
+        ]
+        limits = f"{most} tokens of prompt, {most_tokens} of response or {positions} of both"
+        if not (found := len(self._demonstrations)):
             raise InputError(
                 f"{path.name} must have demonstrations with at most {limits}, whose prompts are "
                 f"not held out, got none in {len(lines)} lines"
             )
-        self.name += f"; {len(self._demonstrations)} demonstrations of {path.name}"
-        if num_long := len(lines) - len(self._demonstrations) - num_held_out:
-            self.name += f", {num_long} left out with more than {limits}"
-        if num_held_out:
-            self.name += f", {num_held_out} left out with held-out prompts"
+        told = f"{found} demonstrations of {path.name}"
+        if len(left) > found:
+            told += f", {len(left) - found} left out with more than {limits}"
+        if len(left) < len(lines):
+            told += f", {len(lines) - len(left)} left out with held-out prompts"
+        self._told.append(told)
 
     def _asked(self, prompt: Any) -> Any:
         if isinstance(prompt, str) and self._spec.is_question:
@@ -205,11 +204,10 @@ class DatasetTask(TextTask):
         `odd` gets their errors.
         """
         found: list[Line] = []
-        source, lines = part
-        gold = source.form.gold or self._spec.gold
-        answer_key = None if source.form.gold else answer_key
-        for place, line in lines:
-            prompt, code = line[source.key], line.get(self._spec.code_key)
+        gold = part.form.gold or self._spec.gold
+        answer_key = None if part.form.gold else answer_key
+        for place, line in part.lines:
+            prompt, code = line[part.key], line.get(self._spec.code_key)
             if isinstance(prompt, str) and code:
                 prompt += f"\n\n```python\n{code}\n```"
             columns = {**line, "prompt": self._asked(prompt)}
@@ -218,7 +216,7 @@ class DatasetTask(TextTask):
                 found.append((place, columns | answer))
             except InputError as error:
                 odd.append(f"{place}: {error}")
-        if lines and not found:
+        if part.lines and not found:
             raise InputError(odd[-1])
         return found
 
@@ -247,11 +245,6 @@ class DatasetTask(TextTask):
         return prompts_of([tokens for tokens, _ in chosen], indices, [line for _, line in chosen])
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        if not self._demonstrations:
-            raise InputError(
-                f"--sft-steps must be 0 without --sft-data, as {self.name} has no solutions for a "
-                "warm start"
-            )
         chosen = [self._shuffled(self._demonstrations, i) for i in range(start, start + count)]
         prompts = prompts_of(
             [prompt for prompt, _ in chosen], range(start, start + count), [{}] * count

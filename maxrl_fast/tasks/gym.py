@@ -4,7 +4,7 @@ a verifier, no download.
 
 import importlib
 import importlib.metadata
-import os
+import json
 import zlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,9 +24,6 @@ from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
 TEST_SHARE = 5  # about one question in this many is held out
 TRIES = 200  # draws for a question of its split
 SEEDS = 2**31  # data sets accept seeds below this
-# These iterate over a set of words or terms: in version 0.1.25 their questions differ between two
-# values of PYTHONHASHSEED.
-HASHED = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")
 
 
 @dataclass(frozen=True)
@@ -62,37 +59,17 @@ class GymTask(TextTask):
     """Questions by index, generated on demand. A CRC of a question decides its split. Question i is
     the first draw t that belongs to its split: entry i mod n of a data set of the default size n,
     because some generate all entries at once, whose seed is a CRC of the run's seed, the split,
-    i // n and t. Arguments are the options of these names; `config`: the options of the data set,
-    as JSON."""
+    i // n and t. Options are those of TextOptions and of the data set's generator."""
 
     num_test_prompts: int | None = None
     max_new_tokens = 256
     reward: str | None = "maxrl_fast.rewards.verifiers:gym"
-    answer_limit: int | None = None
 
-    def __init__(
-        self,
-        name: str,
-        seed: int,
-        model: Path,
-        *,
-        config: str = "",
-        prompt_suffix: str | None = None,
-        max_prompt_tokens: int = 1024,
-        **options: Any,
-    ):
-        hashed = [
-            part
-            for part in HASHED
-            if part == name or (name == "composite" and f'"{part}"' in config)
-        ]
-        if hashed and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
-            raise InputError(
-                f"reasoning-gym's {hashed[0]} generates other questions in every process unless "
-                "Python's hash seed is fixed: "
-                "set PYTHONHASHSEED=0 in the environment"
-            )
-        self._dataset, self._config, self._seed = name, config or "{}", seed
+    def __init__(self, name: str, seed: int, model: Path, **options: Any):
+        text = {key: options.pop(key) for key in options.keys() & options_of(TextOptions)}
+        generator = generator_options(name)
+        own = {key: x for key, x in options.items() if x != generator[key].default}
+        self._dataset, self._config, self._seed = name, json.dumps(own), seed
         try:
             first = verifiers.gym_dataset(name, self._config, 0)
             sample = verifiers.gym_entry(name, self._config, 0, 0)
@@ -103,13 +80,13 @@ class GymTask(TextTask):
             ) from error
         self._size = max(len(first), 1)
         self.has_demonstrations = isinstance(sample["answer"], str)
-        super().__init__(model, prompt_suffix or "", max_prompt_tokens=max_prompt_tokens, **options)
+        super().__init__(model, TextOptions(**text))
         version = importlib.metadata.version("reasoning-gym")
         # By the tokenizer and its chat template.
         encoded = self.encode([self.prompt("1 + 1 =" + self._suffix)], ["a question"])
         self.fingerprint = f"reasoning-gym {version}, {encoded}"
         self.name = f"{name} of reasoning-gym {version}"
-        self.prompt_length = max_prompt_tokens
+        self.prompt_length = self.options.max_prompt_tokens
         self._question = lru_cache(4096)(self._find)
         # some generators seed NumPy's global random numbers, and training prompts are made in a
         # thread
@@ -125,15 +102,10 @@ class GymTask(TextTask):
                 prompt = self.prompt(question + self._suffix)
                 [tokens] = self.encode([prompt], [f"{self.name}, question {i}"])
                 if tokens is not None:
-                    origin = {
-                        "name": self._dataset,
-                        "config": self._config,
-                        "seed": seed,
-                        "index": i % self._size,
-                    }
-                    # some data sets have none
-                    known = {"answer": answer} if isinstance(answer, str) else {}
-                    return tokens, {"prompt": prompt, "question": question, **known, **origin}
+                    line = {"prompt": prompt, "question": question, "name": self._dataset}
+                    line |= {"config": self._config, "seed": seed, "index": i % self._size}
+                    # some data sets have no answer
+                    return tokens, line | ({"answer": answer} if isinstance(answer, str) else {})
         raise InputError(
             f"{self.name} must have questions of at most {self.prompt_length} tokens for the "
             f"{split} split, got none in "
@@ -153,18 +125,14 @@ class GymTask(TextTask):
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
         prompts = self.prompts("train", start, count)
-        assert prompts.columns is not None
-        entries = [
-            verifiers.gym_entry(self._dataset, self._config, line["seed"], line["index"])
-            for line in prompts.columns
-        ]
-        answers = [entry["answer"] for entry in entries]
+        lines = prompts.columns or ()
+        answers = [line.get("answer") for line in lines]
         if None in answers:
             raise InputError(
                 f"--sft-steps must be 0, as {self.name} has questions without an answer"
             )
         places = [f"{self.name}, question {i}" for i in prompts.ids.tolist()]
-        pairs = [(line["prompt"], x) for line, x in zip(prompts.columns, answers, strict=True)]
+        pairs = [(line["prompt"], x) for line, x in zip(lines, answers, strict=True)]
         shown = self.encode_demonstrations(pairs, places)
         return prompts, Rollouts.given([response for _, response in shown])
 

@@ -1,11 +1,10 @@
-"""Read prompts from JSON Lines, Parquet or the Hugging Face hub. The data is untrusted: an error
-names the invalid line.
+"""Lines of prompts: JSON Lines, and with the library `datasets` Parquet files and the Hugging Face
+hub. The data is untrusted: an error names the invalid line.
 """
 
-import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -39,57 +38,20 @@ def read_demonstrations(path: Path, prompt_key: str) -> list[Demonstration]:
     return [_demonstration(x, place, prompt_key) for place, x in _read_objects(path, "--sft-data")]
 
 
-def _read_objects(path: Path, option: str) -> list[tuple[str, Any]]:
-    try:
-        check_regular(path)
-        lines = [*(_read_parquet if path.suffix == ".parquet" else _read_json_lines)(path)]
-    except OSError as error:
-        raise InputError(
-            f"{option} must be a readable JSON Lines or Parquet file, got {printable(path)}: "
-            f"{error}"
-        ) from error
-    if not lines:
-        raise InputError(f"{printable(path)} must have a JSON object on each line, got none")
-    return lines
-
-
 def read_hub(
     name: str, splits: Sequence[str], prompt_key: str, as_line: AsLine | None = None
 ) -> list[list[Line]]:
     """Return the rows of a data set of the Hugging Face hub, NAME or NAME:CONFIG, with their
     places: of the first split, and of others if it has them; where the hub cannot be reached, from
     the cache of `datasets`."""
-    try:
-        import datasets
-
-        offline = why_unreachable()
-    except ImportError as error:
-        raise InputError(
-            f"loading {name} needs datasets (pip install datasets) or a local copy with "
-            f"--data FILE: {error}"
-        ) from error
     repository, _, config = name.partition(":")
-    # Otherwise it retries for 24 s, and then looks into its cache.
-    datasets.config.HF_HUB_OFFLINE = bool(offline)
-    try:
-        found = datasets.load_dataset(repository, config or None)
-    except Exception as error:  # errors of the network, the hub, or the parsers of its files
-        cause = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if offline:
-            cause = f"it cannot be reached ({offline}), and the cache has no copy"
-        raise InputError(
-            f"cannot load {splits[0]} data of {name} from the hub: {cause}; --data FILE and "
-            "--test-data FILE read a local copy"
-        ) from error
+    found = _load(name, repository, config or None)
     if splits[0] not in found:
         raise InputError(f"{name} has no split {splits[0]}, but {', '.join(found)} (NAME@SPLIT)")
     lines: list[list[Line]] = []
     for split in dict.fromkeys(x for x in splits if x in found):
-        kinds = found[split].features.arrow_schema
-        places = (f"{name}, {split} row {i}" for i in itertools.count(1))
         lines.append([])
-        for place, row in zip(places, found[split], strict=False):
-            row = {key: _shortest(x, kinds.field(key).type) for key, x in row.items()}
+        for place, row in _rows(found[split], f"{name}, {split} row"):
             try:
                 line = as_line(row) if as_line else row
             except InputError as error:
@@ -98,44 +60,66 @@ def read_hub(
     return lines
 
 
-def _read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    with open(path, "rb") as file:
-        for i, line in enumerate(file, start=1):
-            location = f"{printable(path)}, line {i}"
-            if not line.strip():
-                continue
-            try:
-                yield location, json.loads(line, object_pairs_hook=_without_duplicates)
-            # invalid JSON, invalid UTF-8, an integer of too many digits, or too deep
-            except (ValueError, RecursionError) as error:
-                raise InputError(
-                    f"{location}: it must be a JSON object in UTF-8, got {line!r:.60}: {error}"
-                    f"; {CONVERT}"
-                ) from error
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_objects(path: Path, option: str) -> list[Line]:
+    shown, lines = printable(path), list[Line]()
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
+        check_regular(path)
+        if path.suffix == ".parquet":
+            return _rows(_load(shown, "parquet", data_files=str(path))["train"], f"{shown}, row")
+        with open(path, "rb") as file:
+            for i, line in enumerate(file, start=1):
+                if line.strip():
+                    lines.append((f"{shown}, line {i}", _object(line, f"{shown}, line {i}")))
+    except OSError as error:
+        wanted = f"{option} must be a readable JSON Lines or Parquet file"
+        raise InputError(f"{wanted}, got {shown}: {error}") from error
+    if not lines:
+        raise InputError(f"{shown} must have a JSON object on each line, got none")
+    return lines
+
+
+def _object(line: bytes, place: str) -> dict[str, Any]:
+    why = "it is no object"
+    try:
+        fields = json.loads(line)
+        if isinstance(fields, dict):
+            return fields
+    # invalid JSON, invalid UTF-8, an integer of too many digits, or too deep
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+    wanted = "it must be a JSON object in UTF-8"
+    raise InputError(f"{place}: {wanted}, got {line!r:.60}: {why}; {CONVERT}")
+
+
+def _load(shown: str, kind: str, *config: str | None, **files: str) -> Any:
+    """Return the splits of a data set of the hub, or of a Parquet file, by name."""
+    try:
+        import datasets
+
+        offline = "" if files else why_unreachable()
     except ImportError as error:
         raise InputError(
-            f"reading {printable(path)} needs pyarrow: pip install pyarrow ({error})"
+            f"reading {shown} needs datasets: pip install datasets, or give JSON Lines with --data "
+            f"FILE ({error})"
         ) from error
+    # Otherwise it retries for 24 s, and then looks into its cache.
+    datasets.config.HF_HUB_OFFLINE = bool(offline)
     try:
-        with ParquetFile(path) as file:
-            table = file.read()
-    except (ArrowException, OSError, ValueError) as error:
-        raise InputError(f"{printable(path)} must be a Parquet file: {error}") from error
-    columns = {}
-    for name, kind in zip(table.column_names, table.schema.types, strict=True):
-        try:
-            columns[name] = [_shortest(x, kind) for x in table.column(name).to_pylist()]
-        # a repeated name, or values that Python has no type for
-        except (ArrowException, KeyError, OverflowError, ValueError):
-            columns[name] = [None] * len(table)
-    for i in range(len(table)):
-        yield f"{printable(path)}, row {i + 1}", {name: x[i] for name, x in columns.items()}
+        return datasets.load_dataset(kind, *config, **files)
+    except Exception as error:  # errors of the network, the hub, or the parsers of its files
+        cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if offline:
+            cause = f"it cannot be reached ({offline}), and the cache has no copy"
+        advice = "" if files else "; --data FILE and --test-data FILE read a local copy"
+        raise InputError(f"cannot read {shown}: {cause}{advice}") from error
+
+
+def _rows(split: Any, place: str) -> list[Line]:
+    kinds = split.features.arrow_schema
+    return [
+        (f"{place} {i}", {key: _shortest(x, kinds.field(key).type) for key, x in row.items()})
+        for i, row in enumerate(split, start=1)
+    ]
 
 
 def _shortest(value: Any, kind: Any) -> Any:
@@ -150,18 +134,18 @@ def _shortest(value: Any, kind: Any) -> Any:
     return [_shortest(x, kind.field(0).type) for x in value] if isinstance(value, list) else value
 
 
-def _checked(fields: Any, place: str, prompt_key: str) -> dict[str, Any]:
+def _checked(fields: dict[str, Any], place: str, prompt_key: str) -> dict[str, Any]:
     prompt = _prompt_of(fields, place, prompt_key)
     for name in ("response", "response_raw"):
         if name in fields:
             raise InputError(
                 f"{place}: the key {name!r} is reserved for the response that is scored; rename it"
             )
-    return {str(name): json_value(x) for name, x in fields.items()} | {prompt_key: prompt}
+    return {name: json_value(x) for name, x in fields.items()} | {prompt_key: prompt}
 
 
-def _demonstration(fields: Any, place: str, prompt_key: str) -> Demonstration:
-    if isinstance(fields, dict) and prompt_key not in fields and "messages" in fields:
+def _demonstration(fields: dict[str, Any], place: str, prompt_key: str) -> Demonstration:
+    if prompt_key not in fields and "messages" in fields:
         prompt_key = "messages"
     prompt = _prompt_of(fields, place, prompt_key)
     response = said = fields.get("response")
@@ -178,9 +162,7 @@ def _demonstration(fields: Any, place: str, prompt_key: str) -> Demonstration:
     return place, prompt, response
 
 
-def _prompt_of(fields: Any, place: str, key: str) -> Any:
-    if not isinstance(fields, dict):
-        raise InputError(f"{place}: it must be a JSON object, got {fields!r:.80}; {CONVERT}")
+def _prompt_of(fields: dict[str, Any], place: str, key: str) -> Any:
     if key not in fields:
         raise InputError(
             f"{place}: the line must have a prompt at {key!r} (--prompt-key), but {keys_of(fields)}"
@@ -203,28 +185,22 @@ def read_prompt(prompt: Any, what: str) -> Prompt:
 
 
 def _message(given: Any, what: str) -> Message:
-    if not isinstance(given, Mapping):
-        raise InputError(f"{what} must have messages with a role and a content, got {given!r:.80}")
+    fields = given if isinstance(given, Mapping) else {}
     # Arrow gives every message the keys of all
-    message = {k: x for k, x in given.items() if x is not None and (k == "content" or x != [])}
+    message = {k: x for k, x in fields.items() if x is not None and (k == "content" or x != [])}
     if isinstance(parts := message.get("content"), (list, tuple)):
-        texts = [x["text"] for x in parts if isinstance(x, Mapping) and "text" in x]
-        if len(texts) == len(parts) and all(isinstance(x, str) for x in texts):
-            message["content"] = "".join(texts)
-    if message.get("role") not in ROLES or not isinstance(message.get("content"), str):
-        raise InputError(
-            f"{what} must have a role in {', '.join(ROLES)} and text as content in each message, "
-            f"got {given!r:.80}"
-        )
+        texts = [x.get("text") if isinstance(x, Mapping) else None for x in parts]
+        message["content"] = "".join(texts) if all(isinstance(x, str) for x in texts) else None
     names = {"role": "role", "content": "content"}
-    if message["role"] == "assistant":
+    if message.get("role") == "assistant":
         names |= dict.fromkeys(REASONING, REASONING[0])
-    for key, value in message.items():
-        if key not in names or not isinstance(value, str):
-            raise InputError(
-                f"{what} must have messages with a role and a content, of the assistant also with "
-                f"{REASONING[0]}, each as text, got {key!r} in {given!r:.200}"
-            )
+    is_known = {"role", "content"} <= message.keys() <= names.keys() and message["role"] in ROLES
+    if not is_known or not all(isinstance(x, str) for x in message.values()):
+        raise InputError(
+            f"{what} must have messages with a role in {', '.join(ROLES)} and a content, of the "
+            f"assistant also with {REASONING[0]}, each as text, got {given!r:.200}"
+        )
+    for value in message.values():
         check_utf8(value, what)
     return {names[key]: value for key, value in message.items()}
 
@@ -239,8 +215,6 @@ def check_utf8(text: str, what: str) -> None:
 def json_value(value: Any) -> Any:
     """Return a value of a column in the types of JSON. Nothing refuses a file here: nobody may use
     the column. Dates and decimal numbers become text; NaN, bytes and what else JSON lacks null."""
-    if value is None or isinstance(value, (bool, int)):
-        return value
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "replace").decode()
     if isinstance(value, float):
@@ -251,11 +225,6 @@ def json_value(value: Any) -> Any:
         return [json_value(x) for x in value]
     if isinstance(value, (date, time)):
         return value.isoformat()
-    return str(value) if isinstance(value, (Decimal, UUID, timedelta)) else None
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a key appears twice")
-    return fields
+    if isinstance(value, (Decimal, UUID, timedelta)):
+        return str(value)
+    return value if isinstance(value, int) else None

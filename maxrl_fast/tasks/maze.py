@@ -175,7 +175,8 @@ class MazeTask:
     reward: str | None = None
     answer_limit: int | None = None
 
-    def __init__(self, size: int = 9, seed: int = 0, strict: bool = False):
+    def __init__(self, maze_size: int = 9, seed: int = 0, strict: bool = False):
+        size = maze_size
         if not MIN_SIZE <= size <= MAX_SIZE or size % 2 == 0:
             raise InputError(
                 f"maze size must be an odd number from {MIN_SIZE} to {MAX_SIZE}, got {size}"

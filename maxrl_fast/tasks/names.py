@@ -5,7 +5,6 @@ from pathlib import Path
 
 from maxrl_fast.algorithms.options import nearest
 from maxrl_fast.errors import InputError
-from maxrl_fast.runtime.files import JSON_BYTES, check_regular
 from maxrl_fast.runtime.loading import is_code, is_file
 from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
 
@@ -30,37 +29,22 @@ def is_reward(name: str) -> bool:
 
 
 def _is_class(name: str) -> bool:
-    try:
-        return _defines_class(name)
-    # build_task and the reward's processes report it
-    except (OSError, ValueError, SyntaxError, RecursionError):
-        return False
-
-
-def _defines_class(name: str) -> bool:
     """The file is not run: rewards run in separate processes."""
     file, _, wanted = name.rpartition(":")
-    check_regular(Path(file), JSON_BYTES)
-    statements = ast.parse(Path(file).read_bytes()).body
-    return any(
-        isinstance(statement, ast.ClassDef) and statement.name == wanted for statement in statements
-    )
-
-
-def needs_data(name: str) -> str:
-    """Say why a task FILE.py:NAME without --data has no prompts of its own either."""
-    file, _, wanted = name.rpartition(":")
-    why = f"{file} has no class {wanted}"
     try:
-        _defines_class(name)
+        statements = ast.parse(Path(file).read_bytes()).body
     except SyntaxError as error:
         why = f"syntax error in {file}, line {error.lineno}: {error.msg}"
-    except (OSError, ValueError, RecursionError) as error:
-        why = f"{file} cannot be read: {error}"
-    return (
-        f"--task {name} needs --data FILE or --hub NAME, or a class that makes its own prompts: "
-        f"{why}"
-    )
+        raise InputError(f"--task {name} cannot be read: {why}", "task") from error
+    except (OSError, ValueError):  # whoever loads it reports this
+        return False
+    return any(isinstance(x, ast.ClassDef) and x.name == wanted for x in statements)
+
+
+def other_prompts(name: str) -> str:
+    """Say what besides --data gives a task FILE.py:NAME prompts."""
+    file, _, wanted = name.rpartition(":")
+    return f", or a class {wanted} in {file} that makes its own prompts" if file else ""
 
 
 def lost_object(option: str, name: str) -> str:

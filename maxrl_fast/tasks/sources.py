@@ -7,46 +7,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.tasks.dataset_specs import (
-    NAMED_SETS,
-    UNNAMED,
-    DatasetSpec,
-    NamedSet,
-    keys_of,
-    look_up,
-)
+from maxrl_fast.tasks.dataset_specs import NAMED_SETS, UNNAMED, DatasetSpec, NamedSet, look_up
 from maxrl_fast.tasks.jsonl import Line, read_hub, read_lines
 
 TEST_SHARE = 10  # about one prompt in this many is held out if no test prompts are given
-MOST_LINES = 10_000_000  # of a file in an epoch, or samples, by =INT
 TEST = "test"  # the name of a held-out set without others
 
 
 @dataclass(frozen=True)
-class Source:
-    """A file, or NAME[:CONFIG] of the hub. number: =INT of its option."""
+class Part:
+    """The lines of a file, or of a split of a data set of the hub. number: =INT of its option."""
 
-    place: Path | str
-    name: str
+    shown: str  # in messages
+    name: str  # of a held-out set
     key: str  # of its prompts
     number: int | None
+    lines: list[Line]
     form: NamedSet = UNNAMED
-    split: str = ""  # "": train or test, by its use
-    kept: str = ""  # what --where has left of it, for messages
-
-    def __str__(self) -> str:
-        return (self.place.name if isinstance(self.place, Path) else self.place) + self.kept
-
-    def read(self, *splits: str) -> list[list[Line]]:
-        """Return the lines of the first split, and of others if they exist."""
-        if isinstance(self.place, Path):
-            option = "--test-data" if splits[0] == TEST else "--data"
-            return [read_lines(self.place, self.key, option)]
-        wanted = [self.split or splits[0], *splits[1:]]
-        return read_hub(self.place, wanted, self.key, self.form.as_line)
-
-
-Part = tuple[Source, list[Line]]
 
 
 def read_sources(
@@ -58,66 +35,54 @@ def read_sources(
     test_hub: Sequence[str],
     where: Sequence[str],
     test_only: bool,
-) -> tuple[list[Part], dict[str, Part]]:
+) -> tuple[list[Part], list[Part]]:
     """Return training and held-out lines: given, or the task's, or of test splits, or a tenth."""
     if not data and not hub and spec.hub and spec.test_hub:
         hub, test_hub = [spec.hub], test_hub if test_hub or test_data else [spec.test_hub]
-    train, test = (
-        [*(_file(x, key) for x in files), *(_of_hub(x, key) for x in names)]
-        for files, names in ((data, hub), (test_data, test_hub))
-    )
-    parts: list[Part] = []
-    held_out: list[Part] = []
-    for source in [] if test and test_only else train:
-        lines, *own = source.read("train", *[] if test else [TEST])
-        parts.append((source, lines))
-        held_out += [(replace(source, number=None), lines) for lines in own]
-    parts = _having(where, parts) if parts else parts
-    held_out += [(source, source.read(TEST)[0]) for source in test]
+    held_out = [_of_file(x, key, "--test-data") for x in test_data]
+    held_out += [part for x in test_hub for part in _of_hub(x, key, TEST)]
+    train, splits = list[Part](), ["train"] if held_out else ["train", TEST]
+    if not (held_out and test_only):
+        train = [_of_file(x, key, "--data") for x in data]
+        for x in hub:
+            first, *own = _of_hub(x, key, *splits)
+            train.append(first)
+            held_out += [replace(part, number=None) for part in own]
+        train = _filtered(where, train)
     if not held_out:
-        for i, (source, lines) in enumerate(parts):
-            left = [x for x in lines if _is_test(x[1][source.key])]
-            held_out.append((replace(source, number=None, kept=""), left))
-            parts[i] = source, [x for x in lines if not _is_test(x[1][source.key])]
-    # A set has the name of no split.
-    names = [x.name + "-set" * (x.name in ("train", TEST)) for x, _ in held_out]
-    names = names if held_out[1:] else [TEST]
+        for i, part in enumerate(train):
+            left = [x for x in part.lines if not _is_test(x[1][part.key])]
+            own = [x for x in part.lines if _is_test(x[1][part.key])]
+            train[i] = replace(part, lines=left)
+            held_out.append(replace(part, lines=own, number=None))
+    if not held_out[1:]:
+        held_out = [replace(part, name=TEST) for part in held_out]
+    names = [part.name for part in held_out]
     if len({*names}) < len(names):
         raise InputError(f"held-out sets must have different names, got {', '.join(names)}")
-    for source, lines in (*parts, *held_out):
-        if (source.number or 0) * len(lines) > MOST_LINES:
-            wanted = f"{source}=INT must give at most {MOST_LINES:,} lines or samples"
-            raise InputError(f"{wanted}, got {source.number:,} x {len(lines):,}")
-    return parts, dict(zip(names, held_out, strict=True))
+    return train, held_out
 
 
-def _having(where: Sequence[str], parts: list[Part]) -> list[Part]:
+def _filtered(where: Sequence[str], parts: list[Part]) -> list[Part]:
     """Return the lines with a value of --where in each of its columns. A set that does not have the
     column keeps all its lines."""
-    wanted: dict[str, list[str]] = {}
-    for text in where:
-        column, _, value = text.partition("=")
-        wanted.setdefault(column, []).append(value)
-    for column, values in wanted.items():
-        shown, is_known = " or ".join(f"{column}={x}" for x in values), False
-        for i, (source, lines) in enumerate(parts):
-            own = [_text(look_up(line, column)) for _, line in lines]
+    for column in dict.fromkeys(text.partition("=")[0] for text in where):
+        wanted = [x for x in where if x.partition("=")[0] == column]
+        values, told, is_known = {x.partition("=")[2] for x in wanted}, " or ".join(wanted), False
+        for i, part in enumerate(parts):
+            own = [_text(look_up(line, column)) for _, line in part.lines]
             if not any(own):
                 continue
-            left, is_known = [x for x, y in zip(lines, own, strict=True) if y in values], True
+            left, is_known = [x for x, y in zip(part.lines, own, strict=True) if y in values], True
             if not left:
-                known = ", ".join(sorted({x for x in own if x}))
                 raise InputError(
-                    f"--where {shown} must leave lines of {source}, got none; its values are "
-                    f"{known:.200}"
+                    f"--where {told} must leave lines of {part.shown}, got none; its values are "
+                    f"{', '.join(sorted({*own})):.200}"
                 )
-            kept = f"{source.kept} ({len(left)} of {len(lines)} lines with {shown})"
-            parts[i] = replace(source, kept=kept), left
+            shown = f"{part.shown} ({len(left)} of {len(own)} lines with {told})"
+            parts[i] = replace(part, lines=left, shown=shown)
         if not is_known:
-            raise InputError(
-                f"--where {shown} must name a column of a training set; a line of {source} does "
-                f"not have it: {keys_of(lines[0][1] if lines else {})}"
-            )
+            raise InputError(f"--where {told} must name a column of a training set, got another")
     return parts
 
 
@@ -132,21 +97,24 @@ def _is_test(prompt: object) -> bool:
 
 def _number(text: str) -> tuple[str, int | None]:
     name, _, number = text.rpartition("=")
-    count = int(number[:18]) if name and number.isdecimal() else 0  # more is refused anyway
-    return (name, count) if count else (text, None)
+    return (name, int(number)) if name and number.isdecimal() and int(number) else (text, None)
 
 
-def _file(path: Path, key: str) -> Source:
-    text, number = _number(str(path))
+def _of_file(given: Path, key: str, option: str) -> Part:
+    text, number = _number(str(given))
     path = Path(text)
     is_split = path.stem in ("train", TEST)  # of a data set that has the folder's name
-    return Source(path, path.absolute().parent.name if is_split else path.stem, key, number)
+    name = f"{path.absolute().parent.name}-{path.stem}" if is_split else path.stem
+    return Part(path.name, name, key, number, read_lines(path, key, option))
 
 
-def _of_hub(text: str, key: str) -> Source:
+def _of_hub(text: str, key: str, *splits: str) -> list[Part]:
+    """Return NAME[:CONFIG][@SPLIT] by its first split, and others if they exist."""
     text, number = _number(text)
     name, _, split = text.partition("@")
     form = NAMED_SETS.get(name, UNNAMED)
     place, _, own = (form.hub or name).partition("@")
     key = form.prompt_key or key
-    return Source(place, text.replace("/", "-"), key, number, form, split or own)
+    wanted = [split or own or splits[0], *splits[1:]]
+    shown = place, text.replace("/", "-"), key, number
+    return [Part(*shown, lines, form) for lines in read_hub(place, wanted, key, form.as_line)]

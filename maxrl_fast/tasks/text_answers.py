@@ -9,11 +9,11 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, unpack
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import AnswerForm
-from maxrl_fast.tasks.text_codec import TextCodec
+from maxrl_fast.tasks.text_codec import TextTask
 
 
 def text_answers(
-    text: TextCodec, form: AnswerForm, prompts: Prompts, rollouts: Rollouts
+    text: TextTask, form: AnswerForm, prompts: Prompts, rollouts: Rollouts
 ) -> list[ReferenceAnswer]:
     """Return the reference answer, the column "answer" of each prompt, after the first marker of
     each response: where a token reaches beyond the marker, its text must begin the answer. The
@@ -53,7 +53,7 @@ def _answers(prompts: Prompts) -> list[str]:
     return [line["answer"] for line in columns]
 
 
-def _marker_end(text: TextCodec, marker: str, tokens: list[int]) -> tuple[int | None, str]:
+def _marker_end(text: TextTask, marker: str, tokens: list[int]) -> tuple[int | None, str]:
     """Return how many tokens have the marker in their text, and their text from the marker on."""
     if marker not in text.decode(tokens):
         return None, marker

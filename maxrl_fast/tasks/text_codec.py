@@ -4,7 +4,7 @@ checkpoint.
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
@@ -53,77 +53,71 @@ class TextOptions:
     """Texts that end a response, besides the stop tokens; the text is part of it."""
 
 
-class TextCodec:
-    """Encodes prompts and responses with the tokenizer of a checkpoint, and decodes them.
+class TextTask:
+    """What tasks share whose prompts are text: prompts and responses by the tokenizer of a
+    checkpoint.
 
     Args:
-        is_plain: prompts that are text have no chat template.
-        allow_special: encode control tokens in the text of a prompt; otherwise they are refused.
-        template: file of a chat template in place of the tokenizer's own.
-        arguments, day, tools: as of Conversation; with tools, prompts that are text are messages.
-        stop_texts: end a response besides the stop tokens.
-        system: the system message of chats that have none.
+        suffix: of prompts that are text, where the options have none.
+        tools: JSON schemas, as of Conversation; with tools, prompts that are text are messages.
     """
+
+    name = fingerprint = ""
+    reward: str | None = None
+    answer_limit: int | None = None
+    has_demonstrations = False
 
     def __init__(
         self,
         model: Path,
-        max_prompt_tokens: int,
-        is_plain: bool,
-        allow_special: bool = False,
-        *,
-        template: Path | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        day: date | None = None,
-        stop_texts: Sequence[str] = (),
+        options: TextOptions,
+        suffix: str = "",
         tools: Sequence[dict[str, Any]] = (),
-        system: str | None = None,
     ):
-        self.model = model
-        sizes = read_sizes(model)
+        self.model, self.options, sizes = model, options, read_sizes(model)
+        self._suffix = suffix if options.prompt_suffix is None else options.prompt_suffix
         self.vocab_size, self.positions = sizes.vocab_size, sizes.max_position_embeddings
         self._images = {*(sizes.images if isinstance(sizes, HuggingFaceSizes) else ())}
-        self.tokenizer, self._max_prompt_tokens = load_tokenizer(model), max_prompt_tokens
-        if len(self.tokenizer) > self.vocab_size:
-            needed = len(self.tokenizer)
+        self.tokenizer, file = load_tokenizer(model), options.chat_template
+        if (needed := len(self.tokenizer)) > self.vocab_size:
             raise InputError(
                 f"the policy in {model} must have a vocabulary of at least {needed}, got "
                 f"{self.vocab_size}"
             )
-        self._template = None if template is None else _read_template(template)
+        self._template = None if file is None else _read_template(file)
         if self._template is not None:
             self.tokenizer.chat_template = self._template
         one = dict[str, int]()  # texts of one token, which ends a response too
-        for x in stop_texts:
+        for x in options.stop:
             ids = self.tokenizer(x, add_special_tokens=False)["input_ids"]
             if len(ids) == 1 and x in self.tokenizer.decode(ids):
                 one[x] = ids[0]
-        if tools and (longer := [x for x in stop_texts if x not in one]):
+        if tools and (longer := [x for x in options.stop if x not in one]):
             raise InputError(
                 f"--stop must be single tokens with --environment, got {longer[0]!r}, which the "
                 f"tokenizer of {model} divides"
             )
         listed = _listed_stops(model, self.tokenizer, self.vocab_size) | {*one.values()}
-        self.conversation = Conversation(self.tokenizer, listed, tools, arguments, day, template)
+        day = options.template_date and date.fromisoformat(options.template_date)
+        how = tools, options.chat_template_kwargs, day or None, file
+        self.conversation = Conversation(self.tokenizer, listed, *how)
         self.stop_ids, added = self.conversation.stop_ids, self.tokenizer.added_tokens_decoder
         # no other tokens spell an added one
-        spelled = [x for x in stop_texts if one.get(x) not in added]
-        self.stop_texts = [] if tools else spelled
-        self._control_tokens = None if allow_special else ControlTokens(self.tokenizer)
-        has_template = self.tokenizer.chat_template is not None
-        self._has_tools, self._uses_chat = bool(tools), has_template and not is_plain
-        self._system = system
+        self.stop_texts = [x for x in options.stop if not tools and one.get(x) not in added]
+        self._control_tokens = ControlTokens(self.tokenizer)
+        self._has_tools, self._has_template = bool(tools), self.tokenizer.chat_template is not None
 
     def prompt(self, question: str) -> str | list[Message]:
         """Return one user message, or the question unchanged if no chat template is used."""
-        return [{"role": "user", "content": question}] if self._uses_chat else question
+        uses_chat = self._has_template and not self.options.plain_prompts
+        return [{"role": "user", "content": question}] if uses_chat else question
 
     def encode(
         self, prompts: Sequence[Prompt], places: Sequence[str], limit: int | None = None
     ) -> list[list[int] | None]:
         """Return the token ids of each prompt; None if there are none, or too many. places: where
         each comes from, for messages."""
-        most, encoded = limit or self._max_prompt_tokens, []
+        most, encoded = limit or self.options.max_prompt_tokens, []
         for prompt, place in zip(prompts, places, strict=True):
             with _at(place):
                 ids = self.conversation.prompt(self._checked(prompt))
@@ -156,16 +150,16 @@ class TextCodec:
     def _checked(self, prompt: Prompt) -> Prompt:
         if isinstance(prompt, str) and self._has_tools:
             prompt = [{"role": "user", "content": prompt}]
-        if self._system is not None:
+        if (system := self.options.system_prompt) is not None:
             if isinstance(prompt, str):
                 raise InputError("--system-prompt needs prompts that are chats, got text")
             if not prompt or prompt[0]["role"] not in ("system", "developer"):
-                prompt = [{"role": "system", "content": self._system}, *prompt]
+                prompt = [{"role": "system", "content": system}, *prompt]
         self._refuse(prompt, "a prompt")
         return prompt
 
     def _refuse(self, text: Prompt, what: str) -> None:
-        if self._control_tokens is not None:
+        if not self.options.allow_special_tokens:
             self._control_tokens.refuse(text, what)
 
     def decode(self, tokens: Sequence[int], with_special: bool = False) -> str:
@@ -183,43 +177,16 @@ class TextCodec:
             return None
         return bisect.bisect_left(range(len(tokens) + 1), True, key=has_stop)
 
-    @property
-    def stops(self) -> str:
-        """What ends a response, for the start of a run."""
+    def describe(self) -> list[str]:
+        """Return lines for the start of a run."""
         names = [repr(self.decode([i], with_special=True)) for i in self.stop_ids]
-        return ", ".join([*names, *(f"the text {x!r}" for x in self.stop_texts)])
-
-
-class TextTask(TextCodec):
-    """What tasks share whose prompts are text.
-
-    Args:
-        suffix: of prompts that are text.
-        needs_reward: False: without --reward, every response has the reward 0.
-        plain_prompts, allow_special_tokens: is_plain and allow_special of TextCodec, as the others.
-    """
-
-    name: str
-
-    def __init__(
-        self,
-        model: Path,
-        suffix: str,
-        needs_reward: bool = True,
-        *,
-        max_prompt_tokens: int = 1024,
-        plain_prompts: bool = False,
-        allow_special_tokens: bool = False,
-        **options: Any,
-    ):
-        super().__init__(model, max_prompt_tokens, plain_prompts, allow_special_tokens, **options)
-        self._suffix, self._needs_reward = suffix, needs_reward
+        names += [f"the text {x!r}" for x in self.stop_texts]
+        return [f"responses end with {', '.join(names)}"]
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """`reward` or the user's function scores responses, in worker processes."""
-        if not self._needs_reward:
-            return torch.zeros(len(rollouts))
-        raise InputError(f"--reward FILE:FUNCTION is needed to score {self.name}, got none")
+        """`reward` or the user's function scores responses, in worker processes; without either a
+        run needs no rewards, as that of distill, and they are 0."""
+        return torch.zeros(len(rollouts))
 
     def encode_prompt(self, prompt: Prompt, place: str) -> list[int]:
         """Return the token ids of a prompt of any length; `place` is for messages."""

@@ -1,8 +1,9 @@
 """Episodes with tools: prompts of a data set, and an environment of the user's for each sample."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
@@ -25,23 +26,46 @@ class ToolTask(DatasetTask):
     """Prompts of a data set, each answered with the tools of an environment.
 
     `reset` is called once with each line, and its text is appended to the last message of the
-    prompt: all episodes of a prompt must begin with the same text. Other arguments are as of
-    DatasetTask.
+    prompt: all episodes of a prompt must begin with the same text. `start` starts the workers;
+    other arguments are as of DatasetTask.
     """
 
-    def __init__(self, workers: UserCode, max_turns: int, *arguments: Any, **options: Any) -> None:
-        self._workers, self.max_turns, self.output = workers, max_turns, workers.output
+    def __init__(
+        self,
+        start: Callable[[], UserCode],
+        name: str,
+        seed: int,
+        model: Path,
+        *,
+        needs_reward: bool = True,
+        max_new_tokens: int | None = None,
+        test_only: bool = False,
+        **options: Any,
+    ):
+        self._workers = workers = start()
+        self.output, self.max_turns = workers.output, options["max_turns"]
         self._numbers = itertools.count()  # of environments
-        tools = workers.signature["tools"]
-        super().__init__(*arguments, tools=tools, **options)
+        try:
+            if needs_reward and not workers.signature["has_reward"]:
+                raise InputError(
+                    f"--environment {workers.name} needs a method get_reward(), or --reward "
+                    "FILE:FUNCTION"
+                )
+            tools = workers.signature["tools"]
+            options |= {"max_new_tokens": max_new_tokens, "test_only": test_only, "tools": tools}
+            super().__init__(name, seed, model, needs_reward=False, **options)
+        except BaseException:
+            workers.drop()
+            raise
         # the environment, or the functions of --reward, score whole responses
         self.reward = self.answer_limit = None
-        self.name += (
-            f"; environment {workers.name} {workers.place}, with the tools "
-            f"{', '.join(tool['function']['name'] for tool in tools)}, at most {max_turns} turns"
-        )
-        if note := self.conversation.note:
-            self.name += f"; {note}"
+
+    def describe(self) -> list[str]:
+        workers, note = self._workers, self.conversation.note
+        tools = ", ".join(x["function"]["name"] for x in workers.signature["tools"])
+        how = f"with the tools {tools}, at most {self.max_turns} turns"
+        told = [f"environment {workers.name} {workers.place}, {how}"]
+        return [*super().describe(), *told, *[note] * bool(note)]
 
     def _encoded(self, lines: list[Line]) -> list[tuple[list[int], dict[str, Any]]]:
         if not lines:

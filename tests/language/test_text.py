@@ -16,7 +16,7 @@ from transformers.utils import chat_template_utils
 from maxrl_fast.errors import InputError
 from maxrl_fast.tasks import text_codec
 from maxrl_fast.tasks.conversation import _with_text_arguments
-from maxrl_fast.tasks.text_codec import TextCodec
+from maxrl_fast.tasks.text_codec import TextOptions, TextTask
 from tests.language.families import CASES, FAMILIES, save_family
 
 pytestmark = pytest.mark.language
@@ -65,8 +65,9 @@ class Family:
         self.folder, self.tokenizer, self.decode = folder, tokenizer, tokenizer.decode
         self.codec, self.with_tools = self.made(), None
 
-    def made(self, **options):
-        return TextCodec(self.folder, 10**6, False, day=DAY, **options)
+    def made(self, tools=(), **options):
+        options |= {"max_prompt_tokens": 10**6, "template_date": DAY.isoformat()}
+        return TextTask(self.folder, TextOptions(**options), tools=tools)
 
     def outcomes(self):
         asked = chat(CASES["prompts"]["one turn"])
@@ -110,7 +111,7 @@ class Family:
 
     def no_doubled_bos(self, asked):
         text = self.text(asked, add_generation_prompt=True)
-        (got,) = self.made(allow_special=True).encode([text], ["line 1"])
+        (got,) = self.made(allow_special_tokens=True).encode([text], ["line 1"])
         assert got == self.tokens(asked, add_generation_prompt=True)
 
     def forged(self, asked):
@@ -159,7 +160,7 @@ class Family:
     def arguments(self, given):
         if not all(name in self.tokenizer.chat_template for name in given):
             return "-"
-        codec = self.made(arguments=given)
+        codec = self.made(chat_template_kwargs=given)
         for x in ("system", "earlier <think>"):
             self.prompt(chat(CASES["prompts"][x]), codec, **given)
         return self.demonstration(chat(CASES["demonstrations"]["<think>"]), codec, **given)

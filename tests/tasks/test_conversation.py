@@ -16,7 +16,7 @@ from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import Sampling, cut
 from maxrl_fast.tasks import conversation
 from maxrl_fast.tasks.jsonl import read_lines, read_prompt
-from maxrl_fast.tasks.text_codec import TextCodec
+from maxrl_fast.tasks.text_codec import TextOptions, TextTask
 from tests.families import tiny_config, tiny_model
 from tests.tables import refused
 from tests.tasks.test_dataset import CHAT, save_byte_level_policy
@@ -72,10 +72,10 @@ TEMPLATES = {
 }
 
 
-def codec_of(folder, chat=CHAT, **options):
+def codec_of(folder, chat=CHAT, tools=(), **options):
     special = {"bos_token": "<bos>", "eos_token": "<eos>"}
     policy = save_byte_level_policy(folder, special=special, added=MARKS[2:], chat=chat)
-    return TextCodec(policy, 1000, False, **options)
+    return TextTask(policy, TextOptions(**options), tools=tools)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -176,7 +176,10 @@ def test_a_response_continues_a_prompt_that_is_text(scheme):
 
 
 def test_arguments_that_a_template_does_not_read_are_refused(tmp_path):
-    chat, options = "{% generation %}{% endgeneration %}" + CHAT, {"arguments": {"short": True}}
+    chat, options = (
+        "{% generation %}{% endgeneration %}" + CHAT,
+        {"chat_template_kwargs": {"short": True}},
+    )
     codec_of(tmp_path, chat + "{% if short is defined %}{% endif %}", **options)
     for part in ("", "{# short #}", "{{ 'short' }}", "{{ messages.short }}", "{% set short = 1 %}"):
         with refused("does not read 'short' of"):
@@ -186,8 +189,8 @@ def test_arguments_that_a_template_does_not_read_are_refused(tmp_path):
 def test_arguments_a_file_and_a_day_are_the_templates(tmp_path):
     clock = "{% if short %}S{% endif %}{{ strftime_now('%d %b %H:%M') }}"
     (tmp_path / "chat.jinja").write_text(clock + CHAT)
-    options = {"template": tmp_path / "chat.jinja", "arguments": {"short": True}}
-    codec = codec_of(tmp_path, None, day=datetime.date(2024, 7, 26), **options)
+    options = {"chat_template": tmp_path / "chat.jinja", "chat_template_kwargs": {"short": True}}
+    codec = codec_of(tmp_path, None, template_date="2024-07-26", **options)
     assert codec.decode(codec.conversation.prompt(ASKED)).startswith("S26 Jul 00:00<|im_start|>")
     assert codec.conversation.clock == "2024-07-26"
     files = saved_files(codec.tokenizer, codec.model, codec._template)
@@ -196,7 +199,7 @@ def test_arguments_a_file_and_a_day_are_the_templates(tmp_path):
     with refused("/chat.jinja must give strftime_now its format as text"):
         codec_of(tmp_path, None, **options)
     with refused("kwargs must not have add_generation_prompt, which the run sets"):
-        codec_of(tmp_path, arguments={"add_generation_prompt": False})
+        codec_of(tmp_path, chat_template_kwargs={"add_generation_prompt": False})
 
 
 def test_a_template_that_loops_is_refused(tmp_path, monkeypatch):
@@ -212,7 +215,7 @@ def test_stop_tokens_are_those_of_all_files_and_texts_end_a_response(tmp_path):
     config = json.loads((codec.model / "config.json").read_text())
     (codec.model / "config.json").write_text(json.dumps({**config, "eos_token_id": [3, 4]}))
     (codec.model / "generation_config.json").write_text('{"eos_token_id": 5}')
-    codec = TextCodec(codec.model, 1000, False, stop_texts=("</a>", "<think>"))
+    codec = TextTask(codec.model, TextOptions(stop=("</a>", "<think>")))
     ids = codec.tokenizer.convert_tokens_to_ids
     assert {*codec.stop_ids} == {3, 4, 5, ids("<eos>"), ids("<think>")}
     texts = ["x</a>yz", "none", "</a></a>"]
@@ -225,13 +228,13 @@ def test_stop_tokens_are_those_of_all_files_and_texts_end_a_response(tmp_path):
     assert ended.truncated.tolist() == [False, True, False]
     assert ended.logprobs.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 13, 14]
     with refused("--stop must be single tokens with --environment, got '</a>'"):
-        TextCodec(codec.model, 1000, False, stop_texts=["</a>"], tools=[{}])
+        TextTask(codec.model, TextOptions(stop=("</a>",)), tools=[{}])
 
 
 def test_a_prompt_with_the_token_of_an_image_is_refused(tmp_path):
     policy = save_byte_level_policy(tmp_path)
     tiny_model(tiny_config("gemma3", vocab_size=272)).save_pretrained(policy)
-    codec = TextCodec(policy, 1000, True)
+    codec = TextTask(policy, TextOptions(plain_prompts=True))
     assert codec.encode(["2+2?"], ["line 1"]) == [codec.tokenizer("2+2?")["input_ids"]]
     assert codec.tokenizer('"')["input_ids"] == [1]  # stands for an image
     with refused('line 2: a prompt must have no images or sound, got its token "'):
@@ -303,7 +306,6 @@ def test_columns_that_nobody_uses_never_refuse_a_file(tmp_path):
         "price": [decimal.Decimal("0.10")],
         "raw": [b"\xff"],
         "score": [float("nan")],
-        "map": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())),
     }
     pq.write_table(pa.table(columns), tmp_path / "d.parquet")
     [(_, line)] = read_lines(tmp_path / "d.parquet", "prompt")

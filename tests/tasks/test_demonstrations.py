@@ -31,7 +31,8 @@ def task_of(tmp_path, policy, demonstrations, name="dataset", **options):
     lines = [{key: line["prompt"], "answer": line["answer"]} for line in SUMS]
     data = written(tmp_path / "data.jsonl", lines)
     shown = written(tmp_path / "shown.jsonl", demonstrations)
-    return DatasetTask(DATASETS[name], 0, policy, data=(data,), sft_data=shown, **options)
+    options |= {"data": (data,), "sft_data": shown, "needs_reward": False}
+    return DatasetTask(name, 0, policy, **options)
 
 
 def texts(task, start, count):
@@ -72,7 +73,7 @@ def test_every_epoch_has_each_demonstration_once_in_a_new_order(tmp_path, policy
     assert task.has_demonstrations
     other = task_of(tmp_path, policy, SHOWN[1:])
     assert other.fingerprint != task.fingerprint
-    assert other.name.endswith("; 14 demonstrations of shown.jsonl")
+    assert "14 demonstrations of shown.jsonl" in other.describe()
 
 
 def test_long_demonstrations_are_counted_and_left_out(tmp_path, policy):
@@ -83,7 +84,7 @@ def test_long_demonstrations_are_counted_and_left_out(tmp_path, policy):
     # with <|im_end|>
     assert sorted(len(response) for _, response in texts(task, 0, 2)) == [3 + 10, 4 + 10]
     wanted = "2 left out with more than 9 tokens of prompt, 5 of response or 256 of both"
-    assert task.name.endswith(f"; 2 demonstrations of shown.jsonl, {wanted}")
+    assert f"2 demonstrations of shown.jsonl, {wanted}" in task.describe()
     assert task.prompt_length == 4  # of the prompts that are asked
     with refused(r"must have demonstrations with at most .* 256 of both, .* got none in 1 lines"):
         task_of(tmp_path, policy, [{"prompt": "1" * 200, "response": "2" * 56}])
@@ -96,9 +97,8 @@ def test_demonstrations_of_held_out_prompts_are_left_out(tmp_path, policy):
     assert len(held_out) == task.num_test_prompts == 7
     prompts = {prompt for prompt, _ in texts(task, 0, 53)}
     assert prompts == {line["prompt"] for line in SUMS} - held_out
-    assert task.name.endswith(
-        "; 53 demonstrations of shown.jsonl, 7 left out with held-out prompts"
-    )
+    told = "53 demonstrations of shown.jsonl, 7 left out with held-out prompts"
+    assert told in task.describe()
 
 
 @pytest.mark.parametrize(

@@ -80,13 +80,15 @@ def test_known_sets_have_their_keys_and_answers(policy, hub):
 
 def test_the_test_split_of_a_set_is_held_out(policy, hub, tmp_path):
     task = task_of(policy, hub=("me/mine",))
-    assert task.name == "me/mine: 40 prompts and 6 held out"
+    assert task.describe()[0] == "me/mine: 40 prompts and 6 held out"
     assert task.held_out == {"test": 6}
     lines = [{"problem": f"{i}?", "answer": "1"} for i in range(30)]
     (tmp_path / "sums").mkdir()
     data = written(tmp_path / "sums" / "test.jsonl", lines)
     both = task_of(policy, hub=("me/mine",), data=(data,), test_data=(data,), test_hub=("aime25",))
-    assert both.name.startswith("test.jsonl, me/mine: 40 prompts and 33 held out (30 of sums, 3 of")
+    assert both.describe()[0].startswith(
+        "test.jsonl, me/mine: 40 prompts and 33 held out (30 of sums-test, "
+    )
     with refused("held-out sets must have different names, got aime25, aime25"):
         task_of(policy, hub=("me/mine",), test_hub=("aime25", "aime25"))
     with refused(r"math-ai/aime25 has no split other, but test \(NAME@SPLIT\)"):
@@ -101,9 +103,9 @@ def test_a_held_out_set_with_the_name_of_a_split_is_beside_it(policy, hub, tmp_p
         for x in ("some.jsonl", "other.jsonl", f"{name}/train.jsonl")
     )
     task = task_of(policy, data=(data,), test_data=(other, held))
-    assert task.held_out == {"other": 2, f"{name}-set": 2}
+    assert task.held_out == {"other": 2, f"{name}-train": 2}
     assert prompts(task, "train")[2] == ["some.jsonl"] * 2
-    assert prompts(task, f"{name}-set")[2] == [f"{name}/train.jsonl"] * 2
+    assert prompts(task, f"{name}-train")[2] == [f"{name}/train.jsonl"] * 2
     batch = task.prompts("test", 0, 4)  # what run.sample() asks for
     assert [x["answer"] for x in batch.columns] == ["other.jsonl"] * 2 + [f"{name}/train.jsonl"] * 2
 
@@ -114,7 +116,7 @@ def test_where_filters_the_training_sets_that_have_the_column(policy, hub, tmp_p
     sets = {"data": (written(tmp_path / "some.jsonl", lines),), "hub": ("me/mine=3",)}
     task = task_of(policy, where=("x.level=1", "x.level=Level 1"), test_hub=("aime25",), **sets)
     shown = "some.jsonl (60 of 150 lines with x.level=1 or x.level=Level 1), me/mine"
-    assert task.name == f"{shown}: 180 prompts and 3 held out"
+    assert task.describe()[0] == f"{shown}: 180 prompts and 3 held out"
     split = task_of(policy, data=sets["data"], where=("x.level=true", "answer=1"))
     assert {x["x"]["level"] for x in split.prompts("train", 0, 30).columns} == {True}
     assert split.num_train_prompts + split.num_test_prompts == 30

@@ -90,8 +90,8 @@ def test_a_line_without_an_answer_is_left_out_and_named(tmp_path, policy):
     lines[7]["solution"] = "it is 7"
     task = task_of("math", written(tmp_path / "math.jsonl", lines), policy)
     assert task.num_train_prompts + task.num_test_prompts == 39
-    assert ", 1 without an answer left out, such as" in task.name
-    assert "math.jsonl, line 8: a solution must have its answer in \\boxed{}" in task.name
+    (told,) = (x for x in task.describe() if x.startswith("1 without an answer left out, such as"))
+    assert "math.jsonl, line 8: a solution must have its answer in \\boxed{}" in told
     path = written(tmp_path / "none.jsonl", [{"problem": "1?", "solution": "1"}] * 9)
     with refused("line 9: a solution must have its answer"):
         task_of("math", path, policy)

@@ -16,7 +16,7 @@ from tests.tasks.test_dataset import written
 
 
 class Merging:
-    """The part of a TextCodec that is used, with a token for every byte and for each of these
+    """The part of a TextTask that is used, with a token for every byte and for each of these
     merges.
     """
 

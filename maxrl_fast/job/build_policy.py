@@ -14,6 +14,7 @@ from maxrl_fast.config.parts import part_options
 from maxrl_fast.config.resolve import tensor_parallel
 from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
+from maxrl_fast.job.build_task import make_part
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.model.checkpoint import (
     DTYPES,
@@ -28,15 +29,15 @@ from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.policy import check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.model.tokenizer import tokenizer_files
+from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.rollout import Engine, Sampling
-from maxrl_fast.rollout.names import ENGINES
 from maxrl_fast.rollout.native import NativeEngine
 from maxrl_fast.rollout.validation import CheckedEngine
+from maxrl_fast.runtime.files import read_json
 from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.text_codec import end_of
+from maxrl_fast.tasks.text_codec import TextTask, end_of
 from maxrl_fast.training.logprob_parity import check_engine
 
 CPU = torch.device("cpu")
@@ -59,15 +60,7 @@ def build_policy(
         model = Decoder.empty(saved.decoder, "meta" if is_empty else CPU)
         check_positions(model, saved.directory, task.prompt_length, limit)
     elif start is not None:
-        model = load_policy(
-            start,
-            backend=options.model_backend,
-            task=config.chosen.task,
-            vocab_size=task.vocab_size,
-            prompt_length=task.prompt_length,
-            max_new_tokens=limit,
-            is_empty=is_empty,
-        )
+        model = _load(start, config, task, backend=options.model_backend, is_empty=is_empty)
     else:
         model = new_policy(
             vocab_size=task.vocab_size,
@@ -102,45 +95,32 @@ def build_reference(config: Config, task: Task, is_empty: bool = False) -> Polic
     if config.loss.reference is None:
         return None
     directory = directory_of(config.loss.reference, with_weights=not is_empty)
-    model = load_policy(
-        directory,
-        task=config.chosen.task,
-        vocab_size=task.vocab_size,
-        prompt_length=task.prompt_length,
-        max_new_tokens=config.sampling.max_new_tokens,
-        is_empty=is_empty,
-    )
-    check_same_tokenizer(task.tokenizer_files(), directory)
+    model = _load(directory, config, task, is_empty=is_empty)
+    if _vocabulary(task) != _vocabulary(task, directory):
+        raise InputError(
+            f"--reference must have the policy's tokenizer, got other tokens in {directory}"
+        )
     for weight in model.parameters():
         if weight.dim() == 2:  # matrices; norms are computed in float32
             weight.data = weight.data.to(dtype_of(config))
     return model.requires_grad_(False)
 
 
-def check_same_tokenizer(files: Mapping[str, Any], directory: Path) -> None:
-    """Raise InputError where the tokens of a teacher are not those of the policy's files."""
-    if _tokens(files, "--model") != _tokens(tokenizer_files(directory), f"--reference {directory}"):
-        raise InputError(
-            f"--reference must have the policy's tokenizer, got other tokens in {directory}"
-        )
+def _load(directory: Path, config: Config, task: Task, **how: Any) -> PolicyModel:
+    sizes = {"vocab_size": task.vocab_size, "prompt_length": task.prompt_length}
+    limit = config.sampling.max_new_tokens
+    return load_policy(directory, task=config.chosen.task, max_new_tokens=limit, **sizes, **how)
 
 
-def _tokens(files: Mapping[str, Any], place: str) -> list[Any]:
-    content = files.get("tokenizer.json", {})
-    try:
-        fields = json.loads(content) if isinstance(content, bytes) else content
-        added = sorted((x["id"], x["content"]) for x in fields.get("added_tokens", []))
-        vocabulary = {**fields.get("model", {})}.get("vocab", {})
-        # special tokens may stand in either; Unigram has pairs of a token and its score
-        of_list = ((token, i) for i, (token, _) in enumerate(vocabulary))
-        pairs = of_list if isinstance(vocabulary, list) else vocabulary.items()
-        return sorted({i: token for token, i in pairs}.items() | {*added})
-    # of a file that is damaged anywhere
-    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"{place} must have a tokenizer.json of the library tokenizers, got one that cannot be "
-            f"read: {type(error).__name__}: {error}"
-        ) from error
+def _vocabulary(task: Task, directory: Path | None = None) -> Any:
+    """Return the tokens of a task, or of a checkpoint for it, in a form that can be compared."""
+    if isinstance(task, TextTask):
+        return (load_tokenizer(directory) if directory else task.tokenizer).get_vocab()
+    name = "tokenizer.json"
+    if directory is not None:
+        return read_json(directory / name) if (directory / name).exists() else None
+    content = task.tokenizer_files().get(name)
+    return json.loads(content) if isinstance(content, bytes) else content
 
 
 def build_policy_files(
@@ -178,6 +158,42 @@ def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Co
     return config.replace(**found)
 
 
+def _native(
+    model: PolicyModel,
+    dtype: torch.dtype,
+    longest: tuple[int, int],
+    compiled: bool,
+    cache_bytes: int | None = None,
+) -> Engine:
+    engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
+    engine.sequence_bytes(*longest)  # refuses a cache that is too small
+    return engine
+
+
+def _vllm(
+    model: PolicyModel,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    filters_tokens: bool,
+    max_batch: int,
+    vllm_url: str | None,
+    vllm_tensor_parallel: int,
+    cache_bytes: int | None = None,
+) -> Engine:
+    how: dict[str, Any] = {"ranks": ranks, "filters_tokens": filters_tokens}
+    if vllm_url is not None:
+        from maxrl_fast.rollout.vllm_server import VllmServerEngine
+
+        return VllmServerEngine(model, dtype, vllm_url, **how)
+    from maxrl_fast.rollout.vllm import VllmEngine  # not installed everywhere
+
+    how |= {"max_batch": max(max_batch, 256), "tensor_parallel": vllm_tensor_parallel}
+    return VllmEngine(model, dtype, cache_bytes=cache_bytes, **how)
+
+
+ENGINES: dict[str, Callable[..., Engine]] = {"native": _native, "vllm": _vllm}
+
+
 def build_engine(
     name: str,
     own: Mapping[str, Any],
@@ -192,36 +208,16 @@ def build_engine(
     """Build the engine `name`, with its own options and the model's weights. vLLM samples
     `max_batch` responses at once."""
     own = part_options("rollout", name, own)
-    limit_gb, filters_tokens = sampling.kv_cache_gb, sampling.top_p < 1
-    cache_bytes = None if limit_gb is None else int(limit_gb * 1e9)
-    engine: Engine
-    if (url := own.get("vllm_url")) is not None:
-        from maxrl_fast.rollout.vllm_server import VllmServerEngine
-
-        engine = VllmServerEngine(model, dtype, url, ranks=ranks, filters_tokens=filters_tokens)
-    elif name == "vllm":
-        from maxrl_fast.rollout.vllm import VllmEngine  # not installed everywhere
-
-        engine = VllmEngine(
-            model,
-            dtype,
-            cache_bytes=cache_bytes,
-            max_batch=max(max_batch, 256),
-            ranks=ranks,
-            tensor_parallel=own["vllm_tensor_parallel"],
-            filters_tokens=filters_tokens,
-        )
-    elif name not in ENGINES:
-        offered = {"model": model, "dtype": dtype, "max_batch": max_batch}
-        offered["ranks"] = ranks or Ranks()
-        # an engine without this parameter refuses it
-        limit = {} if cache_bytes is None else {"cache_bytes": cache_bytes}
+    if sampling.kv_cache_gb is not None:  # an engine of the user's may refuse it
+        own |= {"cache_bytes": int(sampling.kv_cache_gb * 1e9)}
+    offered = {"model": model, "dtype": dtype, "max_batch": max_batch, "ranks": ranks or Ranks()}
+    if name not in ENGINES:
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
-        engine = build_from_code("rollout", name, Engine, offered, {**own, **limit}, hint)
+        engine = build_from_code("rollout", name, Engine, offered, own, hint)
     else:
-        engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
-        # refuses a cache that is too small
-        engine.sequence_bytes(task.prompt_length, sampling.max_new_tokens)
+        offered |= {"compiled": compiled, "filters_tokens": sampling.top_p < 1}
+        offered |= {"longest": (task.prompt_length, sampling.max_new_tokens)}
+        engine = make_part(ENGINES[name], offered, own)
     return CheckedEngine(engine, name, model.config.vocab_size)
 
 

@@ -34,7 +34,7 @@ from maxrl_fast.job.build_policy import build_policy_files
 from maxrl_fast.job.build_task import closing_task
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
-from maxrl_fast.job.fingerprints import differences, fingerprints
+from maxrl_fast.job.fingerprints import fingerprints
 from maxrl_fast.job.health import verdict
 from maxrl_fast.job.loop import RunLoop
 from maxrl_fast.job.progress import Progress
@@ -100,8 +100,6 @@ class Job:
                 config, task, policy, teacher, ranks, self.device, saved, output, self.functions
             )
             held.enter_context(contextlib.closing(context.scorer))
-            if changed := differences(prints, fingerprints(config, task, saved)):
-                raise InputError(f"files changed while they were read: {'; '.join(changed)}")
             if not saved:
                 try:
                     if warning := check_rewards(build_collector(context)):

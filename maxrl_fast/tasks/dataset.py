@@ -145,7 +145,9 @@ class DatasetTask(TextTask):
         self.num_demonstrations = len(self._demonstrations)
         self.has_demonstrations = bool(self._demonstrations)
         # The token ids too: another chat template or tokenizer encodes the same lines otherwise.
-        contents = lines, [[tokens for tokens, _ in part] for part in parts], self._demonstrations
+        seen = [[line for _, line in part] for part in lines]
+        encoded = [[tokens for tokens, _ in part] for part in parts]
+        contents = seen, encoded, self._demonstrations
         self.fingerprint = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
         self._order = lru_cache(4)(self._shuffle)
 

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from maxrl_fast import train
-from maxrl_fast.job import build
 from maxrl_fast.job.fingerprints import model_content
 from tests.runs import CHAIN_TASK, without_timings
 from tests.tables import table
@@ -93,17 +92,3 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path, teacher, capsys):
     (other / "tokenizer.json").write_text(json.dumps(fields))
     assert run(tmp_path / "run", "--objective", "distill", "--reference", other) == 2
     assert "must have the policy's tokenizer" in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_teacher_that_changes_while_it_is_read_is_refused(tmp_path, teacher, monkeypatch, capsys):
-    teacher, read = shutil.copytree(teacher, tmp_path / "teacher"), build.build_reference
-
-    def build_reference(*arguments, **options):
-        model = read(*arguments, **options)
-        change(teacher / "model.safetensors", "model.norm.weight")
-        return model
-
-    monkeypatch.setattr(build, "build_reference", build_reference)
-    assert run(tmp_path / "run", "--objective", "distill", "--reference", teacher) == 2
-    wanted = "files changed while they were read: the file of --reference: changed"
-    assert wanted in capsys.readouterr().err

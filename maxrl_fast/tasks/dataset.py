@@ -24,7 +24,8 @@ from maxrl_fast.tasks.sources import TEST, Part, read_sources
 from maxrl_fast.tasks.text_answers import text_answers
 from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
 
-Fields = dict[str, Any]
+# prompts of lines that are not too long, by their tokens, with the line
+Kept = list[tuple[list[int], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -102,41 +103,14 @@ class DatasetTask(TextTask):
         super().__init__(model, own, spec.suffix, tools)
         self.max_new_tokens = spec.max_new_tokens
         self.reward, self.answer_limit = spec.reward, spec.answer_limit
-        given = own.data, own.hub, own.test_data, own.test_hub, own.where
-        train, held_out = read_sources(spec, self._key, *given, test_only)
-        self.name = ", ".join(x.shown for x in train or held_out)
-        odd: list[str] = []
+        train, held_out = read_sources(spec, self._key, own, test_only)
+        self.name, odd = ", ".join(x.shown for x in train or held_out), list[str]()
         lines = [self._columns(x, own.answer_key, odd) for x in (*train, *held_out)]
-        parts, n = [self._encoded(x) for x in lines], len(train)
-        held = {tuple(tokens) for part in parts[n:] for tokens, _ in part}
-        num_shared = sum(tuple(tokens) in held for part in parts[:n] for tokens, _ in part)
-        num_long = sum(map(len, lines)) - sum(map(len, parts))
-        self._left_out = set() if own.allow_overlap else held
-        for part in parts[:n]:
-            part[:] = [x for x in part if tuple(x[0]) not in self._left_out]
-        splits = [("train", parts[:n], lines[:n])] if train else []
-        splits += [(x.name, [parts[i]], [lines[i]]) for i, x in enumerate(held_out, start=n)]
-        for split, kept, read in splits:
-            if not any(kept):
-                self._refuse_empty(split, sum(map(len, read)), num_shared)
-        self.set_samples = {x.name: x.number for x in held_out if x.number}
-        self.held_out = {x.name: len(part) for x, part in zip(held_out, parts[n:], strict=True)}
-        starts = accumulate(self.held_out.values(), initial=0)
-        self._starts = dict(zip(self.held_out, starts, strict=False))
-        times = [part * (x.number or 1) for part, x in zip(parts, train, strict=False)]
-        self._lines = {"train": [*chain(*times)], TEST: [*chain(*parts[n:])]}
-        self.num_train_prompts, self.num_test_prompts = map(len, self._lines.values())
-        self.prompt_length = max(len(tokens) for part in parts for tokens, _ in part)
-        counts = f"{self.num_train_prompts} prompts and {self.num_test_prompts} held out"
-        if len(held_out) > 1:
-            counts += f" ({', '.join(f'{n} of {x}' for x, n in self.held_out.items())})"
-        self._told = [f"{self.name}: {counts}"]
-        if num_long:
-            most = self.options.max_prompt_tokens
-            self._told.append(f"{num_long} prompts longer than {most} tokens are left out")
-        if num_shared:
-            what = "kept" if own.allow_overlap else "left out of training"
-            self._told.append(f"{num_shared} prompts that are held out too are {what}")
+        prompts = [self._encoded(x) for x in lines]
+        self._arrange(train, prompts[: len(train)], held_out, prompts[len(train) :])
+        if num_long := sum(map(len, lines)) - sum(map(len, prompts)):
+            told = f"{num_long} prompts longer than {own.max_prompt_tokens} tokens are left out"
+            self._told.append(told)
         if odd:
             self._told.append(f"{len(odd)} without an answer left out, such as {odd[0]}")
         self._demonstrations: list[tuple[list[int], list[int]]] = []
@@ -145,26 +119,48 @@ class DatasetTask(TextTask):
         self.num_demonstrations = len(self._demonstrations)
         self.has_demonstrations = bool(self._demonstrations)
         # The token ids too: another chat template or tokenizer encodes the same lines otherwise.
-        seen = [[line for _, line in part] for part in lines]
-        encoded = [[tokens for tokens, _ in part] for part in parts]
-        contents = seen, encoded, self._demonstrations
-        self.fingerprint = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+        content = json.dumps([*self._lines.values(), self._demonstrations])
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         self._order = lru_cache(4)(self._shuffle)
+
+    def _arrange(
+        self, train: list[Part], asked: list[Kept], held_out: list[Part], kept: list[Kept]
+    ) -> None:
+        """Set what prompts are made of: the prompts `asked` of the parts `train`, and `kept` of the
+        parts `held_out`."""
+        own = self.options
+        held = {tuple(tokens) for part in kept for tokens, _ in part}
+        num_shared = sum(tuple(tokens) in held for part in asked for tokens, _ in part)
+        self._left_out = set() if own.allow_overlap else held
+        asked = [[x for x in part if tuple(x[0]) not in self._left_out] for part in asked]
+        self.set_samples = {x.name: x.number for x in held_out if x.number}
+        self.held_out = {x.name: len(part) for x, part in zip(held_out, kept, strict=True)}
+        starts = accumulate(self.held_out.values(), initial=0)
+        self._starts = dict(zip(self.held_out, starts, strict=False))
+        times = [part * (x.number or 1) for x, part in zip(train, asked, strict=True)]
+        self._lines = {"train": [*chain(*times)], TEST: [*chain(*kept)]}
+        self.num_train_prompts, self.num_test_prompts = map(len, self._lines.values())
+        counts = ({"train": self.num_train_prompts} if train else {}) | self.held_out
+        for split, number in counts.items():
+            if not number:
+                raise InputError(
+                    f"{self.name} must have prompts of at most {own.max_prompt_tokens} tokens for "
+                    f"the {split} split, got none; without --test-data a tenth of the prompts is "
+                    "held out, which are not trained on without --allow-overlap"
+                )
+        self.prompt_length = max(len(x) for part in self._lines.values() for x, _ in part)
+        told = f"{self.name}: {self.num_train_prompts} prompts and {self.num_test_prompts} held out"
+        if len(held_out) > 1:
+            told += f" ({', '.join(f'{n} of {x}' for x, n in self.held_out.items())})"
+        self._told = [told]
+        if num_shared:
+            what = "kept" if own.allow_overlap else "left out of training"
+            self._told.append(f"{num_shared} prompts that are held out too are {what}")
 
     def describe(self) -> list[str]:
         is_text = any(isinstance(line["prompt"], str) for _, line in self._lines[TEST])
         plain = "prompts are plain text, although the tokenizer has a chat template"
         return [*self._told, *[plain] * (is_text and self._has_template), *super().describe()]
-
-    def _refuse_empty(self, split: str, num_lines: int, num_shared: int) -> None:
-        why = "" if num_lines else "; a tenth of different prompts is held out: add some, or give "
-        why += "" if num_lines else "--test-data"
-        if num_shared and split == "train":
-            why = f" that are not held out ({num_shared} are); --allow-overlap keeps them"
-        raise InputError(
-            f"{self.name} must have prompts of at most {self.options.max_prompt_tokens} tokens for "
-            f"the {split} split, got none in {num_lines} lines{why}"
-        )
 
     def _read_demonstrations(self, path: Path, most_tokens: int) -> None:
         # A run lowers its limit to this number, and a resumed run must find the same demonstrations
@@ -174,26 +170,26 @@ class DatasetTask(TextTask):
         lines = read_demonstrations(path, self._key)
         pairs = [(self._asked(prompt), response) for _, prompt, response in lines]
         encoded = self.encode_demonstrations(pairs, [place for place, _, _ in lines])
-        left = [x for x in encoded if tuple(x[0]) not in self._left_out]
         most, positions = self.options.max_prompt_tokens, self.positions
         self._demonstrations = [
             (prompt, response)
-            for prompt, response in left
-            if 0 < len(prompt) <= most
+            for prompt, response in encoded
+            if tuple(prompt) not in self._left_out
+            and 0 < len(prompt) <= most
             and len(response) <= most_tokens
             and len(prompt) + len(response) <= positions
         ]
-        limits = f"{most} tokens of prompt, {most_tokens} of response or {positions} of both"
+        wanted = (
+            f"at most {most} tokens of prompt, {most_tokens} of response and {positions} of both, "
+            "whose prompts are not held out"
+        )
         if not (found := len(self._demonstrations)):
             raise InputError(
-                f"{path.name} must have demonstrations with at most {limits}, whose prompts are "
-                f"not held out, got none in {len(lines)} lines"
+                f"{path.name} must have demonstrations with {wanted}, got none in {len(lines)} "
+                "lines"
             )
         told = f"{found} demonstrations of {path.name}"
-        if len(left) > found:
-            told += f", {len(left) - found} left out with more than {limits}"
-        if len(left) < len(lines):
-            told += f", {len(lines) - len(left)} left out with held-out prompts"
+        told += f" of {len(lines)}: those with {wanted}" * (found < len(lines))
         self._told.append(told)
 
     def _asked(self, prompt: Any) -> Any:
@@ -222,7 +218,7 @@ class DatasetTask(TextTask):
             raise InputError(odd[-1])
         return found
 
-    def _encoded(self, lines: list[Line]) -> list[tuple[list[int], Fields]]:
+    def _encoded(self, lines: list[Line]) -> Kept:
         """Leave out prompts that are too long."""
         encoded = self.encode([line["prompt"] for _, line in lines], [place for place, _ in lines])
         return [

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.options import Limit
-from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
@@ -26,7 +25,6 @@ VOCAB_SIZE = 32
 PAD, BOS, EOS, UNK, GRID_START, GRID_END, PATH_START, DONE = range(8)
 PATH, WALL, GOAL, START, NEWLINE, UP, DOWN, LEFT, RIGHT = range(8, 17)
 MOVES = {UP: (-1, 0), DOWN: (1, 0), LEFT: (0, -1), RIGHT: (0, 1)}
-MIN_SIZE, MAX_SIZE = 5, 31
 # about one in this many distinct mazes is held out; at every size both splits have some
 TEST_SHARE = 5
 
@@ -106,22 +104,23 @@ def encode_maze(is_open: Grid) -> list[int]:
     return [*tokens, GRID_END, PATH_START]
 
 
-def judge(prompts: Prompts, rollouts: Rollouts, size: int, strict: bool = False) -> Tensor:
+def cells_of(prompts: Prompts, size: int) -> Tensor:
+    """Return the tokens of the cells of mazes [G, size, size]."""
+    rows = prompts.tokens.view(len(prompts), -1)[:, 2:-2].view(-1, size, size + 1)
+    return rows[:, :, :size]
+
+
+def judge(prompts: Prompts, rollouts: Rollouts, size: int) -> Tensor:
     """Return the reward [S] float32 of each response: 1 for a walk to the goal, else 0.
 
     Every token before DONE must be a move, no move up to the goal may enter a wall or leave the
     grid, and the goal must be reached; without DONE the reward is 0. Moves after the goal are
-    ignored. With `strict` they must be legal too, and the last move must end on the goal.
+    ignored.
     """
     device = rollouts.tokens.device
-    # [G, size * size]
-    cells = (
-        prompts.tokens.view(len(prompts), -1)[:, 2:-2]
-        .view(-1, size, size + 1)[:, :, :size]
-        .flatten(1)
-    )
     # [S, size * size]
-    is_open = (cells != WALL).repeat_interleave(len(rollouts) // len(prompts), 0)
+    is_open = cells_of(prompts, size).flatten(1) != WALL
+    is_open = is_open.repeat_interleave(len(rollouts) // len(prompts), 0)
 
     tokens = rollouts.padded_tokens(PAD)  # [S, L]
     is_done = tokens == DONE
@@ -133,16 +132,10 @@ def judge(prompts: Prompts, rollouts: Rollouts, size: int, strict: bool = False)
     row, column = position.clamp(0, size - 1).unbind(-1)
     is_legal = inside & is_open.gather(1, row * size + column)
     at_goal = inside & (row == size - 2) & (column == size - 2) & before_done
-
-    earlier_arrivals = at_goal.cumsum(1) - at_goal.long()
-    counts = before_done if strict else before_done & (earlier_arrivals == 0)
+    counts = before_done & (at_goal.cumsum(1) - at_goal.long() == 0)  # not after the goal
     is_move = torch.isin(tokens, torch.tensor(list(MOVES), device=device))
-    last = (before_done.sum(1, keepdim=True) - 1).clamp_min(0)
-    reached = at_goal.gather(1, last)[:, 0] if strict else at_goal.any(1)
-    solved = (
-        is_done.any(1) & (is_move | ~before_done).all(1) & (is_legal | ~counts).all(1) & reached
-    )
-    return solved.float()
+    is_walk = (is_move | ~before_done).all(1) & (is_legal | ~counts).all(1)
+    return (is_done.any(1) & is_walk & at_goal.any(1)).float()
 
 
 @dataclass(frozen=True)
@@ -164,8 +157,8 @@ class MazeOptions:
 class MazeTask:
     """Mazes by index. Maze i of a seed is the same on every machine and in any order of requests. A
     CRC of a maze's tokens decides its split, so that no test maze appears in training, whatever the
-    seeds. Maze i is the first draw of its own random stream that belongs to its split. strict: a
-    response must end on the goal; otherwise moves after the goal are ignored."""
+    seeds. Maze i is the first draw of its own random stream that belongs to its split. maze_size:
+    odd, at least 5."""
 
     vocab_size = VOCAB_SIZE
     fingerprint = ""
@@ -175,14 +168,9 @@ class MazeTask:
     reward: str | None = None
     answer_limit: int | None = None
 
-    def __init__(self, maze_size: int = 9, seed: int = 0, strict: bool = False):
+    def __init__(self, maze_size: int = 9, seed: int = 0):
+        self.size, self.seed, self.name = maze_size, seed, f"maze {maze_size}x{maze_size}"
         size = maze_size
-        if not MIN_SIZE <= size <= MAX_SIZE or size % 2 == 0:
-            raise InputError(
-                f"maze size must be an odd number from {MIN_SIZE} to {MAX_SIZE}, got {size}"
-            )
-        self.size, self.seed, self.strict = size, seed, strict
-        self.name = f"maze {size}x{size}"
         self.prompt_length = size * (size + 1) + 4
         # any simple path and DONE; 128 at 17x17, where the paper allows 180
         longest = 2 * ((size - 1) // 2) ** 2
@@ -206,20 +194,12 @@ class MazeTask:
         )
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        return judge(prompts, rollouts, self.size, self.strict)
+        return judge(prompts, rollouts, self.size)
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
         """The moves and DONE are an answer without reasoning."""
-        # [G, size, size]
-        cells = (
-            prompts.tokens.cpu()
-            .view(len(prompts), -1)[:, 2:-2]
-            .view(-1, self.size, self.size + 1)[:, :, : self.size]
-        )
-        solutions = [
-            ReferenceAnswer(0, [], [*shortest_path(maze), DONE])
-            for maze in (cells != WALL).tolist()
-        ]
+        mazes = (cells_of(prompts, self.size) != WALL).tolist()
+        solutions = [ReferenceAnswer(0, [], [*shortest_path(maze), DONE]) for maze in mazes]
         return [solution for solution in solutions for _ in range(len(rollouts) // len(prompts))]
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.options import Count
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.huggingface import HuggingFaceSizes
 from maxrl_fast.model.policy import read_sizes
 from maxrl_fast.model.tokenizer import ControlTokens, Message, Prompt, load_tokenizer, saved_files
 from maxrl_fast.records import Prompts, Rollouts, pack
@@ -77,7 +76,6 @@ class TextTask:
         self.model, self.options, sizes = model, options, read_sizes(model)
         self._suffix = suffix if options.prompt_suffix is None else options.prompt_suffix
         self.vocab_size, self.positions = sizes.vocab_size, sizes.max_position_embeddings
-        self._images = {*(sizes.images if isinstance(sizes, HuggingFaceSizes) else ())}
         self.tokenizer, file = load_tokenizer(model), options.chat_template
         if (needed := len(self.tokenizer)) > self.vocab_size:
             raise InputError(
@@ -121,9 +119,6 @@ class TextTask:
         for prompt, place in zip(prompts, places, strict=True):
             with _at(place):
                 ids = self.conversation.prompt(self._checked(prompt))
-                if found := self._images.intersection(ids):
-                    what = self.decode([*found], with_special=True)
-                    raise InputError(f"a prompt must have no images or sound, got its token {what}")
             encoded.append(ids if 0 < len(ids) <= most else None)
         return encoded
 

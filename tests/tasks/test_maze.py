@@ -11,7 +11,6 @@ import torch
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks import maze
 from maxrl_fast.tasks.maze import MazeTask, encode_maze, judge, shortest_path
-from tests.tables import refused
 
 ROWS = ["WWWWWWW", "WSWPPPW", "WPWPWWW", "WPPPPPW", "WPWWWPW", "WPWPPGW", "WWWWWWW"]
 LETTERS = {"W": "WALL", "P": "PATH", "S": "START", "G": "GOAL", "\n": "NEWLINE"}
@@ -99,29 +98,20 @@ def test_no_test_maze_is_ever_trained_on(size):
     assert size != 5 or len(train | test) == 4  # all 5x5 mazes
 
 
-def test_bad_sizes_are_refused():
-    for size in (3, 10, 33):
-        with refused(f"odd number from 5 to 31, got {size}"):
-            MazeTask(size)
-
-
-def slow_score(is_open, tokens, strict):
+def slow_score(is_open, tokens):
     if maze.DONE not in tokens:
         return 0
     moves = tokens[: tokens.index(maze.DONE)]
     if any(move not in maze.MOVES for move in moves):
         return 0
     row, column, goal = 1, 1, len(is_open) - 2
-    arrived = False
     for move in moves:
         row, column = row + maze.MOVES[move][0], column + maze.MOVES[move][1]
         if not (0 <= row < len(is_open) and 0 <= column < len(is_open)) or not is_open[row][column]:
             return 0
         if (row, column) == (goal, goal):
-            arrived = True
-            if not strict:
-                return 1
-    return int(arrived and (row, column) == (goal, goal))
+            return 1
+    return 0
 
 
 def mutations(path, rng):
@@ -145,9 +135,8 @@ def mutations(path, rng):
         yield [rng.choice([*maze.MOVES, done]) for _ in range(rng.randint(1, 3 * len(path)))]
 
 
-@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("size", [5, 9, 17])
-def test_scores_equal_the_slow_scorer(size, strict):
+def test_scores_equal_the_slow_scorer(size):
     task, rng = MazeTask(size), random.Random(0)
     prompts = task.prompts("train", 0, 8)
     answers, expected = [], []
@@ -155,8 +144,8 @@ def test_scores_equal_the_slow_scorer(size, strict):
         is_open = task.maze("train", i)
         tried = list(mutations(shortest_path(is_open), rng))
         answers += tried
-        expected += [slow_score(is_open, answer, strict) for answer in tried]
-    rewards = judge(prompts, Rollouts.given(answers), size, strict)
+        expected += [slow_score(is_open, answer) for answer in tried]
+    rewards = judge(prompts, Rollouts.given(answers), size)
     assert rewards.dtype == torch.float32
     assert rewards.tolist() == expected
     assert 0.05 < sum(expected) / len(expected) < 0.5

@@ -20,12 +20,13 @@ from maxrl_fast.config.rules import objective_of
 from maxrl_fast.errors import EngineError, InputError, StorageError, UserCodeError
 from maxrl_fast.job.build_policy import build_policy, build_reference, find_policy
 from maxrl_fast.job.build_task import build_run_task, closing_task
-from maxrl_fast.job.launch import ExitStatus, Job
+from maxrl_fast.job.launch import ExitStatus, Job, describe_files
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.device import Machine, resolve_device
 from maxrl_fast.runtime.loading import naming_user_code
 from maxrl_fast.runtime.output import command
 from maxrl_fast.runtime.ranks import FIRST_RANK_GRACE_SECONDS, Ranks, exit_process, rank0_reports
+from maxrl_fast.tasks import describe_task
 from maxrl_fast.training.sharding import is_sharded
 
 
@@ -97,4 +98,5 @@ def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:
         is_full = is_sharded(resolved.run.sharding, model, machine, needs.critic)
         resolved = resolved.replace(sharding="full" if is_full else "none")
         teacher = build_reference(resolved, task, is_empty=True)
-        return estimate(resolved, task, model, machine, teacher)
+        own = [*describe_task(task), describe_files(resolved, model)]
+        return "\n".join([*own, estimate(resolved, task, model, machine, teacher)])

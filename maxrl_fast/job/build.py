@@ -128,20 +128,29 @@ def build_context(
 
 def build_loss_settings(config: Config) -> LossSettings:
     options, own = config.loss, own_options(config, "loss")
-    values: dict[str, Any] = {
-        **{name: value for name, value in vars(options).items() if name not in NOT_OF_LOSS},
-        **{name: own[name] for name in ("clip_low", "clip_high") if name in own},
-        "loss": loss_of(config.chosen.loss).function,
-        "loss_options": loss_options(config),
-        "beta": options.jsd_beta,
-        "sequence_mask": correction_of(config)[1].get("delta"),
-        "temperature": config.sampling.temperature,
-        "max_new_tokens": config.sampling.max_new_tokens,
-        "seed": config.run.seed,
-    }
+    values = {name: x for name, x in vars(options).items() if name not in NOT_OF_LOSS}
+    values |= {name: x for name, x in own.items() if name in ("clip_low", "clip_high")}
     if options.kl == "full":
         values |= {"kl": "k3", "kl_coef": 0.0, "divergence_coef": options.kl_coef}
-    return LossSettings(**values)
+    return LossSettings(
+        **values,
+        loss=loss_of(config.chosen.loss).function,
+        loss_options=loss_options(config),
+        beta=options.jsd_beta,
+        sequence_mask=correction_of(config)[1].get("delta"),
+        temperature=config.sampling.temperature,
+        max_new_tokens=config.sampling.max_new_tokens,
+        seed=config.run.seed,
+    )
+
+
+def _learner(
+    config: Config, policy: PolicyModel, settings: LossSettings, beta2: float, **others: Any
+) -> Learner:
+    options = config.optimizer
+    optimizer, limits = make_optimizer(policy, beta2, options.weight_decay), options.clip_grad
+    how = settings, limits, options.token_budget, dtype_of(config)
+    return Learner(policy, optimizer, *how, **others)
 
 
 def build_warm_start(
@@ -151,17 +160,9 @@ def build_warm_start(
     ranks: Ranks | None = None,
     module: Any = None,
 ) -> WarmStart:
-    options, optimizer = config.warm_start, config.optimizer
-    learner = Learner(
-        policy,
-        make_optimizer(policy, options.sft_beta2, optimizer.weight_decay),
-        LossSettings(loss="reinforce", aggregation="token_mean"),
-        optimizer.clip_grad,
-        optimizer.token_budget,
-        dtype_of(config),
-        ranks=ranks or Ranks(),
-        module=module,
-    )
+    options, loss = config.warm_start, LossSettings(loss="reinforce", aggregation="token_mean")
+    own = {"ranks": ranks or Ranks(), "module": module}
+    learner = _learner(config, policy, loss, options.sft_beta2, **own)
     rate = LearningRate(options.sft_lr, options.sft_steps, warmup_steps=10)
     device = torch.device(config.run.device)
     takes_prompts = not config.parts["task"].get("sft_data")
@@ -240,24 +241,12 @@ def build_learner(context: RunContext) -> Learner:
         of_critic, module = config.parts["objective"], distribute(trained, ranks, dtype)
         optimizer = make_optimizer(trained, options.beta2, options.weight_decay)
         critic = Critic(trained, optimizer, of_critic["critic_lr"], of_critic["value_clip"], module)
-    learner = Learner(
-        policy,
-        make_optimizer(policy, options.beta2, options.weight_decay),
-        build_loss_settings(config),
-        options.clip_grad,
-        options.token_budget,
-        dtype,
-        reference,
-        ranks,
-        distribute(policy, ranks, dtype),
-    )
+    own = {"reference": reference, "ranks": ranks, "module": distribute(policy, ranks, dtype)}
+    learner = _learner(config, policy, build_loss_settings(config), options.beta2, **own)
     learner.objective_state = dict(context.objective.state)
-    for name, x in (
-        ("siren_anchor", config.loss.siren),
-        ("reward_std", config.sampling.std_filter),
-    ):
-        if x:
-            learner.objective_state[name] = torch.full((1,), torch.nan, dtype=torch.float64)
+    kept = {"siren_anchor": config.loss.siren, "reward_std": config.sampling.std_filter}
+    for name in filter(kept.get, kept):
+        learner.objective_state[name] = torch.full((1,), torch.nan, dtype=torch.float64)
     learner.critic, learner.copies_policy = critic, teacher is None
     return learner
 

@@ -107,9 +107,9 @@ def build_reference(config: Config, task: Task, is_empty: bool = False) -> Polic
 
 
 def _load(directory: Path, config: Config, task: Task, **how: Any) -> PolicyModel:
-    sizes = {"vocab_size": task.vocab_size, "prompt_length": task.prompt_length}
+    how |= {"vocab_size": task.vocab_size, "prompt_length": task.prompt_length}
     limit = config.sampling.max_new_tokens
-    return load_policy(directory, task=config.chosen.task, max_new_tokens=limit, **sizes, **how)
+    return load_policy(directory, task=config.chosen.task, max_new_tokens=limit, **how)
 
 
 def _vocabulary(task: Task, directory: Path | None = None) -> Any:

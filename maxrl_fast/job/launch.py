@@ -13,6 +13,7 @@ from rich.table import Table
 from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.estimates import describe_run
 from maxrl_fast.config.options import Config
+from maxrl_fast.config.rules import objective_of
 from maxrl_fast.errors import (
     FAILURES,
     InputError,
@@ -41,6 +42,7 @@ from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved, check_same, find_saved
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
+from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
@@ -110,6 +112,7 @@ class Job:
             files = self._open_files(context, saved, output, held)
             start = saved.directory if saved else None
             described = describe_run(context.config, task, policy, ranks, start)
+            described.append(describe_files(config, policy))
             if saved:
                 described.append(own_options(saved.options, config.flat()))
             for line in filter(None, (*described, *lines, context.scorer.describe())):
@@ -205,15 +208,24 @@ def supervise(loop: RunLoop, is_alone: bool) -> ExitStatus:
     try:
         with naming_user_code():
             loop.run()
+        return ExitStatus()
     except Interrupted as error:
         screen.info(
             f"stopped by {error} after {loop.progress}, saved in {checkpoints.newest}; --resume "
             f"{loop.files.out} resumes it"
         )
         return ExitStatus(128 + error.signal)
-    except (*FAILURES, UserCodeError, InputError) as error:
-        _finish_saving(checkpoints, screen)
-        if not loop.progress.step and isinstance(error, UserCodeError | InputError):
+    except KeyboardInterrupt:  # the second signal
+        kept = checkpoints.newest or "not written yet"
+        screen.error(f"stopped at once; the last checkpoint is {kept}")
+        raise
+    except BaseException as error:
+        try:
+            checkpoints.wait()  # for a save that started before
+        except StorageError as other:
+            screen.error(str(other))
+        is_users = isinstance(error, UserCodeError | InputError)
+        if not isinstance(error, FAILURES) and not (is_users and loop.progress.step):
             raise
         kept = "no checkpoint was written"
         if checkpoints.newest and checkpoints.newest.exists():
@@ -227,23 +239,6 @@ def supervise(loop: RunLoop, is_alone: bool) -> ExitStatus:
             raise failed from error
         failed.__cause__ = error
         return ExitStatus(1, failed)
-    except KeyboardInterrupt:  # the second signal
-        screen.error(
-            f"stopped at once; the last checkpoint is {checkpoints.newest or 'not written yet'}"
-        )
-        raise
-    except BaseException:
-        _finish_saving(checkpoints, screen)
-        raise
-    return ExitStatus()
-
-
-def _finish_saving(checkpoints: Checkpoints, screen: Screen) -> None:
-    """Wait for a save that started before an error, and print the save's own error."""
-    try:
-        checkpoints.wait()
-    except StorageError as error:
-        screen.error(str(error))
 
 
 def close(loop: RunLoop, ending: ExitStatus) -> ExitStatus:
@@ -263,11 +258,12 @@ def close(loop: RunLoop, ending: ExitStatus) -> ExitStatus:
         screen.console.print(evaluation_table(first, last))
         if said := verdict(whole):
             screen.warning(said)
-    screen.console.print(stage_table(seconds))
+    total = sum(seconds.values())
+    stages = (f"{name} {x:.1f} ({x / max(total, 1e-9):.0%})" for name, x in seconds.items())
+    screen.info(f"{total:.1f} s: {', '.join(stages)}")
     if trained := loop.clock.total(*STEP):
         speed = loop.progress.tokens["rollout"] / trained
-        stages = ", ".join(stage for stage in STEP if stage in loop.clock.seconds)
-        screen.info(f"{speed:,.0f} sampled tokens per second of {stages}")
+        screen.info(f"{speed:,.0f} sampled tokens per second of training steps")
     for name, path in files.listing().items():
         screen.info(f"{name:<12}{path}")
     if loop.progress.tokens["rollout"]:
@@ -275,12 +271,16 @@ def close(loop: RunLoop, ending: ExitStatus) -> ExitStatus:
     return ending
 
 
-def stage_table(seconds: dict[str, float]) -> Table:
-    table, total = new_table("stage", "seconds", "share"), sum(seconds.values())
-    for stage, value in seconds.items():
-        table.add_row(stage, f"{value:.1f}", f"{value / max(total, 1e-9):.0%}")
-    table.add_row("total", f"{total:.1f}", "")
-    return table
+def describe_files(config: Config, model: PolicyModel) -> str:
+    """Return how much a run writes, for its first lines."""
+    keep, every = config.run.keep_checkpoints, config.run.save_every
+    number = 2 + (config.optimizer.steps // every if every else 0)
+    number = min(number, keep + 2) if keep else number
+    weight = getattr(torch, model.config.dtype).itemsize
+    # weights in float32 and two moments; of the critic too
+    state = 12 * (1 + objective_of(config).needs.critic)
+    size = sum(x.numel() * (weight + state * x.requires_grad) for x in model.parameters()) / 1e9
+    return f"writes up to {number} checkpoints of {size:.2g} GB, {number * size:.2g} GB in all"
 
 
 def evaluation_table(before: dict[str, Any], after: dict[str, Any]) -> Table:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
@@ -14,55 +13,18 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.algorithms.options import Count
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.jsonl import Line, read_demonstrations
-from maxrl_fast.tasks.names import dataset_spec, other_prompts
+from maxrl_fast.tasks.names import other_prompts, spec_of
 from maxrl_fast.tasks.sources import TEST, Part, read_sources
 from maxrl_fast.tasks.text_answers import text_answers
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
+from maxrl_fast.tasks.text_codec import TextTask, prompts_of
+from maxrl_fast.tasks.text_options import DatasetOptions
 
 # prompts of lines that are not too long, by their tokens, with the line
 Kept = list[tuple[list[int], dict[str, Any]]]
-
-
-@dataclass(frozen=True)
-class DatasetOptions(TextOptions):
-    """Prompts of files or the Hugging Face hub."""
-
-    data: tuple[Path, ...] = ()
-    """JSON Lines or Parquet files of prompts: text, or chat messages; the other keys are arguments
-    of the reward function. NAME=3 repeats every line three times per epoch."""
-    hub: tuple[str, ...] = ()
-    """Data sets of the hub, as NAME[:CONFIG][@SPLIT][=INT], by their split train; =3 as of a file.
-    By default the task's."""
-    test_data: tuple[Path, ...] = ()
-    """Held-out prompts; each file is a separate set. Without them and --test-hub: the test splits
-    of --hub, or else a tenth of the training prompts."""
-    test_hub: tuple[str, ...] = ()
-    """Held-out sets of the hub, by their split test, or by a name: aime24, aime25, beyond_aime,
-    amc23, minerva, olympiad, math500, gsm8k, gsm8k_platinum, gpqa_diamond. =INT, also of a
-    file: its samples per prompt. By default the task's."""
-    allow_overlap: bool = False
-    """Train on prompts that are held out too, by their tokens."""
-    where: tuple[str, ...] = ()
-    """Train only on the lines with this value in a column, as NAME=VALUE, or one of these."""
-    prompt_key: str | None = None
-    """Key of the prompt in a line. By default prompt; question for gsm8k and code, problem for
-    math."""
-    answer_key: str | None = None
-    """Key of the right answer in a line, or a path of keys such as reward_model.ground_truth. By
-    default answer; input_output for code."""
-    sft_data: Path | None = None
-    """JSON Lines or Parquet file of demonstrations: each line has a prompt, as in --data, and a
-    response; or messages, of which the last is the assistant's."""
-    environment: str | None = None
-    """Class FILE:CLASS of environments with tools, as TRL's environment_factory takes it, for
-    episodes of several turns (docs/episodes.md)."""
-    max_turns: Count = 8
-    """Most turns of an episode; --max-new-tokens limits all of its tokens."""
 
 
 class DatasetTask(TextTask):
@@ -94,7 +56,7 @@ class DatasetTask(TextTask):
         tools: Sequence[dict[str, Any]] = (),
         **options: Any,
     ):
-        spec, own = dataset_spec(name), DatasetOptions(**options)
+        spec, own = spec_of(name), DatasetOptions(**options)
         self._seed, self._spec, self._key = seed, spec, own.prompt_key or spec.prompt_key
         if not (own.data or own.hub or spec.hub or (test_only and (own.test_data or own.test_hub))):
             raise InputError(f"--task {name} needs --data FILE or --hub NAME{other_prompts(name)}")

@@ -19,7 +19,8 @@ from maxrl_fast.rewards import verifiers
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import TAGS
 from maxrl_fast.tasks.text_answers import text_answers
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
+from maxrl_fast.tasks.text_codec import TextTask, prompts_of
+from maxrl_fast.tasks.text_options import TextOptions
 
 TEST_SHARE = 5  # about one question in this many is held out
 TRIES = 200  # draws for a question of its split
@@ -132,7 +133,7 @@ class GymTask(TextTask):
                 f"--sft-steps must be 0, as {self.name} has questions without an answer"
             )
         places = [f"{self.name}, question {i}" for i in prompts.ids.tolist()]
-        pairs = [(line["prompt"], x) for line, x in zip(lines, answers, strict=True)]
+        pairs = [(line["prompt"], str(x)) for line, x in zip(lines, answers, strict=True)]
         shown = self.encode_demonstrations(pairs, places)
         return prompts, Rollouts.given([response for _, response in shown])
 

@@ -5,11 +5,8 @@ hub. The data is untrusted: an error names the invalid line.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from datetime import date, time, timedelta
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import why_unreachable
@@ -21,8 +18,6 @@ ROLES = ("system", "user", "assistant", "tool", "developer")
 CONVERT = "pandas.read_csv or read_json(FILE).to_parquet(NEW) converts a CSV file or an array"
 
 Line = tuple[str, dict[str, Any]]  # its place, for error messages, and its JSON object
-# its place, its prompt (text or messages) and its response (text or the assistant's message)
-Demonstration = tuple[str, Any, str | Message]
 
 
 def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line]:
@@ -31,10 +26,10 @@ def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line
     return [(place, _checked(x, place, prompt_key)) for place, x in _read_objects(path, option)]
 
 
-def read_demonstrations(path: Path, prompt_key: str) -> list[Demonstration]:
-    """Return the demonstrations in a file of --sft-data. A line has a prompt as in `read_lines` and
-    text at "response", or messages at `prompt_key` or "messages" of which the last is the response.
-    """
+def read_demonstrations(path: Path, prompt_key: str) -> list[tuple[str, Any, str | Message]]:
+    """Return the demonstrations in a file of --sft-data: place, prompt (text or messages) and
+    response (text or the assistant's message). A line has a prompt as in `read_lines` and text at
+    "response", or messages at `prompt_key` or "messages" of which the last is the response."""
     return [_demonstration(x, place, prompt_key) for place, x in _read_objects(path, "--sft-data")]
 
 
@@ -144,11 +139,14 @@ def _checked(fields: dict[str, Any], place: str, prompt_key: str) -> dict[str, A
     return {name: json_value(x) for name, x in fields.items()} | {prompt_key: prompt}
 
 
-def _demonstration(fields: dict[str, Any], place: str, prompt_key: str) -> Demonstration:
+def _demonstration(
+    fields: dict[str, Any], place: str, prompt_key: str
+) -> tuple[str, Any, str | Message]:
     if prompt_key not in fields and "messages" in fields:
         prompt_key = "messages"
     prompt = _prompt_of(fields, place, prompt_key)
-    response = said = fields.get("response")
+    response: Any = fields.get("response")
+    said: Any = response
     is_chat = isinstance(prompt, list) and len(prompt) > 1
     if response is None and is_chat and prompt[-1]["role"] == "assistant":
         *prompt, response = prompt
@@ -189,8 +187,9 @@ def _message(given: Any, what: str) -> Message:
     # Arrow gives every message the keys of all
     message = {k: x for k, x in fields.items() if x is not None and (k == "content" or x != [])}
     if isinstance(parts := message.get("content"), (list, tuple)):
-        texts = [x.get("text") if isinstance(x, Mapping) else None for x in parts]
-        message["content"] = "".join(texts) if all(isinstance(x, str) for x in texts) else None
+        texts = [x.get("text") for x in parts if isinstance(x, Mapping)]
+        is_text = len(texts) == len(parts) and all(isinstance(x, str) for x in texts)
+        message["content"] = "".join(map(str, texts)) if is_text else None
     names = {"role": "role", "content": "content"}
     if message.get("role") == "assistant":
         names |= dict.fromkeys(REASONING, REASONING[0])
@@ -214,17 +213,12 @@ def check_utf8(text: str, what: str) -> None:
 
 def json_value(value: Any) -> Any:
     """Return a value of a column in the types of JSON. Nothing refuses a file here: nobody may use
-    the column. Dates and decimal numbers become text; NaN, bytes and what else JSON lacks null."""
-    if isinstance(value, str):
-        return value if value.isascii() else value.encode("utf-8", "replace").decode()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    the column. NaN and bytes become null; dates, decimal numbers and what else JSON lacks text."""
     if isinstance(value, Mapping):
         return {str(key): json_value(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
         return [json_value(x) for x in value]
-    if isinstance(value, (date, time)):
-        return value.isoformat()
-    if isinstance(value, (Decimal, UUID, timedelta)):
-        return str(value)
-    return value if isinstance(value, int) else None
+    if isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    is_json = value is None or isinstance(value, (int, float))
+    return value if is_json else str(value).encode("utf-8", "replace").decode()

@@ -20,7 +20,12 @@ def is_plugin(name: str) -> bool:
 
 
 def dataset_spec(name: str) -> DatasetSpec | None:
-    return DatasetSpec(reward=name) if is_reward(name) else DATASETS.get(name)
+    return spec_of(name) if is_reward(name) or name in DATASETS else None
+
+
+def spec_of(name: str) -> DatasetSpec:
+    """Return the specification of a data set, or of prompts for the reward FILE.py:FUNCTION."""
+    return DATASETS.get(name) or DatasetSpec(reward=name)
 
 
 def is_reward(name: str) -> bool:

@@ -5,14 +5,11 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.tasks.dataset_specs import NAMED_SETS, UNNAMED, DatasetSpec, NamedSet, look_up
 from maxrl_fast.tasks.jsonl import Line, read_hub, read_lines
-
-if TYPE_CHECKING:
-    from maxrl_fast.tasks.dataset import DatasetOptions
+from maxrl_fast.tasks.text_options import DatasetOptions
 
 TEST_SHARE = 10  # about one prompt in this many is held out if no test prompts are given
 TEST = "test"  # the name of a held-out set without others
@@ -31,7 +28,7 @@ class Part:
 
 
 def read_sources(
-    spec: DatasetSpec, key: str, options: "DatasetOptions", test_only: bool
+    spec: DatasetSpec, key: str, options: DatasetOptions, test_only: bool
 ) -> tuple[list[Part], list[Part]]:
     """Return training and held-out lines: given, or the task's, or of test splits, or a tenth."""
     data, hub, test_data, test_hub = options.data, options.hub, options.test_data, options.test_hub
@@ -50,9 +47,9 @@ def read_sources(
     if not held_out:
         for i, part in enumerate(train):
             left = [x for x in part.lines if not _is_test(x[1][part.key])]
-            own = [x for x in part.lines if _is_test(x[1][part.key])]
+            test = [x for x in part.lines if _is_test(x[1][part.key])]
             train[i] = replace(part, lines=left)
-            held_out.append(replace(part, lines=own, number=None))
+            held_out.append(replace(part, lines=test, number=None))
     if not held_out[1:]:
         held_out = [replace(part, name=TEST) for part in held_out]
     names = [part.name for part in held_out]

@@ -168,5 +168,6 @@ def test_a_dry_run_prints_its_options_and_writes_nothing(tmp_path, capsys):
     assert run(tmp_path / "run", "--dry-run") == 0
     text = capsys.readouterr().out
     asked = "objective = maxpo|k = 2|max_new_tokens = 18|Adam moments|KV cache|most at a time"
+    asked += "|writes up to 2 checkpoints"
     assert all(words in text for words in asked.split("|"))
     assert not (tmp_path / "run").exists()

@@ -100,7 +100,9 @@ def test_every_epoch_has_each_prompt_once_in_a_new_order(tmp_path, policy):
     assert texts(again, "train", 7, 5) == first[7:12]  # independent of earlier requests
     assert texts(task_of(tmp_path / "sums.jsonl", policy, seed=1), "train", 0, size) != first
     assert task.prompts("train", size, 4).ids.tolist() == list(range(size, size + 4))
-    assert task.describe()[0] == f"sums.jsonl: {size} prompts and {len(held_out)} held out"
+    counts = f"sums.jsonl: {size} prompts and {len(held_out)} held out"
+    plain = "prompts are plain text, although the tokenizer has a chat template"
+    assert task.describe() == [counts, plain, "responses end with '<|im_end|>'"]
 
 
 def test_training_leaves_out_what_is_held_out_however_it_is_written(tmp_path, policy):
@@ -132,6 +134,7 @@ def test_chat_messages_use_the_template_and_columns_are_kept(tmp_path, policy):
     task = task_of(path, policy, prompt_key="question", **given)
     prompts = task.prompts("train", 0, 1)
     assert task.tokenizer.decode(prompts.tokens) == CHAT_TEXT.format("1+1=")
+    assert not any("plain text" in line for line in task.describe())
     assert prompts.columns == ({"question": messages, "prompt": messages, "answer": "2"},)
     assert prompts.take(0, 1).to(torch.device("cpu")).columns == prompts.columns
     assert task.stop_ids == (task.tokenizer.eos_token_id,)

@@ -124,14 +124,6 @@ def test_where_filters_the_training_sets_that_have_the_column(policy, hub, tmp_p
         task_of(policy, where=("level=1",), **sets)
 
 
-def test_narrow_floats_of_the_hub_are_their_shortest_decimals(policy, hub, tmp_path):
-    rows = datasets.Dataset.from_dict({"problem": ["?"], "answer": [0.1]})
-    rows = rows.cast_column("answer", datasets.Value("float32"))
-    rows.to_parquet(tmp_path / "math-ai/aime25/data/test-00000-of-00001.parquet")
-    task = task_of(policy, hub=("me/mine",), test_hub=("aime25",))
-    assert prompts(task, "test")[2] == ["0.1"]
-
-
 def test_a_row_without_the_columns_of_its_set_is_refused_by_its_place(policy, hub, tmp_path):
     file = tmp_path / "Idavidrein/gpqa/gpqa_diamond/train-00000-of-00001.parquet"
     datasets.Dataset.from_list([GPQA]).to_parquet(file)

@@ -81,8 +81,8 @@ def build_task(
     if name.startswith(GYM):
         make = partial(GymTask, name.removeprefix(GYM))
     if own.get("environment") is not None:
-        start = rewards, own["environment"], environment, RewardOutput()
-        make = partial(ToolTask, partial(build_environments, *start), name)
+        code = "environment", own["environment"], environment, rewards, RewardOutput()
+        make = partial(ToolTask, partial(start_code, *code, is_environment=True), name)
     offered |= {"needs_reward": needs_reward and not rewards.reward, **others}
     needs_model = f"--task {name} needs --model DIR, whose tokenizer reads text"
     return make_part(make, offered, own, needs_model)
@@ -116,27 +116,23 @@ def build_scorer(
     """Build the scorer: the task, functions in worker processes, whose output `output` gets, or of
     this process (`functions`, by name), or a reward model. Each of `num_ranks` scores a part.
     """
-    names = reward_names(options, task)
-    if not names:
-        limits = options.max_reward_error_rate, options.reward_threshold
-        return Scorer(task, None, *limits, num_ranks=num_ranks)
+    names, sources = reward_names(options, task), list[RewardSource]()
     with contextlib.ExitStack() as on_error:
-        sources: list[RewardSource] = []
         for name in names:
-            is_optional = len(names) > 1
-            if functions and name in functions:
-                sources.append(InProcess(functions[name], name, is_optional))
+            if name.startswith(CLASSIFIER):
+                sources.append(Classifier(name, device, dtype))
             else:
-                sources.append(_build_source(options, name, is_optional, device, dtype, output))
+                given, how = (functions or {}).get(name), {"is_optional": len(names) > 1}
+                sources.append(start_code("reward", name, given, options, output, **how))
             on_error.callback(sources[-1].close)
-        weights = options.reward_weights or [1.0] * len(names)
-        source = WeightedRewards(sources, weights) if [*weights] != [1.0] else sources[0]
+        weights = options.reward_weights or (1.0,) * len(names)
+        is_sum = weights not in ((), (1.0,))
+        source = WeightedRewards(sources, weights) if is_sum else next(iter(sources), None)
         on_error.pop_all()
     # a custom function sees the whole response
     limit = None if options.reward else task.answer_limit
-    return Scorer(
-        task, source, options.max_reward_error_rate, options.reward_threshold, limit, num_ranks
-    )
+    rate, threshold = options.max_reward_error_rate, options.reward_threshold
+    return Scorer(task, source, rate, threshold, limit, num_ranks)
 
 
 def reward_names(options: Reward, task: Task) -> tuple[str, ...]:
@@ -144,41 +140,30 @@ def reward_names(options: Reward, task: Task) -> tuple[str, ...]:
     return options.reward or ((task.reward,) if task.reward else ())
 
 
-def _build_source(
-    options: Reward,
+def start_code(
+    option: str,
     name: str,
-    is_optional: bool,
-    device: torch.device,
-    dtype: torch.dtype,
+    given: Callable[..., Any] | None,
+    options: Reward,
     output: RewardOutput | None,
-) -> RewardSource:
-    if name.startswith(OBJECT):
-        raise InputError(lost_object("reward", name))
-    if name.startswith(CLASSIFIER):
-        return Classifier(name, device, dtype)
-    concurrency, pool = options.reward_concurrency, _of_pool(options, output)
-    return RewardPool(name, concurrency=concurrency, is_optional=is_optional, **pool)
-
-
-def build_environments(
-    options: Reward, name: str, cls: type | None, output: RewardOutput | None
+    **how: Any,
 ) -> UserCode:
-    """Start the workers of --environment, if it is not a class of this process."""
-    if cls is not None:
-        return InProcess(cls, name, is_environment=True)
+    """Return what calls an option's code: `given`, an object of this process, or that of `name` in
+    workers."""
+    if given is not None:
+        return InProcess(given, name, **how)
     if name.startswith(OBJECT):
-        raise InputError(lost_object("environment", name))
-    return RewardPool(name, is_environment=True, **_of_pool(options, output))
-
-
-def _of_pool(options: Reward, output: RewardOutput | None) -> dict[str, Any]:
-    return {
-        "workers": options.reward_workers,
-        "time_limit": options.reward_seconds,
-        "memory_limit": int(options.reward_memory_gb * 1e9),
-        "environment": [name.strip() for name in options.reward_env.split(",") if name.strip()],
-        "output": output,
-    }
+        raise InputError(lost_object(option, name))
+    return RewardPool(
+        name,
+        workers=options.reward_workers,
+        time_limit=options.reward_seconds,
+        memory_limit=int(options.reward_memory_gb * 1e9),
+        environment=[x.strip() for x in options.reward_env.split(",") if x.strip()],
+        concurrency=options.reward_concurrency,
+        output=output,
+        **how,
+    )
 
 
 def build_policy_reward(

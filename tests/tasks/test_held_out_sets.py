@@ -95,19 +95,17 @@ def test_the_test_split_of_a_set_is_held_out(policy, hub, tmp_path):
         task_of(policy, hub=("me/mine",), test_hub=("aime25@other",))
 
 
-@pytest.mark.parametrize("name", ["train", "test"])
-def test_a_held_out_set_with_the_name_of_a_split_is_beside_it(policy, hub, tmp_path, name):
-    (tmp_path / name).mkdir()
+def test_a_held_out_file_with_the_name_of_a_split_has_that_of_its_folder(policy, hub, tmp_path):
     data, other, held = (
         written(tmp_path / x, [{"problem": f"{x}{i}?", "answer": x} for i in range(2)])
-        for x in ("some.jsonl", "other.jsonl", f"{name}/train.jsonl")
+        for x in ("some.jsonl", "other.jsonl", "train.jsonl")
     )
     task = task_of(policy, data=(data,), test_data=(other, held))
-    assert task.held_out == {"other": 2, f"{name}-train": 2}
+    assert task.held_out == {"other": 2, (name := f"{tmp_path.name}-train"): 2}
     assert prompts(task, "train")[2] == ["some.jsonl"] * 2
-    assert prompts(task, f"{name}-train")[2] == [f"{name}/train.jsonl"] * 2
+    assert prompts(task, name)[2] == ["train.jsonl"] * 2
     batch = task.prompts("test", 0, 4)  # what run.sample() asks for
-    assert [x["answer"] for x in batch.columns] == ["other.jsonl"] * 2 + [f"{name}/train.jsonl"] * 2
+    assert [x["answer"] for x in batch.columns] == ["other.jsonl"] * 2 + ["train.jsonl"] * 2
 
 
 def test_where_filters_the_training_sets_that_have_the_column(policy, hub, tmp_path):

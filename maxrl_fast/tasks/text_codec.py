@@ -73,7 +73,8 @@ class TextTask:
         self.stop_ids, added = self.conversation.stop_ids, self.tokenizer.added_tokens_decoder
         # no other tokens spell an added one
         self.stop_texts = [x for x in options.stop if not tools and one.get(x) not in added]
-        self._control_tokens = ControlTokens(self.tokenizer)
+        control = None if options.allow_special_tokens else ControlTokens(self.tokenizer)
+        self._refuse = control.refuse if control else lambda prompt, what: None
         self._has_tools, self._has_template = bool(tools), self.tokenizer.chat_template is not None
 
     def prompt(self, question: str) -> str | list[Message]:
@@ -123,10 +124,6 @@ class TextTask:
                 prompt = [{"role": "system", "content": system}, *prompt]
         self._refuse(prompt, "a prompt")
         return prompt
-
-    def _refuse(self, text: Prompt, what: str) -> None:
-        if not self.options.allow_special_tokens:
-            self._control_tokens.refuse(text, what)
 
     def decode(self, tokens: Sequence[int], with_special: bool = False) -> str:
         return self.conversation.text(tokens, raw=with_special)

@@ -42,10 +42,10 @@ from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.files import read_json, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
+from maxrl_fast.tasks.dataset import DatasetOptions
 from maxrl_fast.tasks.jsonl import check_utf8, read_prompt
 from maxrl_fast.tasks.names import dataset_spec
 from maxrl_fast.tasks.text_codec import TextTask, prompts_of
-from maxrl_fast.tasks.text_options import DatasetOptions
 from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.tasks.words import word_tokenizer_files
 from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics

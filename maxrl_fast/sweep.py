@@ -35,7 +35,7 @@ from maxrl_fast.report import command as report
 from maxrl_fast.runtime.files import locked, read_json, storing, write_json
 from maxrl_fast.runtime.output import command
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks.text_options import DatasetOptions
+from maxrl_fast.tasks.dataset import DatasetOptions
 
 HELP = """Train one run for every combination of values, one after another, and report mean and
 standard error over seeds. All options of maxrl_fast.train are accepted: one with several values is

@@ -46,7 +46,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.source import Source, find_source, free_folder
 from maxrl_fast.tasks import Task, held_out_sets
-from maxrl_fast.tasks.text_options import DatasetOptions
+from maxrl_fast.tasks.dataset import DatasetOptions
 
 PROG = "python -m maxrl_fast.evaluate"
 

@@ -21,11 +21,11 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.rollout.vllm_options import VllmOptions
 from maxrl_fast.runtime.loading import is_code, load_code
+from maxrl_fast.tasks.dataset import DatasetOptions
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.gym import GymOptions, generator_options
 from maxrl_fast.tasks.maze import MazeOptions
 from maxrl_fast.tasks.names import GYM, OBJECT, check_known, is_reward
-from maxrl_fast.tasks.text_options import DatasetOptions
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import (
     OBJECTIVES,

@@ -6,6 +6,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from maxrl_fast.algorithms.options import Count
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks import ReferenceAnswer
@@ -20,11 +22,47 @@ from maxrl_fast.tasks.jsonl import Line, read_demonstrations
 from maxrl_fast.tasks.names import other_prompts, spec_of
 from maxrl_fast.tasks.sources import TEST, Part, read_sources
 from maxrl_fast.tasks.text_answers import text_answers
-from maxrl_fast.tasks.text_codec import TextTask, prompts_of
-from maxrl_fast.tasks.text_options import DatasetOptions
+from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
 
 # prompts of lines that are not too long, by their tokens, with the line
 Kept = list[tuple[list[int], dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class DatasetOptions(TextOptions):
+    """Prompts of files or the Hugging Face hub."""
+
+    data: tuple[Path, ...] = ()
+    """JSON Lines or Parquet files of prompts: text, or chat messages; the other keys are arguments
+    of the reward function. NAME=3 repeats every line three times per epoch."""
+    hub: tuple[str, ...] = ()
+    """Data sets of the hub, as NAME[:CONFIG][@SPLIT][=INT], by their split train; =3 as of a file.
+    By default the task's."""
+    test_data: tuple[Path, ...] = ()
+    """Held-out prompts; each file is a separate set. Without them and --test-hub: the test splits
+    of --hub, or else a tenth of the training prompts."""
+    test_hub: tuple[str, ...] = ()
+    """Held-out sets of the hub, by their split test, or by a name: aime24, aime25, beyond_aime,
+    amc23, minerva, olympiad, math500, gsm8k, gsm8k_platinum, gpqa_diamond. =INT, also of a
+    file: its samples per prompt. By default the task's."""
+    allow_overlap: bool = False
+    """Train on prompts that are held out too, by their tokens."""
+    where: tuple[str, ...] = ()
+    """Train only on the lines with this value in a column, as NAME=VALUE, or one of these."""
+    prompt_key: str | None = None
+    """Key of the prompt in a line. By default prompt; question for gsm8k and code, problem for
+    math."""
+    answer_key: str | None = None
+    """Key of the right answer in a line, or a path of keys such as reward_model.ground_truth. By
+    default answer; input_output for code."""
+    sft_data: Path | None = None
+    """JSON Lines or Parquet file of demonstrations: each line has a prompt, as in --data, and a
+    response; or messages, of which the last is the assistant's."""
+    environment: str | None = None
+    """Class FILE:CLASS of environments with tools, as TRL's environment_factory takes it, for
+    episodes of several turns (docs/episodes.md)."""
+    max_turns: Count = 8
+    """Most turns of an episode; --max-new-tokens limits all of its tokens."""
 
 
 class DatasetTask(TextTask):
@@ -65,7 +103,8 @@ class DatasetTask(TextTask):
         super().__init__(model, own, spec.suffix, tools)
         self.max_new_tokens = spec.max_new_tokens
         self.reward, self.answer_limit = spec.reward, spec.answer_limit
-        train, held_out = read_sources(spec, self._key, own, test_only)
+        given = own.data, own.hub, own.test_data, own.test_hub, own.where
+        train, held_out = read_sources(spec, self._key, *given, test_only)
         self.name, odd = ", ".join(x.shown for x in train or held_out), list[str]()
         lines = [self._columns(x, own.answer_key, odd) for x in (*train, *held_out)]
         prompts = [self._encoded(x) for x in lines]

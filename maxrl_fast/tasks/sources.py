@@ -9,7 +9,6 @@ from pathlib import Path
 from maxrl_fast.errors import InputError
 from maxrl_fast.tasks.dataset_specs import NAMED_SETS, UNNAMED, DatasetSpec, NamedSet, look_up
 from maxrl_fast.tasks.jsonl import Line, read_hub, read_lines
-from maxrl_fast.tasks.text_options import DatasetOptions
 
 TEST_SHARE = 10  # about one prompt in this many is held out if no test prompts are given
 TEST = "test"  # the name of a held-out set without others
@@ -28,10 +27,16 @@ class Part:
 
 
 def read_sources(
-    spec: DatasetSpec, key: str, options: DatasetOptions, test_only: bool
+    spec: DatasetSpec,
+    key: str,
+    data: Sequence[Path],
+    hub: Sequence[str],
+    test_data: Sequence[Path],
+    test_hub: Sequence[str],
+    where: Sequence[str],
+    test_only: bool,
 ) -> tuple[list[Part], list[Part]]:
     """Return training and held-out lines: given, or the task's, or of test splits, or a tenth."""
-    data, hub, test_data, test_hub = options.data, options.hub, options.test_data, options.test_hub
     if not data and not hub and spec.hub and spec.test_hub:
         hub, test_hub = (spec.hub,), test_hub if test_hub or test_data else (spec.test_hub,)
     held_out = [_of_file(x, key, "--test-data") for x in test_data]
@@ -43,7 +48,7 @@ def read_sources(
             first, *own = _of_hub(x, key, *splits)
             train.append(first)
             held_out += [replace(part, number=None) for part in own]
-        train = _filtered(options.where, train)
+        train = _filtered(where, train)
     if not held_out:
         for i, part in enumerate(train):
             left = [x for x in part.lines if not _is_test(x[1][part.key])]

@@ -5,6 +5,7 @@ checkpoint.
 import bisect
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.options import Count
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.policy import read_sizes
 from maxrl_fast.model.tokenizer import ControlTokens, Message, Prompt, load_tokenizer, saved_files
@@ -20,7 +22,34 @@ from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, read_json
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.conversation import Conversation
-from maxrl_fast.tasks.text_options import TextOptions
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Prompts and responses of text."""
+
+    prompt_suffix: str | None = None
+    """Text added to prompts that are text. By default the papers' for gsm8k and math."""
+    system_prompt: str | None = None
+    """System message of chats that have none; "" is an empty one. By default the chat template's
+    own, if any."""
+    plain_prompts: bool = False
+    """Questions of gsm8k, math and gym are prompts as they are, even where the tokenizer has a chat
+    template."""
+    max_prompt_tokens: Count = 1024
+    """Longer prompts are left out."""
+    allow_special_tokens: bool = False
+    """Prompts may have the tokenizer's control tokens in their text, such as <|im_end|>."""
+    chat_template: Path | None = None
+    """File of a chat template in Jinja, which checkpoints have too. By default the tokenizer's
+    own."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template as a JSON object, such as {"enable_thinking": false}."""
+    template_date: str | None = None
+    """What the clock of a chat template shows, if it has one, as YYYY-MM-DD. By default the day on
+    which the run starts."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, besides the stop tokens; the text is part of it."""
 
 
 class TextTask:

@@ -35,6 +35,7 @@ NO_SCRIPTS = {"maze_progress.py", "partial_credit.py", "runner.py", "trl_pacs.py
 # which --rollout, --task, --environment, --loss and --reward load
 NO_SCRIPTS |= {
     *"naive_engine.py sort_task.py calculator_environment.py custom_loss.py judge.py".split(),
+    *"chain.py guess.py".split(),
     "word_problems.py",
 }
 

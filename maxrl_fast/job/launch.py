@@ -259,7 +259,9 @@ def close(loop: RunLoop, ending: ExitStatus) -> ExitStatus:
         if said := verdict(whole):
             screen.warning(said)
     total = sum(seconds.values())
-    stages = (f"{name} {x:.1f} ({x / max(total, 1e-9):.0%})" for name, x in seconds.items())
+    stages = (
+        f"{name} {x:.1f} s ({x / total:.0%})" for name, x in seconds.items() if x * 99 > total
+    )
     screen.info(f"{total:.1f} s: {', '.join(stages)}")
     if trained := loop.clock.total(*STEP):
         speed = loop.progress.tokens["rollout"] / trained

@@ -259,9 +259,8 @@ def close(loop: RunLoop, ending: ExitStatus) -> ExitStatus:
         if said := verdict(whole):
             screen.warning(said)
     total = sum(seconds.values())
-    stages = (
-        f"{name} {x:.1f} s ({x / total:.0%})" for name, x in seconds.items() if x * 99 > total
-    )
+    shares = {name: x / total for name, x in seconds.items() if x * 99 > total}
+    stages = (f"{name} {seconds[name]:.1f} s ({share:.0%})" for name, share in shares.items())
     screen.info(f"{total:.1f} s: {', '.join(stages)}")
     if trained := loop.clock.total(*STEP):
         speed = loop.progress.tokens["rollout"] / trained

@@ -202,13 +202,13 @@ def run(
         raise InputError(f"dry_run works only on the command line: {command}")
     ranks = Ranks.of_environment()
     device, screen = resolve_device(parsed.run.device), _screen(not ranks.is_first, quiet)
-    with ranks.connected(device) as watch:
+    with ranks.connected(device):
         parsed = find_policy(parsed, ranks, screen.warning)
         found = build_run_task(parsed, own_class) if own_task is None else own_task
         with closing_task(found):  # also where the configuration is refused
             resolved = resolve(parsed, found, ranks, warn=screen.warning)
             ends_process = ranks.size > 1
-            job = Job(resolved, found, ranks, screen, device, watch, functions, ends_process)
+            job = Job(resolved, found, ranks, screen, device, functions, ends_process)
             ending, context = job.run()
     if ending.error is not None:
         raise ending.error

@@ -47,7 +47,6 @@ from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.files import locked
 from maxrl_fast.runtime.loading import naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.watch import RankMonitor
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.tools import ToolTask
 from maxrl_fast.training.collect import RolloutCollector, check_binary
@@ -78,7 +77,6 @@ class Job:
     ranks: Ranks
     screen: Screen
     device: torch.device
-    watch: RankMonitor | None
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     ends_process: bool = True
 
@@ -86,7 +84,6 @@ class Job:
         """Build and train. Return the exit status, and the run with its trained policy; None if it
         ended before its first step. The number of CPU threads is restored."""
         task, ranks, screen = self.task, self.ranks, self.screen
-        report = self.watch.report_failure if self.watch else lambda message: None
         with contextlib.ExitStack() as held:
             environments = task.output if isinstance(task, ToolTask) else None
             output = held.enter_context(contextlib.closing(environments or RewardOutput()))
@@ -119,10 +116,10 @@ class Job:
             context.clock.beat()
             with (
                 StopSignal(ranks, self.device) as stop,
-                StallWatchdog(context.clock, config.run.stall_limit, report, self.ends_process),
+                StallWatchdog(context.clock, config.run.stall_limit, self.ends_process),
             ):
                 loop = self._build_loop(context, files, saved, prints, stop)
-                ending = supervise(loop, is_alone=self.watch is None)
+                ending = supervise(loop, is_alone=ranks.size == 1)
             return close(loop, ending), context
 
     def _open_folder(self, held: contextlib.ExitStack) -> tuple[Config, Saved | None]:

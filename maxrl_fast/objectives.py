@@ -24,7 +24,7 @@ from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.method import Method
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.plots import draw_weights
-from maxrl_fast.job.screen import wrapped
+from maxrl_fast.job.screen import show
 from maxrl_fast.ops.register import effective_weight
 from maxrl_fast.runtime.output import CommandParser, command
 from maxrl_fast.training.correction import CORRECTIONS
@@ -127,7 +127,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _print(console: Console, text: str) -> None:
-    console.print(wrapped(text, console.width), markup=False, highlight=False, soft_wrap=True)
+    show(console, text)
 
 
 def _weight(name: str, n: int, pass_rates: Tensor) -> Tensor:

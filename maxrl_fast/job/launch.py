@@ -156,8 +156,6 @@ class Job:
         files = RunFiles(out, config.flat(), log_to, is_writer, is_resumed, saved, warn)
         if is_writer:
             output.open(out, is_resumed)
-        for log in files.missing:
-            warn(f"{log} is missing: it is recreated, and the lines before the checkpoint are lost")
         return files
 
     def _build_loop(

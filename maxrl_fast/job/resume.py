@@ -30,8 +30,7 @@ class Saved:
     progress: Progress
     # None: a transformers policy, whose sizes are read from `directory`
     decoder: DecoderConfig | None
-    # bytes and SHA-256 of each log when the checkpoint was written
-    logs: dict[str, tuple[int, str]]
+    logs: dict[str, int]  # bytes of each log when the checkpoint was written
     random: dict[str, Any]
     options: dict[str, Any]
     fingerprints: dict[str, str]

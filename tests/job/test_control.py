@@ -71,7 +71,7 @@ def start(out, *flags, **options):
 
 
 @pytest.mark.slow
-def test_a_run_whose_output_breaks_goes_on_to_its_end_and_says_so(tmp_path):
+def test_a_run_whose_output_breaks_goes_on_to_its_end(tmp_path):
     """On both streams; tests/test_console.py has a closed pipe."""
     out = tmp_path / "run"
     with open("/dev/full", "w") as full:
@@ -80,9 +80,6 @@ def test_a_run_whose_output_breaks_goes_on_to_its_end_and_says_so(tmp_path):
         assert process.wait(120) == 0
     assert len(read(out / "metrics.jsonl")) == 4
     assert (out / "latest").resolve().name == "step-000004"
-    warned = [x["message"] for x in read(out / "warnings.jsonl") if x["kind"] == "output"]
-    names = ["standard output", "standard error"]
-    assert [message.partition(" cannot be written to (")[0] for message in warned] == names
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """What a run writes is finite, and goes into its own folder."""
 
 import errno
-import json
 import os
 import shutil
 import time
@@ -14,7 +13,6 @@ from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError, StorageError
 from maxrl_fast.job.run_files import LogFile
 from maxrl_fast.model.policy_model import find_nonfinite
-from maxrl_fast.runtime import files
 from maxrl_fast.runtime.files import locked
 from maxrl_fast.training.learner import Learner
 from tests.runs import SMALL, base, copied, read
@@ -103,14 +101,6 @@ def test_a_run_notices_that_its_files_are_gone(name, tmp_path, monkeypatch, caps
     assert train.main(job) == (name != "lock")
     error = capsys.readouterr().err
     assert (f"error: {out / name} was removed or replaced during" in error) == (name != "lock")
-
-
-def test_a_link_in_the_place_of_a_temporary_file_is_replaced(tmp_path):
-    (tmp_path / "target").write_text("precious")
-    (tmp_path / ".config.json.partial").symlink_to(tmp_path / "target")
-    files.write_json(tmp_path / "config.json", {"k": 4})
-    assert (tmp_path / "target").read_text() == "precious"
-    assert json.loads((tmp_path / "config.json").read_text()) == {"k": 4}
 
 
 @pytest.mark.parametrize(

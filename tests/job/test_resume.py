@@ -498,7 +498,7 @@ def test_a_moved_project_resumes_and_changed_contents_do_not(tmp_path, monkeypat
     folder = folder.rename(tmp_path / "after")
     monkeypatch.chdir(folder)
     assert resume("o", *flags, "--steps", "2") == 0
-    save(folder / "else", tiny_decoder(layers=1))
+    save(folder / "else", tiny_decoder(num_hidden_layers=1))
     capsys.readouterr()
     assert resume("o", *flags, "--steps", "3", "--model", "else/m") == 2
     assert "the file of --model: changed" in " ".join(capsys.readouterr().err.split())

@@ -24,7 +24,7 @@ from maxrl_fast.job.build_policy import build_sampling, find_policy
 from maxrl_fast.job.build_task import build_run_task, closing_task
 from maxrl_fast.job.launch import Job
 from maxrl_fast.job.learner_state import random_states, set_random_states
-from maxrl_fast.job.log import Log
+from maxrl_fast.job.log import Log, flat
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rollout import RolloutRequest
@@ -33,6 +33,7 @@ from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.files import atomic_file
 from maxrl_fast.runtime.loading import check_members, naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.jsonl import json_value
 from maxrl_fast.tasks.names import OBJECT
@@ -70,22 +71,22 @@ class Run:
     @cached_property
     def metrics(self) -> Log:
         """A row per step: metrics.jsonl."""
-        return Log.of_numbers(self.out / "metrics.jsonl")
+        return Log(map(flat, RunFolder(self.out).log("metrics")))
 
     @cached_property
     def evaluations(self) -> Log:
         """A row per evaluation on held-out prompts, with pass_at_1, pass_at_2, ...: eval.jsonl."""
-        return Log.of_numbers(self.out / "eval.jsonl")
+        return Log(map(flat, RunFolder(self.out).log("eval")))
 
     @cached_property
     def samples(self) -> Log:
         """Responses from the evaluations with their rewards: samples.jsonl."""
-        return Log.read(self.out / "samples.jsonl")
+        return Log(RunFolder(self.out).log("samples"))
 
     @cached_property
     def rollouts(self) -> Log:
         """The training rollouts of --keep-rollouts, with rewards and advantages: rollouts.jsonl."""
-        return Log.read(self.out / "rollouts.jsonl")
+        return Log(RunFolder(self.out).log("rollouts"))
 
     def sample(
         self,
@@ -202,13 +203,13 @@ def run(
         raise InputError(f"dry_run works only on the command line: {command}")
     ranks = Ranks.of_environment()
     device, screen = resolve_device(parsed.run.device), _screen(not ranks.is_first, quiet)
-    with ranks.connected(device) as watch:
+    with ranks.connected(device):
         parsed = find_policy(parsed, ranks, screen.warning)
         found = build_run_task(parsed, own_class) if own_task is None else own_task
         with closing_task(found):  # also where the configuration is refused
             resolved = resolve(parsed, found, ranks, warn=screen.warning)
             ends_process = ranks.size > 1
-            job = Job(resolved, found, ranks, screen, device, watch, functions, ends_process)
+            job = Job(resolved, found, ranks, screen, device, functions, ends_process)
             ending, context = job.run()
     if ending.error is not None:
         raise ending.error

@@ -17,7 +17,7 @@ from maxrl_fast.algorithms.known import explain_name, method_hint
 from maxrl_fast.algorithms.losses import ALIASES as LOSS_ALIASES
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.method import Method
-from maxrl_fast.job.screen import wrapped
+from maxrl_fast.job.screen import show
 from maxrl_fast.runtime.output import CommandParser, command
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES
@@ -75,8 +75,8 @@ def main(arguments: Sequence[str]) -> int:
         if names:
             for name in (x for x in names if x in methods or x in aliases):
                 method = methods.get(name) or aliases[name]
-                _print(console, f"--{kind} {explain_name(name)}\n{_details(method, title)}")
-                _print(console, f"  {notation}\n")
+                show(console, f"--{kind} {explain_name(name)}\n{_details(method, title)}")
+                show(console, f"  {notation}\n")
             continue
         table = Table(f"--{kind}", "needs", "from", box=None, pad_edge=False)
         for column in table.columns:
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
             table.add_row(name, method.needs, method.source)
         console.print(table)
         others = "; ".join(map(explain_name, aliases))
-        _print(console, f"Other names: {others}.\n" if others else "")
+        show(console, f"Other names: {others}.\n" if others else "")
     return 0
 
 
@@ -94,7 +94,3 @@ def _details(method: Method, title: str) -> str:
     rows = {title: method.formula, "weight": method.weight, "needs": method.needs}
     rows |= {"options": method.shown_options, "from": method.source}
     return "\n".join(f"  {key}: {text or '-'}" for key, text in rows.items())
-
-
-def _print(console: Console, text: str) -> None:
-    console.print(wrapped(text, console.width), markup=False, highlight=False, soft_wrap=True)

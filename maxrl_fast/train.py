@@ -75,11 +75,11 @@ def run_job(arguments: Sequence[str], ranks: Ranks, screen: Screen) -> ExitStatu
             screen.info(dry_run(config, ranks.size, screen.warning))
         return ExitStatus()
     device = resolve_device(config.run.device)
-    with ranks.connected(device) as watch, located(config.places):
+    with ranks.connected(device), located(config.places):
         config = find_policy(config, ranks, screen.warning)
         task = build_run_task(config)
         resolved = resolve(config, task, ranks, warn=screen.warning)
-        return Job(resolved, task, ranks, screen, device, watch).run()[0]
+        return Job(resolved, task, ranks, screen, device).run()[0]
 
 
 def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:

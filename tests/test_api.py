@@ -71,7 +71,7 @@ def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
     (tmp_path / "run.toml").write_text(text)
     run = maxrl_fast.run(tmp_path / "run.toml", steps=1, order=None, out=tmp_path / "run")
     assert len(run.metrics) == 1
-    assert run.evaluations.columns[0] == "step"
+    assert next(iter(run.evaluations[0])) == "step"
     shown = [sample["response"] for sample in run.sample(2, 3, temperature=0)]
     assert len(shown) == 6
     assert shown[0] == shown[1] == shown[2]  # greedy

@@ -55,9 +55,7 @@ def test_a_closed_pipe_makes_no_traceback():
 def test_commands_do_their_work_into_a_closed_pipe(tmp_path):
     run, page = tmp_path / "run", tmp_path / "page.html"
     flags = [*SMALL, *"--sft-steps 0 --steps 1 --out".split(), str(run)]
-    warning = "warning: standard output cannot be written to (Broken pipe); the run continues, and "
-    warning += "what it prints there is lost\n"
-    assert run_into_closed_pipe("train", *flags) == (0, warning)
+    assert run_into_closed_pipe("train", *flags) == (0, "")
     arguments = [*"--eval-prompts 4 --samples 2 --out".split(), str(tmp_path / "evaluated")]
     assert run_into_closed_pipe("evaluate", str(run), *arguments) == (0, "")
     assert run_into_closed_pipe("report", str(run), "--out", str(page)) == (0, "")
@@ -89,17 +87,6 @@ def test_what_ends_the_import_of_a_command(words, content, code, message, tmp_pa
     process = subprocess.run(command, capture_output=True, text=True, **options)
     assert process.returncode == code
     assert re.fullmatch(message, process.stderr.strip())
-
-
-def test_an_error_message_never_gets_into_a_file_that_has_the_number_of_a_closed_descriptor(
-    tmp_path,
-):
-    code = "from maxrl_fast.runtime.output import protect_output, write_directly; "
-    code += f"protect_output(); file = open({str(tmp_path / 'file')!r}, 'w'); "
-    code += "write_directly('lost'); print('lost too'); assert file.fileno() > 2"
-    options = {"preexec_fn": lambda: os.closerange(0, 3), "timeout": 60, "check": True}
-    subprocess.run([sys.executable, "-c", code], **options)
-    assert (tmp_path / "file").read_text() == ""
 
 
 @pytest.mark.parametrize(

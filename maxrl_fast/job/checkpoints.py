@@ -57,7 +57,7 @@ START = "step-000000"  # written after the warm start; later policies are compar
 def progress_record(
     progress: Progress,
     sizes: PolicySizes,
-    logs: Mapping[str, tuple[int, str]],
+    logs: Mapping[str, int],
     options: Mapping[str, Any],
     fingerprints: Mapping[str, str],
     ranks: Ranks,
@@ -198,7 +198,7 @@ class Checkpoints:
             record = ""
             if self._ranks.is_first:
                 with storing(f"the checkpoint {directory}"):
-                    own = self._files.log_marks(), self._files.options, self._fingerprints
+                    own = self._files.sync(), self._files.options, self._fingerprints
                 record = progress_record(progress, learner.model.config, *own, self._ranks)
             snapshot = Snapshot.of(learner, self._ranks.is_first)
             if snapshot.is_sharded:

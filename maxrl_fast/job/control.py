@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -18,7 +17,6 @@ from maxrl_fast.training.stopwatch import Stopwatch
 
 # seconds in which a repeated signal counts as one: the terminal sends it, and torchrun forwards it
 ECHO = 1.0
-REPORT_LIMIT = 10.0  # seconds to tell the other ranks that this one is stuck
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
@@ -83,49 +81,34 @@ class StopSignal:
 
 class StallWatchdog(threading.Thread):
     """Ends this process when a stage makes no progress for `limit` seconds, after the stacks of all
-    threads have been written to standard error. `report` sends the message to the other ranks.
-    `ends_process` is False in a notebook, which outlives the run."""
+    threads have been written to standard error. Time in which the process itself was stopped does
+    not count. `ends_process` is False in a notebook, which outlives the run."""
 
-    def __init__(
-        self,
-        clock: Stopwatch,
-        limit: float,
-        report: Callable[[str], object] = lambda message: None,
-        ends_process: bool = True,
-    ):
+    def __init__(self, clock: Stopwatch, limit: float, ends_process: bool = True):
         super().__init__(name="watchdog", daemon=True)
-        self._clock, self._limit = clock, limit
-        self._report, self._ends_process = report, ends_process
+        self._clock, self._limit, self._ends_process = clock, limit, ends_process
         self._stopped = threading.Event()
 
-    def __enter__(self) -> "StallWatchdog":
+    def __enter__(self) -> None:
         self.start()
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._stopped.set()
         self.join()
 
     def run(self) -> None:
-        interval, active, before = min(1.0, self._limit / 4), 0.0, time.monotonic()
-        while not self._stopped.wait(interval):
-            passed, before = time.monotonic() - before, time.monotonic()
-            stage, silence = self._clock.silence()
-            # without the time in which the process was stopped
-            silence = active = min(silence, active + min(passed, 2 * interval))
-            if silence > self._limit:
-                limit = f"--stall-limit is {self._limit:g} s"
-                stuck = f"the run is stuck in {stage}: no progress for {silence:.0f} s"
-                self._report_stall(f"{stuck}, {limit}")
-                if self._ends_process:
-                    os._exit(1)  # the main thread is blocked: an exception would not reach it
+        interval, silence, before = min(1.0, self._limit / 4), 0.0, time.monotonic()
+        while silence <= self._limit:
+            if self._stopped.wait(interval):
                 return
-
-    def _report_stall(self, message: str) -> None:
-        advice = "--resume continues from the last checkpoint; the stacks show where it waits"
-        write_directly(f"\nerror: {message}. {advice}.\n")
+            passed, before = time.monotonic() - before, time.monotonic()
+            stage, since = self._clock.silence()
+            silence = min(since, silence + min(passed, 2 * interval))
+        write_directly(
+            f"\nerror: the run is stuck in {stage}: no progress for {silence:.0f} s, --stall-limit "
+            f"is {self._limit:g} s. --resume continues from the last checkpoint; the stacks show "
+            "where it waits.\n"
+        )
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-        # the store that connects the ranks may be stuck too
-        reporting = threading.Thread(target=self._report, args=(message,), daemon=True)
-        reporting.start()
-        reporting.join(REPORT_LIMIT)
+        if self._ends_process:  # the main thread is blocked: an exception would not reach it
+            os._exit(1)

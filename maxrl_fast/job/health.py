@@ -1,6 +1,6 @@
 """Warnings about training that goes wrong although all numbers are finite."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -8,13 +8,28 @@ from typing import Any
 from maxrl_fast.evaluation.scores import PASS, label_of, score_of
 
 STEPS = 10  # a condition must hold over this many steps
-MOST_CLIPPED = 50  # times --clip-grad
-FIRST_STEPS = 3  # after which a reward that never differs is reported
-EQUAL = (
-    f"in each group of the first {FIRST_STEPS} steps all rewards were equal, so nothing is learned "
-    "yet: look at some responses and their rewards"
-)
-OF_REWARDS = ("no_reward", "all_solved", "zero_variance_groups")
+OF_REWARDS = ("no_reward", "all_solved", "zero_variance_groups", "equal_rewards")
+SENTENCES = {  # by kind, of the value and the number that it is compared with
+    "equal_rewards": "in each group of the first 3 steps all rewards were equal, so nothing is "
+    "learned yet: look at some responses and their rewards",
+    "no_reward": "every reward of the last 10 steps was 0, so nothing is learned: look at some "
+    "responses, raise --rollouts, use easier prompts or a longer warm start",
+    "all_solved": "every rollout of the last 10 steps was correct, so nothing is learned: use "
+    "harder prompts",
+    "truncated": "{:.0%} of the responses of the last 10 steps were truncated at "
+    "--max-new-tokens: raise it, or use prompts with shorter solutions",
+    "zero_variance_groups": "{:.0%} of the groups of the last 10 steps had equal rewards and zero "
+    "advantage: raise --rollouts, or use prompts that are neither too easy nor too hard for the "
+    "policy",
+    "entropy": "the entropy fell to {:.3g} nats per token from {:.3g} in the first steps, so "
+    "rollouts hardly differ: lower --lr, or set --entropy-coef or --kl-coef",
+    "logprob_diff": "log-probs of rollout and training differ by {:.3g} nats per token, {:.3g} in "
+    "the first steps: set --correction tis, or --dtype float32",
+    "grad_norm": "the gradient norm is {:.3g}, the median of the steps before is {:.3g}; it is "
+    "clipped, but if this happens often, lower --lr",
+    "grad_clipped": "in each of the last 10 steps the gradient norm was at least {:.0f} times "
+    "--clip-grad {:g}, so its size no longer counts: lower --lr, or raise --clip-grad",
+}
 Record = dict[str, float]
 
 
@@ -43,126 +58,51 @@ class Health:
         """Return the warnings that start at this step, after ten steps without them."""
         self._first = [*self._first, record][:STEPS]
         self._recent = [*self._recent, record][-2 * STEPS :]
-        is_third = len(self._recent) == FIRST_STEPS and not self.needs_no_rewards
-        if is_third and _has_equal_rewards(self._recent):
-            return [HealthWarning("equal_rewards", record["reward_mean"], EQUAL)]
-        if len(self._recent) < STEPS:
-            return []
-        present = broken_rules(self._first, self._recent, self.clip_grad)
+        present = {x.kind: x for x in broken_rules(self._first, self._recent, self.clip_grad)}
         if self.needs_no_rewards:
             present = {kind: x for kind, x in present.items() if kind not in OF_REWARDS}
-        begun = [kind for kind in present if self._absent.get(kind, STEPS) >= STEPS]
+        begun = [x for kind, x in present.items() if self._absent.get(kind, STEPS) >= STEPS]
         self._absent = {kind: steps + 1 for kind, steps in self._absent.items()}
         self._absent |= dict.fromkeys(present, 0)
-        return [HealthWarning(kind, *present[kind]) for kind in begun]
-
-
-# steps until slow rewards are reported, and their least seconds per step
-SLOW_STEPS, SLOW_SECONDS = 2, 1.0
-MOST_TIMES = 16.0  # the largest speed-up that is proposed
-
-
-@dataclass
-class SlowRewards:
-    """Reports once that rewards take most of the time of the steps.
-
-    `faster` returns the option that speeds rewards up by a factor; "" if there is none."""
-
-    faster: Callable[[float], str]
-    _seconds: Record = field(default_factory=dict)  # total by stage
-    _num_steps: int = 0
-
-    def observe(self, before: Record, after: Record) -> HealthWarning | None:
-        """Return a warning, at most once, from the seconds before and after a step."""
-        if self._num_steps < 0:
-            return None
-        self._num_steps += 1
-        for stage, seconds in after.items():
-            self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds - before.get(stage, 0.0)
-        total, reward = sum(self._seconds.values()), self._seconds.get("reward", 0.0)
-        is_slow = reward >= SLOW_SECONDS * self._num_steps and reward > total / 2
-        if self._num_steps < SLOW_STEPS or not is_slow:
-            return None
-        cure = self.faster(min(max(reward / max(total - reward, 1e-9), 2.0), MOST_TIMES))
-        self._num_steps = -1
-        if not cure:
-            return None
-        share = reward / total
-        return HealthWarning("slow_rewards", share, f"{share:.0%} of the time is reward: {cure}")
-
-
-def _has_equal_rewards(records: list[Record]) -> bool:
-    return all(record["frac_groups_zero_variance"] >= 1 for record in records)
+        return begun
 
 
 def broken_rules(
     first: list[Record], recent: list[Record], clip_grad: float = float("inf")
-) -> dict[str, tuple[float, str]]:
-    last = recent[-STEPS:]
+) -> list[HealthWarning]:
+    """Return the warnings whose conditions hold at the last of the recent steps, up to 20."""
+    last, before, norm = recent[-STEPS:], recent[:-1], recent[-1]["grad_norm"]
 
     def mean(name: str, records: list[Record] = last) -> float:
         return fmean(record[name] for record in records)
 
-    found: dict[str, tuple[float, str]] = {}
-    has_equal_rewards = _has_equal_rewards(last)
-    if has_equal_rewards and all(record["reward_mean"] == 0 for record in last):
-        found["no_reward"] = (
-            0.0,
-            f"every reward of the last {STEPS} steps was 0, so nothing is learned: look at some "
-            "responses, raise --rollouts, use easier prompts or a longer warm start",
-        )
-    if has_equal_rewards and all(record["pass_at_1"] >= 1 for record in last):
-        found["all_solved"] = (
-            1.0,
-            f"every rollout of the last {STEPS} steps was correct, so nothing is learned: use "
-            "harder prompts",
-        )
-    truncated = mean("truncated")
-    if truncated > 0.5:
-        found["truncated"] = (
-            truncated,
-            f"{truncated:.0%} of the responses of the last {STEPS} steps were truncated at "
-            "--max-new-tokens: raise it, or use prompts with shorter solutions",
-        )
-    fraction = mean("frac_groups_zero_variance")
-    if fraction > 0.9 and not {"no_reward", "all_solved"} & found.keys():
-        found["zero_variance_groups"] = (
-            fraction,
-            f"{fraction:.0%} of the groups of the last {STEPS} steps had equal rewards and zero "
-            f"advantage (mean reward {mean('reward_mean'):.3f}): raise --rollouts, or use prompts "
-            "that are neither too easy nor too hard for the policy",
-        )
-    entropy, start = mean("entropy"), mean("entropy", first)
-    if entropy < 0.1 * start:
-        found["entropy"] = (
-            entropy,
-            f"the entropy fell to {entropy:.3g} nats per token from {start:.3g} in the first "
-            "steps, so rollouts hardly differ: lower --lr, or set --entropy-coef or --kl-coef",
-        )
-    difference, start = mean("logprob_diff"), mean("logprob_diff", first)
-    if difference > max(0.02, 3 * start):
-        found["logprob_diff"] = (
-            difference,
-            f"log-probs of rollout and training differ by {difference:.3g} nats per token, "
-            f"{start:.3g} in the first steps: set --correction tis, or --dtype float32",
-        )
-    *before, norm = (record["grad_norm"] for record in recent)
-    usual = median(before)
-    if norm > 10 * usual > 0:
-        found["grad_norm"] = (
-            norm,
-            f"the gradient norm is {norm:.3g}, {norm / usual:.0f} times the median of the "
-            f"{len(before)} steps before; it is clipped, but if this happens often, lower --lr",
-        )
-    least = min(record["grad_norm"] for record in last) / clip_grad
-    if least > MOST_CLIPPED:
-        found["grad_clipped"] = (
-            least,
-            f"in each of the last {STEPS} steps the gradient norm was at least {least:.0f} times "
-            f"--clip-grad {clip_grad:g}, so its size no longer counts: lower --lr, or raise "
-            "--clip-grad",
-        )
-    return found
+    def every(name: str, value: float) -> bool:
+        return all(record[name] == value for record in last)
+
+    equal = every("frac_groups_zero_variance", 1)
+    failed, solved = equal and every("reward_mean", 0), equal and every("pass_at_1", 1)
+    if len(recent) < STEPS:
+        rules = [("equal_rewards", mean("reward_mean"), 0.0, equal and len(recent) == 3)]
+    else:
+        equals, usual = mean("frac_groups_zero_variance"), median(r["grad_norm"] for r in before)
+        truncated, entropy, start = mean("truncated"), mean("entropy"), mean("entropy", first)
+        difference, at_first = mean("logprob_diff"), mean("logprob_diff", first)
+        clipped = min(record["grad_norm"] for record in last) / clip_grad
+        rules = [  # the kind, the value, the number that it is compared with, the condition
+            ("no_reward", 0.0, 0.0, failed),
+            ("all_solved", 1.0, 0.0, solved),
+            ("truncated", truncated, 0.5, truncated > 0.5),
+            ("zero_variance_groups", equals, 0.9, equals > 0.9 and not (failed or solved)),
+            ("entropy", entropy, start, entropy < 0.1 * start),
+            ("logprob_diff", difference, at_first, difference > max(0.02, 3 * at_first)),
+            ("grad_norm", norm, usual, norm > 10 * usual > 0),
+            ("grad_clipped", clipped, clip_grad, clipped > 50),
+        ]
+    return [
+        HealthWarning(kind, value, SENTENCES[kind].format(value, other))
+        for kind, value, other, is_broken in rules
+        if is_broken
+    ]
 
 
 def verdict(evaluations: Mapping[int, Mapping[str, Any]]) -> str:

@@ -49,7 +49,6 @@ from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.files import locked
 from maxrl_fast.runtime.loading import naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.watch import RankMonitor
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.tools import ToolTask
 from maxrl_fast.training.collect import RolloutCollector, check_binary
@@ -80,7 +79,6 @@ class Job:
     ranks: Ranks
     screen: Screen
     device: torch.device
-    watch: RankMonitor | None
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     ends_process: bool = True
 
@@ -88,7 +86,6 @@ class Job:
         """Build and train. Return the exit status, and the run with its trained policy; None if it
         ended before its first step. The number of CPU threads is restored."""
         task, ranks, screen = self.task, self.ranks, self.screen
-        report = self.watch.report_failure if self.watch else lambda message: None
         with contextlib.ExitStack() as held:
             environments = task.output if isinstance(task, ToolTask) else None
             output = held.enter_context(contextlib.closing(environments or RewardOutput()))
@@ -120,10 +117,10 @@ class Job:
             context.clock.beat()
             with (
                 StopSignal(ranks, self.device) as stop,
-                StallWatchdog(context.clock, config.run.stall_limit, report, self.ends_process),
+                StallWatchdog(context.clock, config.run.stall_limit, self.ends_process),
             ):
                 loop = self._build_loop(context, files, saved, prints, stop)
-                ending = supervise(loop, is_alone=self.watch is None)
+                ending = supervise(loop, is_alone=ranks.size == 1)
             return close(loop, ending), context
 
     def _open_folder(self, held: contextlib.ExitStack) -> tuple[Config, Saved | None]:
@@ -160,8 +157,6 @@ class Job:
         files = RunFiles(out, config.flat(), log_to, is_writer, is_resumed, saved, warn)
         if is_writer:
             output.open(out, is_resumed)
-        for log in files.missing:
-            warn(f"{log} is missing: it is recreated, and the lines before the checkpoint are lost")
         return files
 
     def _build_loop(

@@ -1,78 +1,34 @@
-import html
-import json
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
-SHOWN = 10  # rows of a table in a notebook, half of them the last
 
+class Log(list[dict[str, Any]]):
+    """A log: rows are dicts; `log["reward_mean"]` is a column, a NumPy array of numbers with NaN
+    where a row has none, otherwise a list; `to_pandas()` is a DataFrame."""
 
-class Log:
-    """A log: `log["reward_mean"]` is a column, a NumPy array; `log[-1]` the last row, a dict."""
-
-    def __init__(self, rows: Iterable[dict[str, Any]]):
-        self._rows = list(rows)
-
-    @classmethod
-    def read(cls, path: Path) -> "Log":
-        return cls(map(json.loads, path.read_text().splitlines() if path.exists() else ()))
-
-    @classmethod
-    def of_numbers(cls, path: Path) -> "Log":
-        """A dict such as pass_at_k becomes columns pass_at_1, ..."""
-        return cls(map(flat, cls.read(path)))
-
-    @property
-    def columns(self) -> list[str]:
-        return list(dict.fromkeys(name for row in self._rows for name in row))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self._rows)
-
-    @overload
-    def __getitem__(self, key: str) -> np.ndarray[Any, Any]: ...
-    @overload
-    def __getitem__(self, key: int) -> dict[str, Any]: ...
-    @overload
-    def __getitem__(self, key: slice) -> "Log": ...
-    def __getitem__(self, key: str | int | slice) -> Any:
-        """Return a column, a row, or a slice of rows; KeyError if no row has such a column. In a
-        numeric column NaN marks rows without a value."""
-        if isinstance(key, slice):
-            return Log(self._rows[key])
-        if isinstance(key, int):
-            return self._rows[key]
-        if key not in self.columns:
-            raise KeyError(f"the log has no column {key!r}, only {', '.join(self.columns)}")
-        values = [row.get(key) for row in self._rows]
-        if all(value is None or isinstance(value, (int, float)) for value in values):
+    def __getitem__(self, key: Any) -> Any:
+        """Return a column, or a row as of a list; KeyError if no row has such a column."""
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        names = dict.fromkeys(name for row in self for name in row)
+        if key not in names:
+            raise KeyError(f"the log has no column {key!r}, only {', '.join(names)}")
+        values = [row.get(key) for row in self]
+        if all(value is None or isinstance(value, int | float) for value in values):
             return np.array([np.nan if value is None else value for value in values])
-        column = np.empty(len(values), dtype=object)
-        for i, value in enumerate(values):  # one by one, so that lists stay one entry each
-            column[i] = value
-        return column
+        return values
 
     def to_pandas(self) -> Any:
         import pandas
 
-        return pandas.DataFrame(self._rows, columns=self.columns)
+        return pandas.DataFrame(self)
 
-    def __repr__(self) -> str:
-        return f"Log of {len(self)} rows: {', '.join(self.columns)}"
-
-    def _repr_html_(self) -> str:
-        rows, half = self._rows, SHOWN // 2
-        rows = rows if len(rows) <= SHOWN else [*rows[:half], {}, *rows[-half:]]
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
-        cells = ("".join(f"<td>{_cell(row, name)}</td>" for name in self.columns) for row in rows)
-        body = "".join(f"<tr>{x}</tr>" for x in cells)
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        return f"{table}<p>{len(self)} rows</p>"
+    def _repr_html_(self) -> str | None:
+        try:
+            return str(self.to_pandas().to_html(max_rows=10))
+        except ModuleNotFoundError:
+            return None  # a notebook prints the list
 
 
 def flat(record: dict[str, Any]) -> dict[str, Any]:
@@ -84,11 +40,3 @@ def flat(record: dict[str, Any]) -> dict[str, Any]:
         else:
             spread[name] = value
     return spread
-
-
-def _cell(row: dict[str, Any], name: str) -> str:
-    if name not in row:
-        return "" if row else "..."
-    value = row[name]
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return html.escape(text if len(text) <= 80 else f"{text[:80]}...")

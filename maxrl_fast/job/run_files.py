@@ -1,93 +1,65 @@
 """The files of a run: config.json, logs, curves.png and timings.json; trackers get its numbers."""
 
 import contextlib
-import hashlib
 import json
-import math
 import os
 import shutil
-import stat
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any
 
 from maxrl_fast.config.changes import ended_before_first_step
 from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.log import flat
 from maxrl_fast.job.plots import draw_curves
-from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.job.trackers import Tracker
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import (
     atomic_file,
-    check_entry,
     check_in_place,
-    open_regular,
     storing,
     write_error,
     write_json,
 )
+from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.training.objectives.weight import weight_of
-
-if TYPE_CHECKING:
-    from maxrl_fast.job.tensorboard import TensorBoard
 
 LOGS = (
     *("metrics", "eval", "eval_prompts", "pass_rates"),
     *("warnings", "samples", "rollouts", "diagnostics"),
 )
-DRAWN = ("metrics", "eval")
 
 
 class LogFile:
-    """A JSON Lines file to which a run appends; every line is flushed. The first one makes it.
+    """A JSON Lines file to which a run appends; every line is flushed, and the first one makes the
+    file. What it has after `size` bytes, those that it had at a checkpoint, is cut off."""
 
-    Args:
-        mark: from `mark`, to continue there: later lines are cut off. None: the whole file is kept.
-    """
-
-    def __init__(self, path: Path, mark: tuple[int, str | None] | None):
-        self._path, content = path, b""
-        self._file: BinaryIO | None = None
-        if os.path.lexists(path):
-            self._open().seek(0)
-            content = self._open().read()
-        size, sha256 = mark or (len(content), None)
-        self.is_lost = bool(size) and self._file is None  # it had lines at the mark
-        self.kept = content[:size]
-        self._size, self._sha256 = len(self.kept), hashlib.sha256(self.kept)
-        if self.kept and sha256 not in (None, self._sha256.hexdigest()):
-            self.close()
-            raise InputError(
-                f"{path} must begin with the {size:,} bytes that it had at the checkpoint, got "
-                f"{len(content):,} bytes that begin differently; move it away to start a new one"
-            )
+    def __init__(self, path: Path, size: int):
+        self._path, self._file = path, path.open("ab") if path.exists() else None
+        content = path.read_bytes() if self._file else b""
+        self.is_lost = len(content) < size  # lines that it had at the checkpoint
+        self.size = content[:size].rfind(b"\n") + 1
         if self._file:
-            self._file.truncate(self._size)
-
-    def _open(self) -> BinaryIO:
-        if self._file is None:
-            descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-            self._file = open(descriptor, "a+b")  # noqa: SIM115
-        return self._file
+            self._file.truncate(self.size)
 
     def write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(_json_value(record), allow_nan=False).encode() + b"\n"
-        self._open().write(line)
-        self._open().flush()
-        self._size += len(line)
-        self._sha256.update(line)
+        # JSON has neither NaN nor infinite numbers: they become null
+        text = json.dumps(json.loads(json.dumps(record), parse_constant=lambda _: None))
+        line = text.encode() + b"\n"
+        self._file = self._file or self._path.open("ab")
+        self._file.write(line)
+        self._file.flush()
+        self.size += len(line)
 
-    def mark(self) -> tuple[int, str]:
-        """Wait until everything is on the disk; return the size in bytes and the SHA-256."""
+    def sync(self) -> None:
+        """Wait until it is on the disk. RemovedError: it is no longer in its place."""
         if self._file:
             check_in_place(self._path, os.fstat(self._file.fileno()))
             os.fsync(self._file.fileno())
-        return self._size, self._sha256.hexdigest()  # not tell(), which is wrong after truncate()
 
     def close(self) -> None:
         if self._file:
@@ -111,99 +83,74 @@ class RunFiles:
         warn: Callable[[str], None] = warnings.warn,
     ):
         self.out, self.options, self._is_writer = out, options, is_writer
-        self.history: dict[str, list[dict[str, Any]]] = {log: [] for log in DRAWN}
-        self._tracker: Tracker | TensorBoard | None = None
-        self.missing: list[Path] = []  # logs that had lines at the checkpoint and no longer exist
+        self._tracker: Tracker | None = None
+        self._logs: dict[str, LogFile] = {}
         if not is_writer:
             return
+        if (checkpoints := out / "checkpoints").is_symlink():  # it is removed from, by and by
+            raise InputError(f"{checkpoints} must be a folder of this run, got a symbolic link")
         try:
-            if not is_resumed and (self.out / "config.json").exists():
+            if not is_resumed and (out / "config.json").exists():
                 # another command, or one started at the same time
-                if not ended_before_first_step(self.out, options):
+                if not ended_before_first_step(out, options):
                     raise InputError(
                         f"--out must be a new or empty folder, got {out}, which holds another run; "
                         f"--resume {out} resumes it"
                     )
-                self._remove_beginning()
-            for name in ("curves.png", "timings.json"):
-                check_entry(out / name, stat.S_IFREG)
-            for name in ("latest", "best"):  # links to checkpoints
-                check_entry(out / name, stat.S_IFLNK)
+                self._remove("checkpoints", "tensorboard", "latest", "best", "timings.json")
             if saved is None:
                 self.write_config()
             # left by a killed process
-            for partial in (*self.out.glob(".*.partial"), *self.out.glob("checkpoints/.*.partial")):
-                is_folder = partial.is_dir() and not partial.is_symlink()
-                shutil.rmtree(partial) if is_folder else partial.unlink()
+            self._remove(".*.partial", "checkpoints/.*.partial")
             self._opened = out.stat()  # `locked` keeps it open: no other folder gets its number
-            marks = {log: saved.logs.get(log) if saved else (0, None) for log in LOGS}
-            self._logs = {log: LogFile(out / f"{log}.jsonl", marks[log]) for log in LOGS}
-            self.missing = [out / f"{log}.jsonl" for log in LOGS if self._logs[log].is_lost]
-            self.history = {
-                log: [*map(json.loads, self._logs[log].kept.splitlines())] for log in DRAWN
-            }
+            sizes = saved.logs if saved else {}
+            self._logs = {log: LogFile(out / f"{log}.jsonl", sizes.get(log, 0)) for log in LOGS}
+            for log in (log for log in LOGS if self._logs[log].is_lost):
+                lost = "is missing or shorter than at the checkpoint: the lines before it are lost"
+                warn(f"{out / log}.jsonl {lost}")
             if log_to is not None:
-                self._tracker = self._start_tracker(log_to, saved, warn)
+                is_training = saved is not None and saved.progress.phase == "training"
+                step = saved.progress.step if saved and is_training else -1
+                self._tracker = Tracker(log_to, out.absolute(), options, step, warn)
         except OSError as error:
-            raise write_error(self.out, error) from error
+            raise write_error(out, error) from error
 
-    def _start_tracker(
-        self, name: str, saved: Saved | None, warn: Callable[[str], None]
-    ) -> "Tracker | TensorBoard":
-        if name != "tensorboard":
-            return Tracker(name, self.out.absolute(), self.options, warn)
-        from maxrl_fast.job.tensorboard import TensorBoard, hyperparameters  # an extra
-
-        done = saved.progress if saved and saved.progress.phase == "training" else Progress()
-        is_evaluated = done.step in done.evaluations
-        start = done.step + is_evaluated
-        folder, options = self.out / "tensorboard", hyperparameters(self.options)
-        board = TensorBoard(folder, options, str(self.out), start)
-        # the evaluation is repeated; purging its events also dropped the step's metrics
-        if not is_evaluated:
-            for record in self.history["metrics"][-1:]:
-                board.log(_numbers("metrics", record), record["step"])
-        return board
-
-    def _remove_beginning(self) -> None:
-        for name in ("checkpoints", "tensorboard"):
-            if (self.out / name).exists():
-                shutil.rmtree(self.out / name)
-        for name in ("latest", "best", "timings.json", "curves.png"):
-            (self.out / name).unlink(missing_ok=True)
+    def _remove(self, *patterns: str) -> None:
+        for path in [path for pattern in patterns for path in self.out.glob(pattern)]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def write_config(self) -> None:
-        if self._is_writer:
-            used = {name: value for name, value in self.options.items() if value is not None}
-            content = {**used, "versions": versions(), "command": sys.argv}
-            write_json(self.out / "config.json", content)
-            write_json(self.out / "weight.json", weight_of(self.options, PASS_RATES))
+        used = {name: value for name, value in self.options.items() if value is not None}
+        content = {**used, "versions": versions(), "command": sys.argv}
+        write_json(self.out / "config.json", content)
+        write_json(self.out / "weight.json", weight_of(self.options, PASS_RATES))
 
     def write(self, log: str, record: dict[str, Any]) -> None:
         """Append a record to a log, and send its numbers to the tracker."""
         if not self._is_writer:
             return
-        with storing(f"{self.out / log}.jsonl or the tracker's files"):
+        with storing(f"{self.out / log}.jsonl"):
             self._logs[log].write(record)
-            if log in DRAWN:
-                self.history[log].append(record)
-                if self._tracker is not None:
-                    self._tracker.log(_numbers(log, record), step=record["step"])
+        if self._tracker is not None and log in ("metrics", "eval"):
+            numbers = {f"{log}/{k}": x for k, x in flat(record).items() if x is not None}
+            self._tracker.call("log", numbers, step=record["step"])
 
     def write_samples(self, records: list[dict[str, Any]], step: int) -> None:
         for record in records:
             self.write("samples", record)
         if self._tracker is not None:
-            with storing(f"the tracker's files in {self.out}"):
-                self._tracker.log_samples(records, step)
+            self._tracker.call("log_samples", records, step)
 
-    def log_marks(self) -> dict[str, tuple[int, str]]:
-        """Flush everything to the disk; return each log's size in bytes and SHA-256. RemovedError
-        where a file that the run has open, or its folder, is no longer in its place."""
+    def sync(self) -> dict[str, int]:
+        """Wait until everything is on the disk; return each log's size in bytes. RemovedError where
+        a file that the run has open, or its folder, is no longer in its place."""
         check_in_place(self.out, self._opened)
-        if self._tracker is not None:
-            self._tracker.flush()
-        return {log: file.mark() for log, file in self._logs.items()}
+        for file in self._logs.values():
+            file.sync()
+        return {log: file.size for log, file in self._logs.items()}
 
     def listing(self) -> dict[str, str]:
         found = {"checkpoint": "none was written"}
@@ -223,24 +170,11 @@ class RunFiles:
             for file in self._logs.values():
                 last.callback(file.close)
             if self._tracker is not None:
-                last.callback(self._tracker.close, is_done)
+                last.callback(self._tracker.call, "finish")
             if is_done:  # otherwise the run says what ended it
-                self.log_marks()
+                self.sync()
             write_json(self.out / "timings.json", seconds)
             with atomic_file(self.out / "curves.png") as path:
                 objective, seed = self.options["objective"], self.options["seed"]
-                title = f"{self.out.name}: {objective}, seed {seed}"
-                draw_curves(self.history["metrics"], self.history["eval"], path, title)
-
-
-def _numbers(log: str, record: dict[str, Any]) -> dict[str, Any]:
-    return {f"{log}/{name}": value for name, value in flat(record).items() if value is not None}
-
-
-def _json_value(value: Any) -> Any:
-    """Return the value with null for infinite numbers and NaN, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: _json_value(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+                title, logs = f"{self.out.name}: {objective}, seed {seed}", RunFolder(self.out)
+                draw_curves(logs.log("metrics"), logs.log("eval"), path, title)

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from threading import Lock, Thread
 
-from maxrl_fast.runtime.files import open_regular, write_error
+from maxrl_fast.runtime.files import write_error
 
 FILE_NAME, MOST_BYTES = "reward_output.log", 10_000_000
 FULL = b"\n[more was printed: this file is full]\n"
@@ -34,7 +34,7 @@ class RewardOutput:
         if self._pipe < 0:
             return
         try:
-            file = open_regular(folder / FILE_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            file = os.open(folder / FILE_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.ftruncate(file, os.fstat(file).st_size if is_resumed else 0)
         except OSError as error:
             raise write_error(folder, error) from error

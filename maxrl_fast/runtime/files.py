@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from maxrl_fast.errors import InputError, RemovedError, StorageError
 
 CHECKSUMS = "checksums.json"
-WRITTEN = ("checkpoints", "tensorboard", "wandb")  # folders in that of a run
+JSON_BYTES = 1 << 24  # the index of a model with 500 shards has 5 MB
 
 
 class DamagedError(Exception):
@@ -42,39 +42,37 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-@contextlib.contextmanager
-def atomic_directory(directory: Path) -> Iterator[Path]:
-    """Yield a temporary folder, and rename it to `directory`, which must not exist yet: a kill
-    leaves the complete folder or none. The temporary one is removed on an exception; a killed
-    process's is replaced."""
-    temporary = temporary_path(directory)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        for folder, _, names in os.walk(temporary):
-            for name in names:
-                fsync(Path(folder, name))
-            fsync(Path(folder))
-        temporary.rename(directory)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    fsync(directory.parent)
+def _discard(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, and rename what is written there to `path`: a kill leaves the whole
+    file or folder, or what was there before. The temporary one is removed on an exception; a killed
+    process's is replaced."""
     temporary = temporary_path(path)
-    temporary.unlink(missing_ok=True)  # a killed process's, or a link that somebody put there
+    _discard(temporary)
     try:
         yield temporary
-        fsync(temporary)
+        for written in (temporary, *temporary.rglob("*")):
+            fsync(written)
         temporary.rename(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        _discard(temporary)
         raise
     fsync(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_directory(directory: Path) -> Iterator[Path]:
+    """The same for a folder, which must not exist yet and is empty at first."""
+    with atomic_file(directory) as temporary:
+        temporary.mkdir(parents=True)
+        yield temporary
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -84,7 +82,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def replace_symlink(link: Path, target: Path) -> None:
     temporary = temporary_path(link)
-    temporary.unlink(missing_ok=True)
+    _discard(temporary)
     temporary.symlink_to(os.path.relpath(target, link.parent))
     temporary.rename(link)
     fsync(link.parent)
@@ -101,30 +99,18 @@ def write_checksums(directory: Path) -> None:
 
 def verify_checksums(directory: Path) -> None:
     """DamagedError names the file that is missing, truncated or changed."""
-    path = directory / CHECKSUMS
-    if not path.is_file():
-        raise DamagedError(f"{path} is missing")
     try:
-        listed = {
-            str(name): (int(entry["bytes"]), str(entry["sha256"]))
-            for name, entry in json.loads(path.read_bytes()).items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{path} cannot be read: {error}") from error
-    for name, (size, sha256) in listed.items():
-        file = directory / name
-        if file.is_symlink() or not file.resolve().is_relative_to(directory.resolve()):
-            raise DamagedError(f"{path} lists {name!r}, which is not a file of this folder")
-        try:
-            actual, digest = file.stat().st_size, _sha256(file)
-        except FileNotFoundError as error:
-            raise DamagedError(f"{file} is missing") from error
-        except OSError as error:
-            raise DamagedError(f"{file} cannot be read: {error}") from error
-        if actual != size:
-            raise DamagedError(f"{file} has {actual:,} bytes, {size:,} were written")
-        if digest != sha256:
-            raise DamagedError(f"{file} has changed since it was written (its SHA-256 differs)")
+        for name, written in read_json(directory / CHECKSUMS).items():
+            file = directory / name
+            size, wanted = file.stat().st_size, written["bytes"]
+            if size != wanted:
+                raise DamagedError(f"{file} has {size:,} bytes, {wanted:,} were written")
+            if _sha256(file) != written["sha256"]:
+                raise DamagedError(f"{file} has changed since it was written (its SHA-256 differs)")
+    except FileNotFoundError as error:
+        raise DamagedError(f"{error.filename} is missing") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{directory} cannot be read: {error}") from error
 
 
 def _sha256(path: Path) -> str:
@@ -142,11 +128,8 @@ def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], ob
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            owner = ""
-            with contextlib.suppress(OSError, InputError):  # somebody removed it, or made a link
-                named = open_regular(folder / "lock", os.O_RDONLY)
-                owner = os.read(named, 200).decode(errors="replace").strip()
-                os.close(named)
+            lock = folder / "lock"
+            owner = lock.read_text().strip() if lock.exists() else ""
             used = f"{folder} is in use by {owner or 'another process'}"
             if time.monotonic() >= end:
                 raise InputError(f"{used}: wait for it to end, or stop it") from None
@@ -154,10 +137,6 @@ def _flock(descriptor: int, folder: Path, limit: float, tell: Callable[[str], ob
                 tell(f"{used}: waiting up to {limit:.0f} s for it to end")
             is_told = True
             time.sleep(0.2)
-        except OSError as error:
-            raise InputError(
-                f"the file system of {folder} does not support locks ({error}); use another --out"
-            ) from error
 
 
 def write_error(folder: Path, error: OSError) -> InputError | StorageError:
@@ -171,19 +150,6 @@ def storing(what: str) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot write {what}: {error}") from error
-
-
-def is_locked(folder: Path) -> bool:
-    for path in filter(os.path.lexists, (folder, folder / "lock")):
-        is_folder = path == folder
-        descriptor = os.open(path, os.O_RDONLY) if is_folder else open_regular(path, os.O_RDWR)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-    return False
 
 
 def check_in_place(path: Path, opened: os.stat_result) -> None:
@@ -210,86 +176,37 @@ def locked(
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name in WRITTEN:  # what a link leads to belongs to somebody else
-                check_entry(folder / name, stat.S_IFDIR)
-            of_folder = os.open(folder, os.O_RDONLY)
-            held.callback(os.close, of_folder)
-            _flock(of_folder, folder, limit, tell)
-            descriptor = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
-            held.callback(os.close, descriptor)
-            _flock(descriptor, folder, limit, tell)
+            for path, flags in (folder, os.O_RDONLY), (folder / "lock", os.O_RDWR | os.O_CREAT):
+                descriptor = os.open(path, flags, 0o644)
+                held.callback(os.close, descriptor)
+                _flock(descriptor, folder, limit, tell)
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-            _try_writing(folder)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         except OSError as error:
             raise write_error(folder, error) from error
         yield
 
 
-def _try_writing(folder: Path) -> None:
-    """Create a file in a folder and in its checkpoints/."""
-    for place in filter(os.path.lexists, (folder, folder / "checkpoints")):
-        probe = temporary_path(place / "probe")
-        probe.unlink(missing_ok=True)
-        os.close(open_regular(probe, os.O_WRONLY | os.O_CREAT))
-        probe.unlink()
-
-
-def open_regular(path: Path, flags: int) -> int:
-    """Open a file of a run, which has no other name, without following a link or waiting at a
-    pipe."""
+def is_locked(folder: Path) -> bool:
+    """Whether another process holds the lock of a folder, or it cannot be taken."""
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        # a link; a pipe that nobody reads, or a socket; a folder
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            check_kind(path, os.lstat(path))
-        raise
-    try:
-        status = os.fstat(descriptor)
-        check_kind(path, status)
-        if status.st_nlink > 1:
-            raise InputError(
-                f"{printable(path)} must be a file of its own, got a hard link: another file would "
-                "change with it"
-            )
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-KINDS = {
-    stat.S_IFREG: "a regular file",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFSOCK: "a socket",
-}
-JSON_BYTES = 1 << 24  # the index of a model with 500 shards has 5 MB
+        with locked(folder):
+            return False
+    except InputError:
+        return True
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
-    """Refuse other kinds of files: reading a pipe would block."""
+    """Refuse folders, pipes and devices, which could not be read or would block, and a file that is
+    too large."""
     status = os.stat(path)
-    check_kind(path, status)
+    if not stat.S_ISREG(status.st_mode):
+        got = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
+        raise InputError(f"{printable(path)} must be a regular file, got {got}")
     if most_bytes is not None and status.st_size > most_bytes:
         raise InputError(
             f"{printable(path)} must have at most {most_bytes} bytes, got {status.st_size}"
         )
-
-
-def check_kind(path: Path, status: os.stat_result, wanted: int = stat.S_IFREG) -> None:
-    if (found := stat.S_IFMT(status.st_mode)) != wanted:
-        got = KINDS.get(found, "something else")
-        raise InputError(f"{printable(path)} must be {KINDS[wanted]}, got {got}")
-
-
-def check_entry(path: Path, wanted: int) -> None:
-    """Refuse an entry of a run's folder that is of another kind, if it exists."""
-    if os.path.lexists(path):
-        check_kind(path, os.lstat(path), wanted)
 
 
 def read_json(path: Path, most_bytes: int = JSON_BYTES) -> dict[str, Any]:

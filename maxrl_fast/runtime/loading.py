@@ -10,6 +10,7 @@ import os
 import reprlib
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -61,38 +62,26 @@ def build_from_code(
     hint: str,
 ) -> Any:
     """Construct the class that an option's value names with `arguments` and those of `offered` that
-    it has parameters for, and check the members of the object.
-
-    Args:
-        hint: ends the message about a parameter without an argument.
-    """
+    it has parameters for, and check the members of the object. `hint` ends the message about wrong
+    parameters."""
     who, cls = f"--{option} {name}", load_code(option, name, "CLASS")
     if not inspect.isclass(cls):
         raise InputError(f"{who} must be a class, got {cls!r:.80}")
     try:
-        parameters = inspect.signature(cls).parameters
-    except ValueError as error:  # of a class that is written in C
-        raise InputError(f"{who} has a constructor without a signature: {error}") from error
-    given = {key: value for key, value in offered.items() if key in parameters}
-    given |= arguments
-    takes_all = any(x.kind == x.VAR_KEYWORD for x in parameters.values())
-    if unknown := [key for key in given if key not in parameters and not takes_all]:
-        takes = ", ".join(parameters) or "no arguments"
-        raise InputError(f"{who} takes {takes}, got {', '.join(unknown)}")
-    for key, x in parameters.items():
-        is_needed = x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
-        if is_needed and key not in given:
-            raise InputError(
-                f"{who} has the parameter {key} without a default, which nothing gives{hint}"
-            )
+        signature = inspect.signature(cls)  # ValueError: of a class that is written in C
+        given = {key: x for key, x in offered.items() if key in signature.parameters}
+        given |= arguments
+        signature.bind(**given)
+    except (TypeError, ValueError) as error:
+        takes = f"must take {', '.join([*offered, *arguments])} by name, or some of them"
+        raise InputError(f"{who} {takes}: {error}{hint}") from error
     try:
         built = cls(**given)
     except Exception as error:
         # both are reported by the command
         if isinstance(error, (InputError, MemoryError)) or "OutOfMemory" in type(error).__name__:
             raise
-        file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
-        raise InputError(f"{who} cannot be made: {describe_error(error, file)}") from error
+        raise InputError(f"{who} cannot be made: {describe_error(error)}") from error
     check_members(who, built, protocol)
     return built
 
@@ -104,18 +93,19 @@ def check_members(who: str, value: object, protocol: type) -> None:
     for name, asked in vars(protocol).items():
         if name.startswith("_") or not inspect.isfunction(asked):
             continue
-        own, parameters = getattr(value, name, None), inspect.signature(asked).parameters
-        wanted = f"{who} must have the method {name}({', '.join([*parameters][1:])})"
+        own, parameters = (
+            getattr(value, name, None),
+            [*inspect.signature(asked).parameters.values()],
+        )
+        wanted = f"{who} must have the method {name}({', '.join(x.name for x in parameters[1:])})"
         if not callable(own) or getattr(own, "__func__", None) is asked:
             raise InputError(f"{wanted}, which it does not")
-        by_name = [
-            key
-            for key, x in parameters.items()
-            if x.kind is x.KEYWORD_ONLY or x.default is not x.empty
-        ]
+        by_name = {
+            x.name for x in parameters if x.kind is x.KEYWORD_ONLY or x.default is not x.empty
+        }
         try:
-            positional = [key for key in parameters if key not in by_name][1:]
-            inspect.signature(own).bind(*positional, **dict.fromkeys(by_name))
+            positional = len(parameters) - len(by_name) - 1
+            inspect.signature(own).bind(*[None] * positional, **dict.fromkeys(by_name))
         except TypeError:
             raise InputError(f"{wanted}, got {name}{inspect.signature(own)}") from None
     for name in protocol.__annotations__:
@@ -133,7 +123,7 @@ def load(name: str) -> tuple[Callable[..., Any], str]:
         module = _load_file(path) if path else importlib.import_module(place)
         function = getattr(module, attribute, None)
     except BaseException as error:  # SystemExit too
-        raise LoadError(f"importing {place} failed: {describe_error(error, str(path))}") from error
+        raise LoadError(f"importing {place} failed: {describe_error(error)}") from error
     _loaded.add(getattr(module, "__file__", None) or "")
     if function is None:
         names = [x for x, value in vars(module).items() if callable(value) and x[0] != "_"]
@@ -176,31 +166,29 @@ def naming_user_code() -> Iterator[None]:
 
 
 def describe_error(error: BaseException, file: str | None = "") -> str:
-    """Add the last line of its traceback in `file`; "": in a file of the user's; None: no line."""
+    """Return type and message, and the last line of the user's code in its traceback; None: no
+    line."""
     try:
         text = str(error)[:MESSAGE_LENGTH]
         if isinstance(error, SystemExit) and not isinstance(error.code, str):  # but a tensor
             text = SHORT_REPR.repr(error.code)
     except BaseException:
         text = "(its message cannot be printed)"
-    return f"{type(error).__name__}: {text}" + ("" if file is None else place_of(error, file))
+    return f"{type(error).__name__}: {text}" + ("" if file is None else place_of(error))
 
 
-def place_of(error: BaseException, file: str = "") -> str:
-    """Return " (FILE, line N)", the last line of its traceback in a file; "": of the user's."""
-    place, trace = "", error.__traceback__
-    while trace:
-        name = trace.tb_frame.f_code.co_filename
-        if name == file or (not file and _is_users(name)):
-            place = f" ({os.path.basename(name)}, line {trace.tb_lineno})"
-        trace = trace.tb_next
-    return place
+def place_of(error: BaseException) -> str:
+    """Return " (FILE, line N)", the last line of its traceback in a file of the user's."""
+    places = [
+        f" ({os.path.basename(frame.f_code.co_filename)}, line {line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if _is_users(frame.f_code.co_filename)
+    ]
+    return places[-1] if places else ""
 
 
 def _is_users(file: str) -> bool:
     """Whether a file of a traceback is neither this package's nor a library's."""
-    libraries = PACKAGE, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
-    is_library = any(Path(file).is_relative_to(x) for x in libraries)
-    is_library |= any(name in file for name in ("-packages", "torchinductor"))  # compiled code
+    libraries = PACKAGE, sysconfig.get_path("stdlib"), "-packages", "torchinductor"
     is_made_up = file.startswith("<") and not file.startswith(("<stdin>", "<ipython"))
-    return file in _loaded or not (is_library or is_made_up)
+    return file in _loaded or not (is_made_up or any(name in file for name in libraries))

@@ -1,6 +1,4 @@
-"""What every command does with its arguments and its output: a closed pipe, a lost terminal or a
-full disk does not stop it.
-"""
+"""What every command does with its arguments and its output."""
 
 import argparse
 import contextlib
@@ -16,58 +14,25 @@ from typing import Any, NoReturn
 import maxrl_fast
 from maxrl_fast.errors import InputError
 
-_STREAMS = {1: ("stdout", "standard output"), 2: ("stderr", "standard error")}  # by descriptor
-
 
 class _LossyFile(io.FileIO):
-    """A file that drops what it cannot write and keeps the first error for `take_errors`."""
-
-    def __init__(self, descriptor: int):
-        super().__init__(descriptor, "wb", closefd=False)
-        self.has_failed = False
-        self.untold: OSError | None = None
+    """A stream that drops what it cannot write."""
 
     def write(self, data: Any) -> int:
-        try:
-            written = super().write(data)
-        except OSError as error:
-            if not self.has_failed:
-                self.has_failed, self.untold = True, error
-            return len(data)
-        return len(data) if written is None else written  # None: a non-blocking pipe is full
-
-
-_files: list[_LossyFile] = []  # this process's protected streams
+        with contextlib.suppress(OSError):  # a closed pipe, a lost terminal or a full disk
+            return super().write(data) or len(data)  # None: a pipe that does not wait is full
+        return len(data)
 
 
 def protect_output() -> None:
-    """Make sys.stdout and sys.stderr drop what cannot be written instead of raising, also at
-    interpreter exit.
-
-    Later writes are tried again. Characters that the encoding lacks are escaped. Streams that a
-    caller has replaced, such as a notebook's, are left alone.
-    """
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        # closed: the next file opened would get this number, and receive error messages
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    for descriptor, (name, _) in _STREAMS.items():
-        stream: Any = getattr(sys, name)
-        if stream is not getattr(sys, f"__{name}__"):
-            continue
-        _files.append(_LossyFile(descriptor))
-        # AttributeError: None, if the descriptor was closed
-        with contextlib.suppress(OSError, AttributeError):
-            stream.flush()
-        wrapped = io.TextIOWrapper(
-            io.BufferedWriter(_files[-1]),
-            encoding=getattr(stream, "encoding", "utf-8"),
-            errors="backslashreplace",
-            line_buffering=stream is None or stream.line_buffering or stream.write_through,
-        )
-        setattr(sys, name, wrapped)
+    """Let a command finish its work where nobody reads its output. Streams that a caller has
+    replaced, as a notebook does, stay."""
+    for descriptor, name in (1, "stdout"), (2, "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
+            file = io.BufferedWriter(_LossyFile(descriptor, "wb", closefd=False))
+            lossy = io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True)
+            setattr(sys, name, lossy)
 
 
 def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
@@ -95,20 +60,17 @@ def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
 
 
 def version_text() -> str:
+    own = f"maxrl_fast {maxrl_fast.__version__}"
     try:
         import torch  # imported here: not all commands need torch
-    except ModuleNotFoundError:
-        return f"maxrl_fast {maxrl_fast.__version__} (without PyTorch)"
-    try:
+
         from maxrl_fast import _C
     except ImportError as error:
-        kernels = f"not built ({error})"
-    else:
-        kernels = f"C++ built, CUDA {'built' if _C.cuda else 'not built'}"
+        return f"{own}, Python {platform.python_version()}\nkernels: not there ({error})"
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     return (
-        f"maxrl_fast {maxrl_fast.__version__} (torch {torch.__version__}, {cuda}, Python "
-        f"{platform.python_version()})\nkernels: {kernels}"
+        f"{own} (torch {torch.__version__}, {cuda}, Python {platform.python_version()})\n"
+        f"kernels: C++ built, CUDA {'built' if _C.cuda else 'not built'}"
     )
 
 
@@ -117,16 +79,6 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message.removeprefix('argument ')}; --help lists the options")
-
-
-def take_errors() -> list[tuple[str, OSError]]:
-    """Return (stream name, first error) of each protected stream with a new error."""
-    taken = []
-    for file in _files:
-        if file.untold is not None:
-            taken.append((_STREAMS[file.fileno()][1], file.untold))
-            file.untold = None
-    return taken
 
 
 def write_directly(text: str) -> None:

@@ -26,7 +26,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Ragged
-from maxrl_fast.runtime.watch import START_LIMIT, RankMonitor
 
 COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # longest wait for other ranks to finish a stage
 # seconds for a first rank that started later to find and print the same error
@@ -116,44 +115,34 @@ class Ranks:
         return record if self.size == 1 else type(record).concatenate([record], self.concatenate)
 
     @contextlib.contextmanager
-    def connected(self, device: torch.device) -> Iterator[RankMonitor | None]:
-        """Connect the ranks; one that fails ends the others within a minute. Yields None with one
-        process."""
+    def connected(self, device: torch.device) -> Iterator[None]:
+        """Connect the ranks. Of one that fails torchrun ends the others; where another has failed
+        first, this process ends with a sentence."""
         if self.size == 1:
-            yield None
+            yield
             return
-        store, _, _ = next(rendezvous("env://", timeout=datetime.timedelta(seconds=START_LIMIT)))
-        # communicators connect through the store at their first use
-        store.set_timeout(COLLECTIVE_LIMIT)
-        # torchrun may start the ranks again with the same store, in which old keys stay
-        name = f"maxrl_fast/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        watch = RankMonitor(PrefixStore(f"{name}/watch", store.clone()), self.rank, self.size)
-        watch.start()
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(own_gpu())
+            store, _, _ = next(rendezvous("env://", timeout=COLLECTIVE_LIMIT))
+            # torchrun may start the ranks again with the same store, in which old keys stay
+            start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                store=PrefixStore(name, store),
+                store=PrefixStore(f"maxrl_fast/{start}", store),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=COLLECTIVE_LIMIT,
             )
-            yield watch
+            yield
             dist.barrier()
-        except InputError as error:
-            watch.report_failure(str(error))
-            raise
-        except BaseException as error:
-            # A collective mostly fails because another rank has failed and has already said why.
-            cause = watch.report_failure(f"{type(error).__name__}: {error}")
-            if cause is None and not is_lost_connection(error):
+        except RuntimeError as error:
+            if not is_lost_connection(error):
                 raise
             lost = "another process of the run has ended, or cannot be reached"
-            cause = cause or f"{lost} ({str(error).splitlines()[0]:.200})"
+            cause = f"{lost} ({str(error).splitlines()[0]:.200})"
             print(f"error: {cause}; rank {self.rank} stops", file=sys.stderr, flush=True)
             exit_process(1)
-        watch.stop()
         dist.destroy_process_group()
 
 

@@ -323,27 +323,24 @@ def wait_for(path, process, limit=120):
         time.sleep(0.2)
 
 
-FAILING = """
+APART = """
 import os, signal, sys, time
-from pathlib import Path
 import torch
+from maxrl_fast.job.control import StallWatchdog, Stopwatch
 from maxrl_fast.runtime.ranks import Ranks
 ranks = Ranks.of_environment()
-if ranks.is_first:
-    Path({pid!r}).write_text(str(os.getpid()))
-with ranks.connected(torch.device("cpu")):
+with ranks.connected(torch.device("cpu")), StallWatchdog(Stopwatch(), 3.0):
     ranks.sum(torch.ones(1))
-    if ranks.rank == 1:
-        {failure}
-    ranks.sum(torch.ones(1))  # the others wait here
+    {action}
+    ranks.sum(torch.ones(1))
 """
 
 
-def start_ranks_apart(tmp_path, failure, port):
+def start_ranks_apart(tmp_path, action):
     """Start two ranks as on two machines, so that no torchrun ends one when the other fails."""
-    script, pid = tmp_path / "failing.py", str(tmp_path / "pid")
-    script.write_text(FAILING.format(failure=failure.format(pid=pid), pid=pid))
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    script = tmp_path / "apart.py"
+    script.write_text(APART.format(action=action))
+    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
     command, options = [sys.executable, str(script)], {"text": True, "stderr": subprocess.PIPE}
     return [
@@ -351,50 +348,41 @@ def start_ranks_apart(tmp_path, failure, port):
     ]
 
 
-@pytest.mark.parametrize(
-    ("failure", "message"),
-    [
-        ("raise RuntimeError('oh')", "rank 1 failed: RuntimeError: oh; rank 0 stops"),
-        (
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            "rank 1 has not been heard of|Connection (closed|reset) by peer",
-        ),
-    ],
-)
-def test_a_failing_rank_ends_the_others_within_a_minute(tmp_path, failure, message):
-    first, second = start_ranks_apart(tmp_path, failure, free_port())
+@pytest.mark.parametrize("failure", ["raise RuntimeError", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_failing_rank_ends_the_others_within_a_minute(tmp_path, failure):
+    first, second = start_ranks_apart(tmp_path, f"if ranks.rank: {failure}")
     try:
         _, error = first.communicate(timeout=60 + 30)  # 30 s for the start
         second.wait(timeout=10)
     finally:
         first.kill()
         second.kill()
-    assert first.returncode != 0
-    assert second.returncode != 0
-    assert re.search(message, error), error
+    assert (first.returncode, second.returncode != 0) == (1, True)
+    ended = (
+        r"error: another process of the run has ended, or cannot be reached \(.*\); rank 0 stops"
+    )
+    assert re.search(ended, error), error
 
 
-def test_a_silent_rank_and_a_frozen_store_end_the_others_within_a_minute(tmp_path):
-    """A rank is frozen, as when its machine hangs: no connection is closed and no message is sent.
-    Rank 0 hosts the store by which the ranks hear of each other. Both wait at the same time.
-    """
-    silent = "os.kill(os.getpid(), signal.SIGSTOP)"
-    without_store = "os.kill(int(Path({pid!r}).read_text()), signal.SIGSTOP)"
-    pairs = []
+def is_stopped(process):
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_ranks_that_are_stopped_together_for_longer_than_the_limit_go_on(tmp_path):
+    both = start_ranks_apart(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(0.5)")
     try:
-        for name, failure in (("silent", silent), ("store", without_store)):
-            (tmp_path / name).mkdir()
-            pairs.append(start_ranks_apart(tmp_path / name, failure, free_port()))
-        (first, _), (_, second) = pairs
-        _, error = first.communicate(timeout=60 + 30)
-        assert first.returncode == 1
-        assert re.search(r"rank 1 has not been heard of for 4\d s; rank 0 stops", error)
-        _, error = second.communicate(timeout=60)
-        assert second.returncode == 1
-        assert "Timeout (0:00:40)!" in error
-        assert re.search(r"watch.py\", line \d+ in run\n", error)
+        end = time.monotonic() + 90
+        while not all(map(is_stopped, both)):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        time.sleep(5)
+        for process in both:
+            process.send_signal(signal.SIGCONT)
+        for process in both:
+            _, error = process.communicate(timeout=60)
+            assert (process.returncode, error) == (0, "")
     finally:
-        for process in (process for pair in pairs for process in pair):
+        for process in both:
             process.kill()
 
 

@@ -1,12 +1,9 @@
 """What is wrong with a reward is found before the warm start, and a run that ended before its first
 step can be begun again."""
 
-import itertools
-
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.job.health import SlowRewards
 from maxrl_fast.training.warm_start import WarmStart
 from tests.runs import assert_same_run, base, stop_at
 
@@ -86,14 +83,3 @@ def test_a_run_that_was_stopped_in_its_warm_start_is_not_begun_again(
     assert train.main(job(reward, tmp_path / "run")) == 143
     assert train.main(job(reward, tmp_path / "run")) == 2
     assert f"holds another run; --resume {tmp_path / 'run'} resumes it" in capsys.readouterr().err
-
-
-def test_slow_rewards_are_reported_once_with_the_option_that_helps():
-    asked = []
-    slow = SlowRewards(lambda factor: asked.append(factor) or "--reward-workers 16")
-    steps = [{"rollout": n, "update": 2 * n, "reward": 22.0 * n} for n in range(1, 5)]
-    steps = [{"evaluation": 100.0}, *({"evaluation": 100.0} | step for step in steps)]
-    found = [slow.observe(before, after) for before, after in itertools.pairwise(steps)]
-    message = "88% of the time is reward: --reward-workers 16"
-    assert [warning and warning.message for warning in found] == [None, message, None, None]
-    assert asked == [pytest.approx(22 / 3)]

@@ -39,16 +39,17 @@ def test_the_first_signal_asks_to_stop_and_a_later_one_exits(number, monkeypatch
 
 def test_the_watchdog_of_a_process_that_is_not_the_runs_own_does_not_end_it(capfd, monkeypatch):
     """A stop of the process for 100 s does not count."""
-    told, clock, now = [], Stopwatch(), time.monotonic
+    clock, now = Stopwatch(), time.monotonic
     start = now() + 0.03
     monkeypatch.setattr(time, "monotonic", lambda: now() + 100 * (now() > start))
     with clock("rollout"):
-        watchdog = StallWatchdog(clock, 0.05, told.append, ends_process=False)
+        watchdog = StallWatchdog(clock, 0.05, ends_process=False)
         watchdog.start()
         watchdog.join(60)
     assert not watchdog.is_alive()
-    assert told[0].startswith("the run is stuck in rollout: no progress for 0 s")
-    assert "error: the run is stuck in rollout" in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "error: the run is stuck in rollout: no progress for 0 s, --stall-limit is" in error
+    assert "Current thread" in error
 
 
 def test_under_nohup_a_hangup_stays_ignored():
@@ -70,7 +71,7 @@ def start(out, *flags, **options):
 
 
 @pytest.mark.slow
-def test_a_run_whose_output_breaks_goes_on_to_its_end_and_says_so(tmp_path):
+def test_a_run_whose_output_breaks_goes_on_to_its_end(tmp_path):
     """On both streams; tests/test_console.py has a closed pipe."""
     out = tmp_path / "run"
     with open("/dev/full", "w") as full:
@@ -79,9 +80,6 @@ def test_a_run_whose_output_breaks_goes_on_to_its_end_and_says_so(tmp_path):
         assert process.wait(120) == 0
     assert len(read(out / "metrics.jsonl")) == 4
     assert (out / "latest").resolve().name == "step-000004"
-    warned = [x["message"] for x in read(out / "warnings.jsonl") if x["kind"] == "output"]
-    names = ["standard output", "standard error"]
-    assert [message.partition(" cannot be written to (")[0] for message in warned] == names
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(maze_run, tmp_path, monk
     whole, own = (path / "checkpoints" / "step-000002" for path in (maze_run, out))
     for name in ("model.safetensors", STATE):
         assert (whole / name).read_bytes() == (own / name).read_bytes()
-    size, _ = json.loads((own / "progress.json").read_text())["logs"]["metrics"]
+    size = json.loads((own / "progress.json").read_text())["logs"]["metrics"]
     lines = (out / "metrics.jsonl").read_bytes()[:size].splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
@@ -259,18 +259,13 @@ def halve(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def outside(path):
-    path.write_text(json.dumps({"../../config.json": {"bytes": 1, "sha256": ""}}))
-
-
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
         (STATE, halve, r"has [\d,]+ bytes, [\d,]+ were written"),
         (STATE, Path.unlink, "is missing"),
         ("checksums.json", halve, "cannot be read"),
-        ("checksums.json", Path.unlink, "is missing"),
-        ("checksums.json", outside, "not a file of"),
+        ("checksums.json", Path.unlink, "cannot be read"),
     ],
 )
 def test_damage_of_a_checkpoint_is_named(maze_run, tmp_path, file, damage, message):
@@ -502,7 +497,7 @@ def test_a_moved_project_resumes_and_changed_contents_do_not(tmp_path, monkeypat
     folder = folder.rename(tmp_path / "after")
     monkeypatch.chdir(folder)
     assert resume("o", *flags, "--steps", "2") == 0
-    save(folder / "else", tiny_decoder(seed=1))
+    save(folder / "else", tiny_decoder(num_hidden_layers=1))
     capsys.readouterr()
     assert resume("o", *flags, "--steps", "3", "--model", "else/m") == 2
     assert "the file of --model: changed" in " ".join(capsys.readouterr().err.split())

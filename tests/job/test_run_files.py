@@ -20,7 +20,6 @@ from maxrl_fast.training.optimizer import make_optimizer
 from tests.batches import make_prompts
 from tests.models import tiny_decoder
 from tests.runs import SMALL, read
-from tests.tables import refused
 
 
 def test_the_first_samples_of_each_evaluation_are_kept(maze_run):
@@ -79,32 +78,25 @@ def lines(*steps):
 
 def test_a_log_continues_at_its_mark_and_cuts_what_came_later(tmp_path):
     path = tmp_path / "a.jsonl"
-    log = LogFile(path, (0, None))
+    log = LogFile(path, 0)
     for step in (1, 2):
         log.write({"step": step})
-    mark = log.mark()
+    log.sync()
+    size = log.size
     log.write({"step": 3})
     log.close()
     path.write_bytes(path.read_bytes() + b'{"step": 4')  # what a kill leaves
-    log = LogFile(path, mark)
-    assert log.kept == path.read_bytes() == lines(1, 2)
+    log = LogFile(path, size)
+    assert path.read_bytes() == lines(1, 2)
     log.write({"step": 3})
     assert path.read_bytes() == lines(1, 2, 3)
-    assert log.mark()[0] == path.stat().st_size
-    again = LogFile(path, log.mark())
-    assert (again.kept, again.is_lost, again.mark()) == (lines(1, 2, 3), False, log.mark())
-    path.write_bytes(lines(1, 7, 3))
-    with refused(r"must begin with the 24 bytes .* got 36 bytes that begin differently"):
-        LogFile(path, mark)
+    assert (log.size, log.is_lost) == (path.stat().st_size, False)
+    path.write_bytes(lines(1, 22))  # an edited log is cut
+    LogFile(path, size)
+    assert path.read_bytes() == lines(1)
     path.unlink()
-    assert LogFile(path, mark).is_lost
+    assert LogFile(path, size).is_lost
     assert not path.exists()  # an empty log is not made
-
-
-def test_a_log_that_a_checkpoint_does_not_know_is_kept(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(lines(1))
-    LogFile(tmp_path / "a.jsonl", None).write({"step": 2})
-    assert (tmp_path / "a.jsonl").read_bytes() == lines(1, 2)
 
 
 def test_prompt_gradient_norms_equal_autograd():

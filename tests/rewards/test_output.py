@@ -8,7 +8,6 @@ import pytest
 from maxrl_fast.rewards import output as module
 from maxrl_fast.rewards.output import FILE_NAME, FULL, RewardOutput
 from tests.rewards.pools import fails, pool, succeeds
-from tests.tables import refused
 
 PRINTS = """
 import os, signal, subprocess, sys
@@ -75,22 +74,6 @@ def test_a_resumed_run_appends_and_a_new_one_replaces(file, tmp_path):
         with printing(file) as (_, output):
             output.open(tmp_path, is_resumed)
         assert (tmp_path / FILE_NAME).read_bytes() == content
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_only_a_regular_file_is_written(kind, file, tmp_path):
-    path = tmp_path / FILE_NAME
-    (tmp_path / "target").write_text("precious")
-    {
-        "link": lambda: path.symlink_to(tmp_path / "target"),
-        "pipe": lambda: os.mkfifo(path),
-        "folder": path.mkdir,
-    }[kind]()
-    with printing(file) as (one, output):
-        with refused(f"{path} must be a regular file, got a .*{kind}"):
-            output.open(tmp_path, is_resumed=False)
-        succeeds(one, "flood")
-    assert (tmp_path / "target").read_text() == "precious"
 
 
 def test_a_full_disk_stops_no_call(file, tmp_path):

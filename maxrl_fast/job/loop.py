@@ -11,7 +11,7 @@ from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records, samp
 from maxrl_fast.evaluation.scores import label_of, score_of
 from maxrl_fast.job.build import RunContext, build_evaluators
 from maxrl_fast.job.checkpoints import Checkpoints
-from maxrl_fast.job.health import Health, HealthWarning, SlowRewards
+from maxrl_fast.job.health import Health, HealthWarning
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.job.run_files import RunFiles
@@ -72,7 +72,6 @@ class RunLoop:
             checkpoints.save(progress, learner)
         with checkpoints.kept(progress, learner):
             self._evaluate_if_due()
-        slow_rewards = SlowRewards(self.context.scorer.faster)
         every = self.options.diagnose_every
         with (
             self.screen.stage("train", self.num_steps, done=progress.step) as stage,
@@ -80,14 +79,11 @@ class RunLoop:
         ):
             for n in range(progress.step + 1, self.num_steps + 1):
                 is_diagnosed = every > 0 and n % every == 0
-                before = dict(self.clock.seconds)
                 record = self.trainer.step(
                     n, progress.next_prompt, self._diagnose if is_diagnosed else None
                 )
                 stage.advance(n, summary(record.metrics))
                 self._keep(n, record)
-                if warning := slow_rewards.observe(before, self.clock.seconds):
-                    self._warn(n, warning)
                 checkpoints.safe_point(progress, learner, is_last=n == self.num_steps)
                 self._evaluate_if_due()
             checkpoints.wait()

@@ -1,7 +1,7 @@
 """Reward functions and environments in worker processes, which can neither hang nor corrupt a run.
 
-This is the trainer's side; `worker.py` is the other. multiprocessing and pebble would run the
-user's script again in each worker, and do not kill what it has started.
+This is the trainer's side; `worker.py` is the other. multiprocessing would run the user's script
+again in each worker, and does not kill what it has started.
 """
 
 import contextlib
@@ -12,223 +12,131 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from queue import Empty, SimpleQueue
+from multiprocessing.connection import wait
 from typing import Any
 
-from maxrl_fast.errors import InputError, RewardError
-from maxrl_fast.rewards import power_of_two
-from maxrl_fast.rewards.function import ROWS, STYLES, Result, late
+from maxrl_fast.errors import InputError
+from maxrl_fast.rewards import Outcome, failure
+from maxrl_fast.rewards.function import STYLES, LateCall, outcome_of
 from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rewards.user_code import UserCode
-from maxrl_fast.rewards.worker import close_memory
 
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
 BOOTSTRAP = (
-    "import sys; sys.path[:] = sys.argv[2:]; from maxrl_fast.rewards.worker import main; main()"
+    "import json, sys; settings = json.loads(sys.argv.pop()); sys.path[:] = settings['path']; "
+    "from maxrl_fast.rewards.worker import main; main(settings)"
 )
-# seconds after its limit that a call may take to end itself, as a stopped process does not
-PATIENCE = 10.0
-LOOK_INTERVAL = 1.0  # seconds between two looks whether a process has ended
+LOADING = -1  # the number of a worker's first call
+GRACE = 1.0  # seconds after its limit that a call is killed; a worker ends async calls itself
+LOOK_INTERVAL = 1.0  # the longest wait for answers, in seconds
 KILL_LIMIT = 5.0  # seconds for a killed process to end
-LATE = b"Timeout ("  # how faulthandler begins the stack of a process that ends itself
-FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 WROTE = "the reward code wrote to the connection between worker and trainer"
-ONE_THREAD = dict.fromkeys(
+# Unless the user sets the seed: the order of a set must not depend on the process.
+SETTINGS = {"PYTHONHASHSEED": "0"} | dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
 )
-# Names of the environment variables that every function sees: no keys, no tokens, and no proxies,
-# whose addresses can hold passwords.
-ENVIRONMENT = (
-    "PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|TZ|LANG|LANGUAGE|LC_.*|PYTHON.*|VIRTUAL_ENV|CONDA_PREFIX|LD_LIBRARY_PATH|LD_PRELOAD"
-    "|CUDA_VISIBLE_DEVICES|CUDA_HOME|XDG_CACHE_HOME|HF_HOME|HF_HUB_OFFLINE|TORCH_HOME|SSL_CERT_FILE|SSL_CERT_DIR"
+# The environment variables that every function sees: no keys, no tokens, and no proxies, whose
+# addresses can hold passwords.
+VARIABLES = re.compile(
+    "PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|TZ|LANG|LANGUAGE|LC_.*|PYTHON.*|VIRTUAL_ENV|CONDA_PREFIX|"
+    "LD_LIBRARY_PATH|LD_PRELOAD|CUDA_VISIBLE_DEVICES|CUDA_HOME|XDG_CACHE_HOME|HF_HOME|"
+    "HF_HUB_OFFLINE|TORCH_HOME|SSL_CERT_FILE|SSL_CERT_DIR"
 )
-# unless the user sets it: the order of a set must not depend on the process
-HASH_SEED = {"PYTHONHASHSEED": "0"}
-
-Queue = SimpleQueue[Any]
 
 
 class StartError(Exception):
     """A worker cannot be started, or cannot load the function."""
 
 
-class Worker(threading.Thread):
-    """A process, and the thread that starts it, gives it one call after another, and kills it.
-
-    Args:
-        settings: for `worker.py`.
-        variables: the environment variables of the process.
-        output: descriptor of its standard output and error.
-        calls: (NUMBER, arguments as JSON), or None, after which the thread ends.
-        results: gets (NUMBER, results), and (None, what the process says of the function, or an
-            exception), which comes first and last.
+class Worker:
+    """A process that loads the function and makes one call at a time. Time counts while the trainer
+    looks for the answer, so a call that was stopped with its trainer is not late.
     """
 
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        variables: dict[str, str],
-        output: int,
-        calls: Queue,
-        results: Queue,
-    ) -> None:
-        super().__init__(name="reward worker", daemon=True)
-        self._settings, self._variables, self._output = settings, variables, output
-        self._calls, self._results = calls, results
-        self._lock, self._is_closed = threading.Lock(), False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._file = ""  # of the function
-        self.start()
+    def __init__(self, settings: dict[str, Any], variables: dict[str, str], output: int) -> None:
+        self.socket, theirs = socket.socketpair()
+        given = {**settings, "connection": theirs.fileno(), "path": sys.path}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", BOOTSTRAP, json.dumps(given)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C does not reach it
+            )
+        self.expect(LOADING, settings["start_limit"])
 
-    def run(self) -> None:
-        try:
-            self._results.put((None, self._begin()))
-            while (call := self._calls.get()) is not None:
-                number, arguments = call
-                self._results.put((number, self._call(number, arguments)))
-                if self._process is None:
-                    self._begin()
-        except Exception as error:  # raised in the thread that waits for results
-            self._results.put((None, error))
-        finally:
-            self._end()
+    def expect(self, number: int, limit: float) -> None:
+        """Begin to wait for the answer to a call."""
+        self.number: int | None = number  # None: it has no call
+        self.limit, self.left, self._looked = limit, limit + GRACE, time.monotonic()
+        self._received = b""
 
-    def close(self) -> None:
-        """Kill the process, so that a call ends; None in `calls` then ends the thread."""
-        with self._lock:
-            self._is_closed = True
-            if self._process is not None:
-                kill_group(self._process.pid)
-
-    def _begin(self) -> dict[str, Any]:
-        """Start the process and return what it says of the function, once it has loaded it.
-
-        Raises:
-            StartError: if it cannot.
+    def look(self, is_readable: bool) -> list[Outcome] | None:
+        """Return the outcomes of its call, or [] if the process has ended and has not read it; None
+        while the call runs.
         """
-        self._connection, theirs = socket.socketpair()
-        settings = json.dumps(self._settings | {"connection": theirs.fileno()})
-        with theirs, self._lock:
-            if self._is_closed:
-                raise StartError("the workers have been closed")
+        now = time.monotonic()
+        self.left -= min(now - self._looked, 2 * LOOK_INTERVAL)
+        self._looked = now
+        if is_readable:
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", BOOTSTRAP, settings, *sys.path],
-                    stdin=subprocess.PIPE,
-                    stdout=self._output,
-                    stderr=subprocess.STDOUT,
-                    env=self._variables,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # Ctrl-C does not reach it
-                )
-            except OSError as error:
-                raise StartError(f"a process cannot be started: {error}") from error
-        limit = self._settings["start_limit"]
-        reply = self._exchange(b"", limit + PATIENCE)
-        with contextlib.suppress(ValueError, RecursionError):
-            ready = json.loads(reply)
-            if isinstance(ready, dict):
-                if "error" in ready:
-                    raise StartError(ready["error"])
-                self._file, self._settings["is_first"] = ready["file"], False
-                return ready
-        code = self._end()
-        if reply.startswith(LATE):
-            raise StartError(f"loading it took longer than {limit:g} s{place_in(reply, '')}")
-        raise StartError(describe_end(reply, code))
+                data = self.socket.recv(1 << 16)
+            except ConnectionError:
+                self.end()
+                return []
+            self._received += data
+            if not data:
+                return [failure("crash", f"the worker process {self.end()}")]
+            if data.endswith(b"\n"):
+                try:
+                    return [Outcome(*values) for values in json.loads(self._received)]
+                except (ValueError, TypeError, RecursionError):
+                    self.end()
+                    return [failure("crash", WROTE)]
+        if self.left > 0:
+            return None
+        self.end()
+        return [outcome_of(LateCall(self.limit))]
 
-    def _call(self, number: int, arguments: str) -> list[Result]:
-        """Return the results of a call, or one failure for all of them.
+    def end(self) -> str:
+        """Kill the process group, and return how the process has ended, also if before."""
+        if not self.has_ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate(timeout=KILL_LIMIT)
+            self.socket.close()
+        code = self._process.returncode
+        return (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with code {code}"
+        )
 
-        Raises:
-            StartError: if the process has ended, and cannot be started again.
-        """
-        limit = self._settings["time_limit"]
-        for attempt in range(2):
-            try:
-                reply = self._exchange(f"[{number}, {arguments}]\n".encode(), limit + PATIENCE)
-                if attempt or not (self._was_stopped and reply.startswith(LATE)):
-                    break  # else it may have been stopped, too
-            except ConnectionError:  # it had ended, and has not read the call
-                pass
-            code = self._end()
-            self._begin()
-        else:
-            return [{"kind": "crash", "message": describe_end(b"", code)}]
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            answered, results, is_last = json.loads(reply)
-            if answered == number:
-                if is_last:
-                    self._end()
-                return list(results)
-        code = self._end()
-        if reply.startswith(LATE):
-            return [late(limit, place_in(reply, self._file))]
-        return [{"kind": "crash", "message": describe_end(reply, code)}]
-
-    def _exchange(self, data: bytes, seconds: float) -> bytes:
-        """Send data and return the line that comes back. If the process ends, return what it has
-        sent, and if no line comes in time, LATE.
-
-        Raises:
-            ConnectionError: if the process has ended and has not read the data.
-        """
-        assert self._process is not None
-        received, self._was_stopped = b"", False
-        self._connection.settimeout(seconds)
-        try:
-            self._connection.sendall(data)
-        except TimeoutError:  # it was stopped
-            return LATE
-        self._connection.settimeout(LOOK_INTERVAL)
-        before = time.monotonic()
-        while received.startswith(LATE) or not received.endswith(b"\n"):
-            # before the read, which gets its last words; its processes may keep the connection
-            is_over, part = has_ended(self._process.pid), None
-            with contextlib.suppress(TimeoutError):
-                part = self._connection.recv(1 << 13)
-            if part == b"" or (part is None and is_over):
-                break
-            received += part or b""
-            passed, before = time.monotonic() - before, time.monotonic()
-            self._was_stopped |= passed > 2 * LOOK_INTERVAL
-            seconds -= min(passed, 2 * LOOK_INTERVAL)  # a whole reply may wait
-            if seconds < 0:
-                return LATE
-        return received
-
-    def _end(self) -> int:
-        """Kill the process group, wait for the process, and return its exit code; 0 if none."""
-        with self._lock:
-            process, self._process = self._process, None
-        if process is None:
-            return 0
-        kill_group(process.pid)
-        code = process.wait(KILL_LIMIT)  # its own if it had ended before
-        self._connection.close()
-        if process.stdin is not None:
-            process.stdin.close()
-        return code
+    @property
+    def has_ended(self) -> bool:
+        return self._process.returncode is not None
 
 
 class RewardPool(UserCode):
     """Makes the calls in several processes.
 
     A call that exceeds its time or memory limit or crashes its process fails alone, and its process
-    is replaced. State that the function keeps between calls belongs to one worker; an environment
-    lives in the worker of its number modulo their number, which takes its environments with it when
-    it ends. Only one thread may use the pool.
+    is replaced. State that the function keeps between calls belongs to one worker. An environment
+    lives in the worker of its number modulo their number, and ends with it. One thread at a time
+    may use the pool.
 
     Args:
         name: "path/to/file.py:name" or "package.module:name".
         workers: number of processes, each with one call at a time.
-        time_limit: seconds for a call, from when its worker has received it.
+        time_limit: seconds for a call. `start_limit`: for starting a process and loading.
         memory_limit: bytes that a worker may allocate beyond its memory after loading the function.
-        start_limit: seconds for starting a process and loading the function.
-        environment: names of variables that the function sees in addition to `ENVIRONMENT`.
+        environment: names of variables that the function sees in addition to `VARIABLES`.
         concurrency: calls of an async function that one process makes at a time.
         is_optional: see Caller.
         output: gets what the function prints; None: it is discarded.
@@ -249,40 +157,36 @@ class RewardPool(UserCode):
         output: RewardOutput | None = None,
     ) -> None:
         what = "environment" if is_environment else "reward function"
-        module, _, attribute = name.rpartition(":")
-        if not module or not attribute:
-            wanted = '"path/to/file.py:name" or "package.module:name"'
-            raise InputError(f'the {what} must be {wanted}, got "{name}"')
-        for variable in environment:
-            if variable not in os.environ:
-                wanted = f"the environment variable {variable}, which is not set"
-                raise InputError(f"the {what} needs {wanted}")
-        self.name, self._num_workers, self.concurrency = name, workers, concurrency
-        self.place = f"in {workers} worker processes"
-        seen = {
-            name: value
-            for name, value in os.environ.items()
-            if name in environment or re.fullmatch(ENVIRONMENT, name)
-        }
-        self._variables = HASH_SEED | seen | ONE_THREAD
+        if missing := [x for x in environment if x not in os.environ]:
+            wanted = f"the environment variable {missing[0]}, which is not set"
+            raise InputError(f"the {what} {name} needs {wanted}")
+        self.name, self.concurrency, self.output = name, concurrency, output
+        self.place, self._num_workers = f"in {workers} worker processes", workers
+        seen = {x: os.environ[x] for x in os.environ if x in environment or VARIABLES.fullmatch(x)}
+        self._variables = {**SETTINGS, **seen}
         self._settings: dict[str, Any] = {
-            "function": name,
-            "is_environment": is_environment,
+            "name": name,
             "time_limit": time_limit,
             "memory_limit": memory_limit,
             "start_limit": start_limit,
             "is_optional": is_optional,
+            "is_environment": is_environment,
         }
-        self.output, self.signature = output, {}
-        self.is_verifier = module == "maxrl_fast.rewards.verifiers"
-        # Environments live in their workers: each has its own queue.
-        self._num_queues = workers if is_environment else 1
-        self._waiting = dict[int, str]()  # calls without results: arguments as JSON
-        self._workers: list[Worker] = []
+        if name.startswith("maxrl_fast.rewards.verifiers:"):
+            # a program can kill the worker, too
+            self.wrong_kinds = ("timeout", "crash") if name.endswith(":code") else ("timeout",)
+        self._waiting = dict[int, str]()  # calls without outcomes: arguments as JSON
+        # Calls that are not made yet. Environments live in their workers: each has its own.
+        self._queues = [deque[int]() for _ in range(workers if is_environment else 1)]
+        self._workers, self.signature = list[Worker](), {}
         try:
-            self._start()
-        except StartError as error:
-            raise InputError(f"{what} {name}: {error}") from error
+            while not self._workers or any(x.number == LOADING for x in self._workers):
+                [*self._look(LOOK_INTERVAL)]
+        except BaseException as error:
+            self.drop()
+            if isinstance(error, StartError):
+                raise InputError(f"{what} {name}: {error}") from error
+            raise
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -290,62 +194,67 @@ class RewardPool(UserCode):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def request(self, number: int, arguments: Any) -> None:
-        self._waiting[number] = json.dumps(arguments)
-        if self._workers:
-            self._put(number)
-
-    def _put(self, number: int) -> None:
-        self._calls[number % self._num_queues].put((number, self._waiting[number]))
-
-    def results(self, seconds: float) -> Iterator[tuple[int, list[Result]]]:
-        """See `UserCode.results`. Where workers cannot be restarted, environments fail."""
-        try:
-            if not self._workers:
-                self._start()
-                for number in self._waiting:
-                    self._put(number)
-            for number, results in self._take(seconds):
-                del self._waiting[number]
-                yield number, results
-        except StartError as error:
-            waiting = [*self._waiting]
-            self.drop()
-            why = f"the workers of {self.name} cannot be restarted: {error}"
-            if not self._settings["is_environment"]:
-                raise RewardError(why) from error
-            for number in waiting:
-                yield number, [{"kind": "crash", "message": why}]
-
-    def _take(self, seconds: float) -> Iterator[tuple[int, list[Result]]]:
-        with contextlib.suppress(Empty):
-            number, value = self._results.get(timeout=seconds)
-            while True:
-                if isinstance(value, Exception):
-                    raise value
-                yield number, value
-                number, value = self._results.get_nowait()
-
-    def _start(self) -> None:
-        """Start the workers; raise StartError if one cannot load the function."""
-        self._calls, self._results = [Queue() for _ in range(self._num_queues)], Queue()
+    def _new_worker(self) -> Worker:
+        # the schemas of tools take long, and one worker makes them for all
+        settings = {**self._settings, "with_schemas": not (self._workers or self.signature)}
         output = self.output.fileno() if self.output else subprocess.DEVNULL
-        close_memory()
+        return Worker(settings, self._variables, output)
+
+    def _request(self, number: int, arguments: str) -> None:
+        self._waiting[number] = arguments
+        self._queues[number % len(self._queues)].append(number)
+        for i in range(len(self._workers)):
+            self._give(i)
+
+    def _give(self, i: int) -> None:
+        """Give a free worker its next call."""
+        worker, queue = self._workers[i], self._queues[i % len(self._queues)]
+        if queue and worker.number is None:
+            limit = self._settings["time_limit"]
+            try:
+                worker.socket.settimeout(limit)
+                worker.socket.sendall(f"{self._waiting[queue[0]]}\n".encode())
+                worker.expect(queue.popleft(), limit)
+            except OSError:  # it has ended after its last call, or was stopped
+                worker.end()
+                self._workers[i] = self._new_worker()
+
+    def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
+        """See `UserCode.results`. Where workers cannot be restarted, all calls fail."""
         try:
-            for i in range(self._num_workers):
-                calls = self._calls[i % self._num_queues]
-                settings = {**self._settings, "is_first": not (i or self.signature)}
-                self._workers.append(
-                    Worker(settings, self._variables, output, calls, self._results)
-                )
-            for _ in self._workers:
-                _, ready = self._results.get()
-                if isinstance(ready, Exception):
-                    raise ready
-                self.signature = ready["signature"] or self.signature
-        except BaseException:
-            self._end()
-            raise
+            yield from self._look(seconds)
+        except StartError as error:
+            waiting, message = [*self._waiting], f"the workers of {self.name} cannot be restarted"
+            self.drop()
+            for number in waiting:
+                yield number, [failure("crash", f"{message}: {error}")]
+
+    def _look(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
+        """Look once at what the workers send, and give them their next calls."""
+        while len(self._workers) < self._num_workers:
+            self._workers.append(self._new_worker())
+        for i in range(self._num_workers):
+            self._give(i)
+        busy = [(i, x, x.number) for i, x in enumerate(self._workers) if x.number is not None]
+        longest = min([seconds, LOOK_INTERVAL, *(worker.left for _, worker, _ in busy)])
+        ready = wait([worker.socket for _, worker, _ in busy], max(0.0, longest))
+        for i, worker, number in busy:
+            outcomes = worker.look(worker.socket in ready)
+            if outcomes is None:
+                continue
+            worker.number = None
+            if number == LOADING:
+                if outcomes[0].kind:
+                    raise StartError(outcomes[0].message)
+                self.signature = self.signature or json.loads(outcomes[0].text or "")
+            if not outcomes:
+                self._queues[i % len(self._queues)].appendleft(number)
+            if worker.has_ended:
+                self._workers[i] = self._new_worker()
+            self._give(i)
+            if outcomes and number != LOADING:
+                del self._waiting[number]
+                yield number, outcomes
 
     def lines(self) -> list[str]:
         how = STYLES[self.signature["style"]].format(concurrency=self.concurrency)
@@ -355,24 +264,13 @@ class RewardPool(UserCode):
             f"reward {self.name}: {how}",
         ]
 
-    def faster(self, factor: float) -> str:
-        if self.signature["style"] == ROWS:
-            return f"--reward-concurrency {power_of_two(self.concurrency * factor)}"
-        return f"--reward-workers {power_of_two(self._num_workers * factor)}"
-
     def drop(self) -> None:
         """Kill all workers and their process groups; they start again when they are needed."""
-        self._end()
+        while self._workers:
+            self._workers.pop().end()
         self._waiting.clear()
-
-    def _end(self) -> None:
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.close()
-        for i in range(len(workers)):
-            self._calls[i % self._num_queues].put(None)
-        for worker in workers:
-            worker.join(2 * KILL_LIMIT)
+        for queue in self._queues:
+            queue.clear()
 
     def close(self) -> None:
         """End the workers, which else end with the trainer. Ones that start later discard what they
@@ -380,38 +278,3 @@ class RewardPool(UserCode):
         """
         self.drop()
         self.output = None
-
-
-def kill_group(pid: int) -> None:
-    """Kill a process and all that it started in its process group."""
-    with contextlib.suppress(ProcessLookupError):  # none is left
-        os.killpg(pid, signal.SIGKILL)
-
-
-def has_ended(pid: int) -> bool:
-    """Return whether a process of this one has ended; it stays to be waited for."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def place_in(stack: bytes, file: str) -> str:
-    """Return the innermost place of the main thread in the user's file, or anywhere, or ""."""
-    *_, main_thread = stack.decode(errors="replace").split("Thread 0x")
-    frames = FRAME.findall(main_thread)
-    for path, line, function in [*(x for x in frames if x[0] == file), *frames]:
-        return f", in {function} ({os.path.basename(path)}, line {line})"
-    return ""
-
-
-def describe_end(reply: bytes, code: int) -> str:
-    """Return why a process with this exit code, negative for a signal, has given no answer."""
-    if reply.endswith(b"\n"):
-        return f"{WROTE}: {reply[:80].decode(errors='replace')}"
-    if code >= 0:
-        return f"the worker process exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # a real-time signal
-        name = f"signal {-code}"
-    return f"the worker process was killed by {name}" + (
-        " (by the kernel if the machine ran out of memory)" * (name == "SIGKILL")
-    )

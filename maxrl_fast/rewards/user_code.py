@@ -7,45 +7,42 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.rewards import PROGRESS_INTERVAL, Progress, RewardSource, Rows, Scores, no_progress
+from maxrl_fast.rewards import PROGRESS_INTERVAL, Outcome, Outcomes, RewardSource, Rows
 from maxrl_fast.rewards.environment import EnvironmentHost
-from maxrl_fast.rewards.function import (
-    CUT,
-    RAW,
-    STYLES,
-    Caller,
-    Result,
-    Signature,
-    calls_for,
-    given_of,
-    mismatch,
-    takes_raw,
-)
+from maxrl_fast.rewards.function import LISTS, ROW, STYLES, Caller, Signature, mismatch
 from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.runtime.loading import LoadError
 
 
 class UserCode(RewardSource):
-    """A reward function, or a class of environments. A call has a number, and a list of results."""
+    """A reward function, or a class of environments. A call has a number, and a list of outcomes:
+    one for each of its rows, or one for all.
+    """
 
     signature: Signature
     place: str  # of environments, for the start of a run
     concurrency = 1  # calls of an async function that are made at a time
-    is_verifier = False  # a built-in one, for which a call that is late has reward 0
     output: RewardOutput | None = None  # what workers print; None: discarded, or this process's
 
     def request(self, number: int, arguments: Any) -> None:
-        """Have a call made. Arguments are JSON values: a tuple arrives as a list. An environment
-        has one call at a time, with its number.
-        """
-        raise NotImplementedError
-
-    def results(self, seconds: float) -> Iterator[tuple[int, list[Result]]]:
-        """Yield the results that are there, with the numbers of their calls, after waiting for at
-        most some seconds.
+        """Have a call made, with rows, or an environment's operation, which has one call at a time.
+        The arguments are JSON values: a tuple arrives as a list.
 
         Raises:
-            RewardError: if a function's workers cannot be restarted.
+            InputError: if an argument is not a JSON value.
+        """
+        try:
+            self._request(number, json.dumps(arguments))
+        except (TypeError, ValueError) as error:  # of a task of the user's own
+            wanted = "the columns of prompts must be JSON values, for rewards"
+            raise InputError(f"{wanted}: {error}") from error
+
+    def _request(self, number: int, arguments: str) -> None:
+        raise NotImplementedError
+
+    def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
+        """Yield the outcomes that are there, with the numbers of their calls, after waiting for at
+        most some seconds.
         """
         raise NotImplementedError
 
@@ -53,51 +50,35 @@ class UserCode(RewardSource):
         """End all calls, and all environments."""
         raise NotImplementedError
 
-    def score(
-        self,
-        rows: Rows,
-        max_failures: int | None = None,
-        on_progress: Progress = no_progress,
-        group: int = 1,
-    ) -> Scores:
+    def outcomes(self, rows: Rows, group: int) -> Outcomes:
         """Call the function with each of `rows`; one of lists with `group` rows at a time, and an
-        async one with several rows side by side. See `RewardSource.score`.
-
-        Raises:
-            RewardError: if workers cannot be restarted.
-            TypeError: if an argument is not a JSON value.
+        async one with several rows side by side. See `RewardSource.outcomes`.
         """
-        calls = calls_for(self.signature, rows, group, self.concurrency)
-        scores, waiting = Scores.of_rows(len(rows)), dict(enumerate(part for part, _ in calls))
+        style = self.signature["style"]
+        size = 1 if style == ROW else group if style == LISTS else self.concurrency
+        waiting = {start: rows[start : start + size] for start in range(0, len(rows), size)}
         try:
-            for number, (_, arguments) in enumerate(calls):
-                self.request(number, arguments)
-            while not scores.is_done(max_failures):
-                on_progress()
-                for number, results in self.results(PROGRESS_INTERVAL):
-                    part = waiting.pop(number)
-                    # a program can kill the worker, too
-                    wrong = ("timeout", "crash")[: 1 + self.name.endswith(":code")]
-                    if self.is_verifier and results[0].get("kind") in wrong:
-                        results = [{"reward": 0.0}]
-                        scores.num_late += len(part)
-                    scores.add(part, results)
-                    on_progress()
-                    if scores.is_done(max_failures):
-                        break
+            for start, part in waiting.items():
+                self.request(start, part)
+            while waiting:
+                yield None
+                for start, results in self.results(PROGRESS_INTERVAL):
+                    part = waiting.pop(start)
+                    for i in range(len(part)):
+                        outcome = results[i] if len(results) == len(part) else results[0]
+                        if outcome.kind in self.wrong_kinds:
+                            outcome = outcome._replace(reward=0.0)
+                        yield start + i, outcome
         finally:
-            # after too many failures, or an interrupt: the calls must not go on
-            if waiting:
+            if waiting:  # after too many failures, or an interrupt: the calls must not go on
                 self.drop()
-        return scores
 
     @property
     def wants_raw(self) -> bool:  # type: ignore[override]
-        return takes_raw(self.signature) and not self.is_verifier
+        return self.signature["takes_any"] or "response_raw" in self.signature["names"]
 
     def check(self, row: dict[str, Any]) -> None:
-        own = given_of(self.signature, {**row, CUT: False, RAW: ""})
-        if sentence := mismatch(self.signature, own):
+        if sentence := mismatch(self.signature, {**row, "response_raw": "", "truncated": False}):
             raise InputError(f"--reward {self.name}: {sentence}")
 
 
@@ -129,19 +110,19 @@ class InProcess(UserCode):
         except LoadError as error:
             raise InputError(f"environment {name}: {error}") from error
         self.name, self.signature = name, self._host.signature
-        self._calls = list[tuple[int, Any]]()
+        self._calls = dict[int, str]()
 
-    def request(self, number: int, arguments: Any) -> None:
-        self._calls.append((number, json.loads(json.dumps(arguments))))
+    def _request(self, number: int, arguments: str) -> None:
+        self._calls[number] = arguments
 
-    def results(self, seconds: float) -> Iterator[tuple[int, list[Result]]]:
-        while self._calls:
-            number, arguments = self._calls.pop(0)
-            yield number, self._host.call(arguments)
+    def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
+        for number in [*self._calls]:
+            yield number, self._host.call(json.loads(self._calls.pop(number)))
 
     def drop(self) -> None:
         self._calls.clear()
-        self._host.drop()
+        if isinstance(self._host, EnvironmentHost):
+            self._host.live.clear()
 
     def lines(self) -> list[str]:
         how = STYLES[self.signature["style"]].format(concurrency=1)
@@ -150,6 +131,3 @@ class InProcess(UserCode):
             "stops the run, and a crash ends this process. FILE.py:FUNCTION runs in separate "
             "processes"
         ]
-
-    def faster(self, factor: float) -> str:
-        return "FILE.py:FUNCTION as the reward, which runs in --reward-workers processes"

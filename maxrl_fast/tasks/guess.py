@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.records import Prompts, Rollouts, unpack
-from maxrl_fast.rewards import Progress, Scores, no_progress
+from maxrl_fast.rewards import Outcome, Progress, no_progress
 from maxrl_fast.tasks.episode import Reply
 from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
 
@@ -45,8 +45,8 @@ class GuessEpisodes:
         replies, self._replies = self._replies, []
         return replies
 
-    def finish(self) -> Scores:
-        return Scores(self._rewards, components=[{} for _ in self._rewards])
+    def finish(self) -> list[Outcome]:
+        return [Outcome(reward) for reward in self._rewards]
 
     def close(self) -> None:
         """Nothing runs."""

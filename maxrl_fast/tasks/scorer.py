@@ -1,8 +1,7 @@
 """Scores responses: by the task itself, its environments, or a source of rewards."""
 
-import json
 from collections import Counter
-from itertools import chain
+from math import nan
 from typing import Any
 
 import torch
@@ -10,8 +9,7 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Prompts, Rollouts, unpack
-from maxrl_fast.rewards import Failure, Progress, RewardSource, Scores, no_progress
-from maxrl_fast.rewards.function import CUT, RAW
+from maxrl_fast.rewards import LEFT, Outcome, Progress, RewardSource, no_progress
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.episode import Environments, EpisodeTask
@@ -80,14 +78,14 @@ class Scorer:
         self._max_error_rate, self._answer_limit = max_error_rate, answer_limit
         self._num_ranks = num_ranks
         self.components: list[dict[str, float]] = []
-        self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
-        self._source_error, self._gave_up = "", False
+        self._num_scored, self._failures = 0, list[Outcome]()  # since the last call of `failures`
+        self._gave_up = False
         self._metrics = MetricAccumulator()  # since the last call of `pop_metrics`
 
     @property
     def weights(self) -> dict[str, float]:
         """The weights of several rewards, by the names of their components; else {}."""
-        return getattr(self._source, "weights", {})
+        return {} if self._source is None else dict(self._source.weights)
 
     @property
     def can_fail(self) -> bool:
@@ -121,21 +119,11 @@ class Scorer:
                     f"the task must score {len(rollouts)} responses with a tensor [S], got {got}"
                 )
         else:
-            rewards = torch.zeros(len(rollouts))
-            self._num_scored += len(rollouts)
-            if episodes is not None:
-                self._keep(episodes.finish(), [*range(len(rollouts))], rewards)
+            outcomes = episodes.finish() if episodes else [Outcome(0.0)] * len(rollouts)
             if self._source is not None:
-                rewards = torch.where(rewards.isnan(), rewards, 0.0)
-                self._ask(self._source, prompts, rollouts, rewards, beat)
-            if zero_truncated:
-                for s in rollouts.truncated.nonzero()[:, 0].tolist():
-                    self.components[s] = dict.fromkeys(self.components[s] or self.weights, 0.0)
-            is_known = ~rewards.isnan() | (rollouts.truncated.cpu() & zero_truncated)
-            for s in is_known.nonzero()[:, 0].tolist():
-                for name, value in self.components[s].items():
-                    self._metrics.add(f"reward/{name}", value)
-            rewards = rewards.to(rollouts.tokens.device)
+                self._ask(self._source, prompts, rollouts, outcomes, beat)
+            zeroed = (rollouts.truncated & zero_truncated).tolist()
+            rewards = self._keep(outcomes, zeroed).to(rollouts.tokens.device)
         if self._threshold is not None:
             rewards = rewards.where(rewards.isnan(), (rewards > self._threshold).float())
         if zero_truncated:
@@ -149,61 +137,57 @@ class Scorer:
         source: RewardSource,
         prompts: Prompts,
         rollouts: Rollouts,
-        rewards: Tensor,
+        outcomes: list[Outcome],
         beat: Progress,
     ) -> None:
-        """Put the source's rewards into `rewards` [S], which are 0, or NaN of a failed episode."""
+        """Put the source's outcomes into `outcomes` [S], those of episodes, or of reward 0."""
         num_rollouts = len(rollouts) // len(prompts)
-        columns = self._columns(prompts)
-        responses = response_texts(self._task, rollouts)
-        indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]
-        given = {"response": responses, CUT: rollouts.truncated.tolist()}
-        if source.wants_raw:
-            given[RAW] = response_texts(self._task, rollouts, with_special=True)
-        rows = [
-            {**columns[s // num_rollouts], **{name: x[s] for name, x in given.items()}}
-            for s in indices
-        ]
-        try:
-            max_failures = int(self._max_error_rate * len(responses) * self._num_ranks)
-            scores = source.score(rows, max_failures, beat, num_rollouts)
-        except RewardError as error:  # `failures` raises it on all ranks
-            self._source_error = str(error)
-            rewards[indices] = torch.nan
-            return
-        if getattr(source, "is_verifier", False):
-            self._metrics.add("answers_timed_out", scores.num_late, len(responses))
-        self._keep(scores, indices, rewards)
+        columns, rows = self._columns(prompts), dict[int, dict[str, Any]]()
+        responses, truncated = response_texts(self._task, rollouts), rollouts.truncated.tolist()
+        raw = response_texts(self._task, rollouts, with_special=True) if source.wants_raw else None
+        for s, response in enumerate(responses):
+            row = {"truncated": truncated[s], **columns[s // num_rollouts], "response": response}
+            if raw is not None:
+                row["response_raw"] = raw[s]
+            if self._answer_limit is not None:
+                row["given"] = self._task.answer(response)
+                self._metrics.add("answers_missing", not row["given"])
+                self._metrics.add("answers_too_long", len(row["given"]) > self._answer_limit)
+            if self._answer_limit is None or 0 < len(row["given"]) <= self._answer_limit:
+                rows[s] = row
+        max_failures = int(self._max_error_rate * len(responses) * self._num_ranks)
+        found = source.score([*rows.values()], num_rollouts, max_failures, beat)
+        for s, outcome in zip(rows, found, strict=True):
+            if not outcomes[s].has_failed:
+                components = {**outcomes[s].components, **outcome.components}
+                outcomes[s] = outcome._replace(components=components)
+        if source.wrong_kinds:
+            num_late = sum(bool(outcome.kind) and not outcome.has_failed for outcome in found)
+            self._metrics.add("answers_timed_out", num_late, len(responses))
 
-    def _keep(self, scores: Scores, indices: list[int], rewards: Tensor) -> None:
-        """Put the scores of these responses into `rewards` [S], and count them; a response that
-        failed before stays failed, and counts once."""
-        has_failed = rewards[indices].isnan()
-        self._num_scored -= scores.num_left
-        self._failures += [x for x in scores.failures if not has_failed[x.index]]
-        self._gave_up |= scores.num_left > 0
-        if scores.num_left:
-            rewards[indices] = torch.nan
-            return
-        scored = torch.tensor(scores.rewards, dtype=torch.float32)
-        failed = {failure.index for failure in scores.failures}
-        failed.update(has_failed.nonzero()[:, 0].tolist())
-        scored[[*failed]] = float("nan")
-        rewards[indices] = scored
-        for i, components in enumerate(scores.components):
-            self.components[indices[i]] |= components
+    def _keep(self, outcomes: list[Outcome], zeroed: list[bool]) -> Tensor:
+        """Count the outcomes of [S] responses, and return the rewards; all are NaN if some were
+        left.
+        """
+        failures = [outcome for outcome in outcomes if outcome.has_failed]
+        num_left = failures.count(LEFT)
+        self._failures += [outcome for outcome in failures if outcome != LEFT]
+        self._num_scored += len(outcomes) - num_left
+        self._gave_up |= num_left > 0
+        rewards = [nan if x.reward is None or num_left else x.reward for x in outcomes]
+        for s, outcome in enumerate(outcomes):
+            if num_left == 0:
+                self.components[s] = {**outcome.components}
+            if zeroed[s]:
+                self.components[s] = dict.fromkeys(self.components[s] or self.weights, 0.0)
+            if zeroed[s] or rewards[s] == rewards[s]:
+                for name, value in self.components[s].items():
+                    self._metrics.add(f"reward/{name}", value)
+        return torch.tensor(rewards, dtype=torch.float32)
 
     def _columns(self, prompts: Prompts) -> tuple[dict[str, Any], ...]:
         texts = () if prompts.columns else unpack(prompts.tokens, prompts.lengths)
-        columns = prompts.columns or tuple({"prompt": self._task.decode(x)} for x in texts)
-        for name, value in chain.from_iterable(map(dict.items, columns)):
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError) as error:  # of a task of the user's own
-                raise InputError(
-                    f"the column {name} of a prompt must be a JSON value, for rewards: {error}"
-                ) from error
-        return columns
+        return prompts.columns or tuple({"prompt": self._task.decode(x)} for x in texts)
 
     def check(self, prompts: Prompts) -> None:
         """Raise InputError if a reward can take the columns of none of these prompts."""
@@ -218,15 +202,6 @@ class Scorer:
         if len(errors) == len(prompts):
             raise errors[0]
 
-    def _needs_scoring(self, response: str) -> bool:
-        """With an answer limit, an answer that is missing or too long needs no scoring."""
-        if self._answer_limit is None:
-            return True
-        length = len(self._task.answer(response))
-        self._metrics.add("answers_missing", length == 0)
-        self._metrics.add("answers_too_long", length > self._answer_limit)
-        return 0 < length <= self._answer_limit
-
     def pop_metrics(self) -> MetricAccumulator:
         """Return the components of this rank's rewards since the last call, and with an answer
         limit the fractions of answers that were not compared."""
@@ -235,21 +210,18 @@ class Scorer:
 
     def failures(self, ranks: Ranks, when: str) -> tuple[dict[str, int], str]:
         """Return the number of failed rewards on all ranks since the last call, by kind, and a
-        warning with an example, "" if none failed. RewardError if more than max_error_rate failed,
-        or the function can no longer be called."""
+        warning with an example, "" if none failed. RewardError if too many failed."""
         if not self.can_fail:
             return {}, ""
         failures = self._failures
         own = Counter(failure.kind for failure in failures)
         example = failures[0].message if failures else ""
-        of_ranks = ranks.values([self._num_scored, own, example, self._source_error, self._gave_up])
-        self._num_scored, self._failures = 0, []
-        scored, counts, examples, errors, gave_up = zip(*of_ranks, strict=True)
+        of_ranks = ranks.values([self._num_scored, own, example, self._gave_up])
+        self._num_scored, self._failures, self._gave_up = 0, [], False
+        scored, counts, examples, gave_up = zip(*of_ranks, strict=True)
         num_scored = sum(scored)
         by_kind = {kind: sum(of_rank.get(kind, 0) for of_rank in counts) for kind in FAILURE_KINDS}
         num_failed = sum(by_kind.values())
-        if any(errors):
-            raise RewardError(f"{when}: {next(filter(None, errors))}")
         if not num_failed:
             return by_kind, ""
         kinds = ", ".join(f"{kind} {count}" for kind, count in by_kind.items() if count)
@@ -268,10 +240,6 @@ class Scorer:
     def describe(self) -> str:
         """Return how rewards are computed, for the start of a run; "" if the task scores."""
         return "" if self._source is None else "\n".join(self._source.lines())
-
-    def faster(self, factor: float) -> str:
-        """Return the option that makes rewards about this many times as fast, or ""."""
-        return "" if self._source is None else self._source.faster(factor)
 
     def close(self) -> None:
         """End the worker processes."""

@@ -245,8 +245,9 @@ class RewardPool(UserCode):
             worker.number = None
             if number == LOADING:
                 if outcomes[0].kind:
-                    raise StartError(outcomes[0].message)
-                self.signature = self.signature or json.loads(outcomes[0].text or "")
+                    raise StartError(outcomes[0].message.replace("the call", "loading it"))
+                if not i:
+                    self.signature = self.signature or json.loads(outcomes[0].text or "")
             if not outcomes:
                 self._queues[i % len(self._queues)].appendleft(number)
             if worker.has_ended:

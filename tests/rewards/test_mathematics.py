@@ -94,6 +94,6 @@ def test_what_cannot_be_compared_is_wrong():
     late = {"prompt": "", "response": "\\boxed{(x+1)^{3000}+y}", "answer": "7"}
     function, memory = "maxrl_fast.rewards.verifiers:mathematics", 2_000_000_000
     with RewardPool(function, workers=1, time_limit=3.0, memory_limit=memory) as pool:
-        scores = pool.score([*rows, late])
-    assert (scores.rewards, scores.failures) == ([0.0] * len(scores.rewards), [])
-    assert scores.num_late == 1
+        outcomes = pool.score([*rows, late])
+    assert {outcome.reward for outcome in outcomes} == {0.0}
+    assert [outcome.kind for outcome in outcomes] == [""] * len(rows) + ["timeout"]

@@ -18,8 +18,7 @@ from maxrl_fast.rewards import RewardSource
 from maxrl_fast.rewards.combined import WeightedRewards
 from maxrl_fast.rewards.models import CLASSIFIER, Classifier
 from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rewards.pool import RewardPool
-from maxrl_fast.rewards.user_code import InProcess, UserCode
+from maxrl_fast.rewards.pool import InProcess, RewardPool, UserCode
 from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.chain import ChainTask

@@ -122,10 +122,6 @@ class EnvironmentHost:
         if time_limit is not None:
             signal.signal(signal.SIGALRM, self._stop)
 
-    @property
-    def is_idle(self) -> bool:
-        return not self.live
-
     def _stop(self, *_: object) -> None:
         raise LateCall(self._time_limit)
 

@@ -26,7 +26,7 @@ AS_LISTS = {"prompt": "prompts", "response": "completions"}  # the names of TRL'
 
 
 class InvalidReward(Exception):
-    """The function did not return a finite number. The message says what it returned."""
+    """The function did not return a finite number."""
 
 
 class LateCall(BaseException):
@@ -37,10 +37,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     """Return how to call a function: one that names `completions` or `prompts` with lists."""
     import inspect  # the workers of data sets of prompts need not wait for it
 
-    try:
-        parameters = [*inspect.signature(function).parameters.values()]
-    except (TypeError, ValueError):  # written in C
-        return {"style": ROW, "names": [], "required": [], "takes_any": True}
+    parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     names = {p.name for p in named}
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
@@ -74,8 +71,8 @@ def mismatch(signature: Signature, row: Mapping[str, Any]) -> str:
 
 @lru_cache(1)
 def event_loop() -> Any:
-    """Return the event loop of this process, which clients in user code may keep. It has a thread
-    of its own, because that of a notebook's cells runs another one.
+    """Return the event loop of this process, which clients in user code may keep. It has a thread:
+    that of a notebook's cells has another loop.
     """
     import asyncio  # only here: it delays the start of a worker
     from threading import Thread
@@ -86,9 +83,7 @@ def event_loop() -> Any:
 
 
 def run_coroutines(begin: Sequence[Callable[[], Any]], time_limit: float | None) -> list[Any]:
-    """Run coroutines at the same time, and return what each returns or raises, which is LateCall
-    for those that exceed the limit.
-    """
+    """Run coroutines at the same time, and return what each returns or raises, or LateCall."""
     import asyncio
 
     async def settle(begin_one: Callable[[], Any]) -> Any:
@@ -132,13 +127,13 @@ class Caller:
             otherwise they are failures.
     """
 
-    is_idle = True  # between calls it keeps nothing
-    BREAKING = ("memory",)  # the kinds of failures after which the worker ends when it is idle
+    BREAKING = ("memory",)  # the kinds of failures after which the worker ends
 
     def __init__(
         self, function: Callable[..., Any], file: str, time_limit: float | None, is_optional: bool
     ) -> None:
         self.signature, self._function = signature_of(function), function
+        self.live = dict[int, Any]()  # between calls it keeps nothing
         self._file, self._time_limit, self._is_optional = file, time_limit, is_optional
 
     def call(self, rows: list[dict[str, Any]]) -> list[Outcome]:
@@ -185,8 +180,7 @@ def list_of(result: Any, count: int) -> list[Any]:
 
 
 def outcome_of(value: Any, is_optional: bool = False, file: str = "") -> Outcome:
-    """Return the outcome of a response for which a function has returned a value, or raised it; a
-    line of `file` is named.
+    """Return the outcome of a value that a function has returned, or raised in a line of `file`.
 
     A dict of components has its reward under "reward" or, as verl's, under "score", beside which
     some may be no numbers; else it is their sum. Components that are None or NaN are left out. An

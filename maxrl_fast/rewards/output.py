@@ -9,10 +9,8 @@ FULL = b"\n[more was printed: this file is full]\n"
 
 
 class RewardOutput:
-    """The standard output and error of worker processes, a pipe that a thread reads.
-
-    It is read all the time, and dropped where the file is full or cannot be written: excessive
-    output cannot stop the run. What comes before `open` is kept in memory.
+    """The standard output and error of worker processes, a pipe that a thread reads all the time.
+    What comes before `open` is kept in memory; what the file has no room for is dropped.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""Reward functions and environments in worker processes, which can neither hang nor corrupt a run.
+"""Reward functions and environments, called in worker processes, which can neither hang nor corrupt
+a run, or in this process, where nothing contains them.
 
-This is the trainer's side; `worker.py` is the other. multiprocessing would run the user's script
-again in each worker, and does not kill what it has started.
+`worker.py` is the side of a worker. multiprocessing would run the user's script again in each, and
+does not kill what it has started.
 """
 
 import contextlib
@@ -14,15 +15,25 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.rewards import Outcome, failure
-from maxrl_fast.rewards.function import STYLES, LateCall, outcome_of
+from maxrl_fast.rewards import PROGRESS_INTERVAL, Outcome, Outcomes, RewardSource, Rows, failure
+from maxrl_fast.rewards.environment import EnvironmentHost
+from maxrl_fast.rewards.function import (
+    LISTS,
+    ROW,
+    STYLES,
+    Caller,
+    LateCall,
+    Signature,
+    mismatch,
+    outcome_of,
+)
 from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rewards.user_code import UserCode
+from maxrl_fast.runtime.loading import LoadError
 
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
 BOOTSTRAP = (
@@ -33,7 +44,6 @@ LOADING = -1  # the number of a worker's first call
 GRACE = 1.0  # seconds after its limit that a call is killed; a worker ends async calls itself
 LOOK_INTERVAL = 1.0  # the longest wait for answers, in seconds
 KILL_LIMIT = 5.0  # seconds for a killed process to end
-WROTE = "the reward code wrote to the connection between worker and trainer"
 # Unless the user sets the seed: the order of a set must not depend on the process.
 SETTINGS = {"PYTHONHASHSEED": "0"} | dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
@@ -47,18 +57,131 @@ VARIABLES = re.compile(
 )
 
 
+class UserCode(RewardSource):
+    """A reward function, or a class of environments. A call has a number, and a list of outcomes:
+    one for each of its rows, or one for all.
+    """
+
+    signature: Signature
+    place: str  # of environments, for the start of a run
+    concurrency = 1  # calls of an async function that are made at a time
+    output: RewardOutput | None = None  # what workers print; None: discarded, or this process's
+
+    def request(self, number: int, arguments: Any) -> None:
+        """Have a call made, with rows, or an environment's operation, which has one call at a time.
+        The arguments are JSON values: a tuple arrives as a list.
+        """
+        raise NotImplementedError
+
+    def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
+        """Yield the numbers and outcomes of calls, after waiting for at most some seconds."""
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        """End all calls, and all environments."""
+
+    def outcomes(self, rows: Rows, group: int) -> Outcomes:
+        """Call the function with each row; one of lists with `group` rows, and an async one with
+        several rows at a time.
+        """
+        style = self.signature["style"]
+        size = 1 if style == ROW else group if style == LISTS else self.concurrency
+        waiting = {start: rows[start : start + size] for start in range(0, len(rows), size)}
+        try:
+            for start, part in waiting.items():
+                self.request(start, part)
+            while waiting:
+                yield None
+                for start, results in self.results(PROGRESS_INTERVAL):
+                    for i in range(len(waiting.pop(start))):
+                        outcome = results[i % len(results)]
+                        if outcome.kind in self.wrong_kinds:
+                            outcome = outcome._replace(reward=0.0)
+                        yield start + i, outcome
+        finally:
+            if waiting:  # after too many failures, or an interrupt: the calls must not go on
+                self.drop()
+
+    @property
+    def wants_raw(self) -> bool:  # type: ignore[override]
+        return self.signature["takes_any"] or "response_raw" in self.signature["names"]
+
+    def check(self, row: dict[str, Any]) -> None:
+        if sentence := mismatch(self.signature, {**row, "response_raw": "", "truncated": False}):
+            raise InputError(f"--reward {self.name}: {sentence}")
+
+
+def as_json(arguments: Any) -> str:
+    try:
+        return json.dumps(arguments)
+    except (TypeError, ValueError) as error:  # of a task of the user's own
+        wanted = "the columns of prompts must be JSON values, for rewards"
+        raise InputError(f"{wanted}: {error}") from error
+
+
+class InProcess(UserCode):
+    """A Python object of this process. It is called in the main thread, one call at a time, with
+    copies of its arguments and without a time limit.
+
+    Args:
+        name: as in --reward or --environment.
+        is_optional: see Caller.
+    """
+
+    place = "in this process, without a time limit"
+
+    def __init__(
+        self,
+        code: Callable[..., Any],
+        name: str,
+        is_optional: bool = False,
+        is_environment: bool = False,
+    ) -> None:
+        file = getattr(getattr(code, "__code__", None), "co_filename", "")
+        self._host: Caller | EnvironmentHost
+        try:
+            if is_environment:
+                self._host = EnvironmentHost(code, file, None)
+            else:
+                self._host = Caller(code, file, None, is_optional)
+        except LoadError as error:
+            raise InputError(f"environment {name}: {error}") from error
+        self.name, self.signature = name, self._host.signature
+        self._calls = dict[int, str]()
+
+    def request(self, number: int, arguments: Any) -> None:
+        self._calls[number] = as_json(arguments)
+
+    def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
+        for number in [*self._calls]:
+            yield number, self._host.call(json.loads(self._calls.pop(number)))
+
+    def drop(self) -> None:
+        self._calls.clear()
+        self._host.live.clear()
+
+    def lines(self) -> list[str]:
+        how = STYLES[self.signature["style"]].format(concurrency=1)
+        return [
+            f"reward {self.name}: {how}, in this process, without a time limit: a call that hangs "
+            "stops the run, and a crash ends this process. FILE.py:FUNCTION runs in separate "
+            "processes"
+        ]
+
+
 class StartError(Exception):
-    """A worker cannot be started, or cannot load the function."""
+    """A worker cannot load the function."""
 
 
 class Worker:
     """A process that loads the function and makes one call at a time. Time counts while the trainer
-    looks for the answer, so a call that was stopped with its trainer is not late.
+    looks for the answer: a call that was stopped with its trainer is not late.
     """
 
     def __init__(self, settings: dict[str, Any], variables: dict[str, str], output: int) -> None:
         self.socket, theirs = socket.socketpair()
         given = {**settings, "connection": theirs.fileno(), "path": sys.path}
+        self.has_ended = False
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOTSTRAP, json.dumps(given)],
@@ -74,13 +197,11 @@ class Worker:
     def expect(self, number: int, limit: float) -> None:
         """Begin to wait for the answer to a call."""
         self.number: int | None = number  # None: it has no call
-        self.limit, self.left, self._looked = limit, limit + GRACE, time.monotonic()
-        self._received = b""
+        self._limit, self.left, self._received = limit, limit + GRACE, b""
+        self._looked = time.monotonic()
 
     def look(self, is_readable: bool) -> list[Outcome] | None:
-        """Return the outcomes of its call, or [] if the process has ended and has not read it; None
-        while the call runs.
-        """
+        """Return the outcomes of its call; None while it runs, [] if a process has not read it."""
         now = time.monotonic()
         self.left -= min(now - self._looked, 2 * LOOK_INTERVAL)
         self._looked = now
@@ -96,46 +217,37 @@ class Worker:
             if data.endswith(b"\n"):
                 try:
                     return [Outcome(*values) for values in json.loads(self._received)]
-                except (ValueError, TypeError, RecursionError):
+                except (ValueError, TypeError):
                     self.end()
-                    return [failure("crash", WROTE)]
+                    return [failure("crash", "the reward code wrote to its worker's connection")]
         if self.left > 0:
             return None
         self.end()
-        return [outcome_of(LateCall(self.limit))]
+        return [outcome_of(LateCall(self._limit))]
 
     def end(self) -> str:
-        """Kill the process group, and return how the process has ended, also if before."""
+        """Kill the process group; return how the process has ended, now or before."""
         if not self.has_ended:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate(timeout=KILL_LIMIT)
             self.socket.close()
+            self.has_ended = True
         code = self._process.returncode
-        return (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"exited with code {code}"
-        )
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.returncode is not None
+        return f"exited with {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 class RewardPool(UserCode):
     """Makes the calls in several processes.
 
     A call that exceeds its time or memory limit or crashes its process fails alone, and its process
-    is replaced. State that the function keeps between calls belongs to one worker. An environment
-    lives in the worker of its number modulo their number, and ends with it. One thread at a time
-    may use the pool.
+    is replaced. An environment lives in the worker of its number modulo their number, and ends with
+    it. One thread at a time may use the pool.
 
     Args:
         name: "path/to/file.py:name" or "package.module:name".
-        workers: number of processes, each with one call at a time.
-        time_limit: seconds for a call. `start_limit`: for starting a process and loading.
-        memory_limit: bytes that a worker may allocate beyond its memory after loading the function.
+        time_limit: seconds for a call. `start_limit`: for loading the function.
+        memory_limit: bytes that a worker may allocate after loading the function.
         environment: names of variables that the function sees in addition to `VARIABLES`.
         concurrency: calls of an async function that one process makes at a time.
         is_optional: see Caller.
@@ -156,10 +268,9 @@ class RewardPool(UserCode):
         is_environment: bool = False,
         output: RewardOutput | None = None,
     ) -> None:
-        what = "environment" if is_environment else "reward function"
-        if missing := [x for x in environment if x not in os.environ]:
-            wanted = f"the environment variable {missing[0]}, which is not set"
-            raise InputError(f"the {what} {name} needs {wanted}")
+        for variable in environment:
+            if variable not in os.environ:
+                raise InputError(f"{name} needs the environment variable {variable}: set it")
         self.name, self.concurrency, self.output = name, concurrency, output
         self.place, self._num_workers = f"in {workers} worker processes", workers
         seen = {x: os.environ[x] for x in os.environ if x in environment or VARIABLES.fullmatch(x)}
@@ -176,7 +287,7 @@ class RewardPool(UserCode):
             # a program can kill the worker, too
             self.wrong_kinds = ("timeout", "crash") if name.endswith(":code") else ("timeout",)
         self._waiting = dict[int, str]()  # calls without outcomes: arguments as JSON
-        # Calls that are not made yet. Environments live in their workers: each has its own.
+        # calls that are not made yet, for each worker where environments live in them
         self._queues = [deque[int]() for _ in range(workers if is_environment else 1)]
         self._workers, self.signature = list[Worker](), {}
         try:
@@ -185,6 +296,7 @@ class RewardPool(UserCode):
         except BaseException as error:
             self.drop()
             if isinstance(error, StartError):
+                what = "environment" if is_environment else "reward function"
                 raise InputError(f"{what} {name}: {error}") from error
             raise
 
@@ -200,8 +312,8 @@ class RewardPool(UserCode):
         output = self.output.fileno() if self.output else subprocess.DEVNULL
         return Worker(settings, self._variables, output)
 
-    def _request(self, number: int, arguments: str) -> None:
-        self._waiting[number] = arguments
+    def request(self, number: int, arguments: Any) -> None:
+        self._waiting[number] = as_json(arguments)
         self._queues[number % len(self._queues)].append(number)
         for i in range(len(self._workers)):
             self._give(i)
@@ -274,8 +386,6 @@ class RewardPool(UserCode):
             queue.clear()
 
     def close(self) -> None:
-        """End the workers, which else end with the trainer. Ones that start later discard what they
-        print: the run may have ended.
-        """
+        """End the workers; what ones that start later print is discarded."""
         self.drop()
         self.output = None

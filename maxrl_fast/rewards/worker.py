@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from maxrl_fast.rewards import Outcome, failure
 from maxrl_fast.rewards.environment import EnvironmentHost
@@ -33,20 +33,34 @@ def main(settings: dict[str, Any]) -> None:
         contain()
         # programs that the function starts do not inherit it
         os.set_inheritable(connection.fileno(), False)
-        host, loaded = load_host(settings)
-        send(connection, [loaded])
-        if host is not None:
-            limit_memory(settings["memory_limit"])
-            serve(connection, host)
+        lines = connection.makefile("rwb")
+        try:
+            code, file = load(settings["name"])
+            host: Caller | EnvironmentHost
+            if settings["is_environment"]:
+                host = EnvironmentHost(code, file, settings["time_limit"], settings["with_schemas"])
+            else:
+                host = Caller(code, file, settings["time_limit"], settings["is_optional"])
+        except LoadError as error:
+            write(lines, [failure("crash", str(error))])
+            return
+        write(lines, [Outcome(text=json.dumps(host.signature))])
+        limit_memory(settings["memory_limit"])
+        serve(lines, host)
     finally:
         os.killpg(0, signal.SIGKILL)
 
 
+def write(lines: BinaryIO, outcomes: list[Outcome]) -> None:
+    lines.write(f"{json.dumps(outcomes)}\n".encode())
+    lines.flush()
+
+
 def contain() -> None:
     """Set what holds while the function is loaded and called."""
-    # The kernel kills the process group when standard input is closed, which only the trainer has
-    # open: a signal-driven pipe. PR_SET_PDEATHSIG would spare programs that the function has
-    # started, and end the worker with the thread that started it. Programs read an empty input.
+    # The kernel kills the process group when the trainer, however it ends, closes standard input: a
+    # signal-driven pipe. PR_SET_PDEATHSIG would spare programs that the function has started, and
+    # end the worker with the thread that started it. Programs read an empty input.
     pipe = os.dup(0)
     fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
@@ -62,20 +76,6 @@ def contain() -> None:
     cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
 
 
-def load_host(settings: dict[str, Any]) -> tuple[Caller | EnvironmentHost | None, Outcome]:
-    """Return what makes the calls, and what the trainer is told of it."""
-    host: Caller | EnvironmentHost
-    try:
-        code, file = load(settings["name"])
-        if settings["is_environment"]:
-            host = EnvironmentHost(code, file, settings["time_limit"], settings["with_schemas"])
-        else:
-            host = Caller(code, file, settings["time_limit"], settings["is_optional"])
-    except LoadError as error:
-        return None, failure("crash", str(error))
-    return host, Outcome(text=json.dumps(host.signature))
-
-
 def limit_memory(size: int) -> None:
     """Limit private writable memory to `size` bytes more than there is now."""
     [used] = re.findall(r"VmData:\s*(\d+) kB", Path("/proc/self/status").read_text())
@@ -83,25 +83,21 @@ def limit_memory(size: int) -> None:
     resource.setrlimit(MEMORY, (limit if hard < 0 else min(limit, hard), hard))
 
 
-def send(connection: socket.socket, outcomes: list[Outcome]) -> None:
-    connection.sendall(f"{json.dumps(outcomes)}\n".encode())
-
-
-def serve(connection: socket.socket, host: Caller | EnvironmentHost) -> None:
+def serve(lines: BinaryIO, host: Caller | EnvironmentHost) -> None:
     """Make calls while the trainer is connected and this can."""
     home, own_pid, is_broken = os.open(".", os.O_PATH), os.getpid(), False
     has_servers = has_children()  # which loading has started, and which may go on
-    for line in connection.makefile("rb"):
+    for line in lines:
         outcomes = host.call(json.loads(line))
         if os.getpid() != own_pid:
             os._exit(0)  # a process that the function forked and that returned from it too
         signal.setitimer(signal.ITIMER_REAL, 0)
         os.fchdir(home)
-        send(connection, outcomes)
+        write(lines, outcomes)
         # What failed calls keep would count against, or break, the next ones. An environment keeps
         # processes while it lives.
         is_broken |= any(outcome.kind in host.BREAKING for outcome in outcomes)
-        if host.is_idle and (is_broken or (not has_servers and has_children())):
+        if not host.live and (is_broken or (not has_servers and has_children())):
             return
 
 

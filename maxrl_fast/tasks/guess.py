@@ -130,7 +130,7 @@ class GuessTask:
                 if token == EOS:
                     episodes.submit(sample, turn)
                     turn = []
-        return torch.tensor(episodes.finish().rewards, device=rollouts.tokens.device)
+        return torch.tensor([x.reward for x in episodes.finish()], device=rollouts.tokens.device)
 
     def answer(self, response: str) -> str:
         return response.strip()

@@ -10,7 +10,7 @@ from maxrl_fast.model.tokenizer import Message
 from maxrl_fast.records import Prompts
 from maxrl_fast.rewards import Outcome, Progress, failure, no_progress
 from maxrl_fast.rewards.function import mismatch
-from maxrl_fast.rewards.user_code import UserCode
+from maxrl_fast.rewards.pool import UserCode
 from maxrl_fast.tasks.conversation import Conversation
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.episode import Reply

@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from maxrl_fast.rewards.pool import RewardPool
-from maxrl_fast.rewards.user_code import InProcess
+from maxrl_fast.rewards.pool import InProcess, RewardPool
 from tests.rewards.pools import failures, rewards
 from tests.tables import refused
 

@@ -234,7 +234,8 @@ class Worker:
             self.socket.close()
             self.has_ended = True
         code = self._process.returncode
-        return f"exited with {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        name = signal.Signals(-code).name if code < 0 else ""
+        return f"was killed by {name}" if name else f"exited with code {code}"
 
 
 class RewardPool(UserCode):
@@ -270,7 +271,9 @@ class RewardPool(UserCode):
     ) -> None:
         for variable in environment:
             if variable not in os.environ:
-                raise InputError(f"{name} needs the environment variable {variable}: set it")
+                raise InputError(
+                    f"--reward-env names {variable}, which is not set: set it, or leave it out"
+                )
         self.name, self.concurrency, self.output = name, concurrency, output
         self.place, self._num_workers = f"in {workers} worker processes", workers
         seen = {x: os.environ[x] for x in os.environ if x in environment or VARIABLES.fullmatch(x)}
@@ -315,8 +318,6 @@ class RewardPool(UserCode):
     def request(self, number: int, arguments: Any) -> None:
         self._waiting[number] = as_json(arguments)
         self._queues[number % len(self._queues)].append(number)
-        for i in range(len(self._workers)):
-            self._give(i)
 
     def _give(self, i: int) -> None:
         """Give a free worker its next call."""

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from maxrl_fast.rewards import Outcome, failure
 from maxrl_fast.rewards.environment import EnvironmentHost
@@ -51,7 +51,7 @@ def main(settings: dict[str, Any]) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def write(lines: BinaryIO, outcomes: list[Outcome]) -> None:
+def write(lines: io.BufferedIOBase, outcomes: list[Outcome]) -> None:
     lines.write(f"{json.dumps(outcomes)}\n".encode())
     lines.flush()
 
@@ -83,7 +83,7 @@ def limit_memory(size: int) -> None:
     resource.setrlimit(MEMORY, (limit if hard < 0 else min(limit, hard), hard))
 
 
-def serve(lines: BinaryIO, host: Caller | EnvironmentHost) -> None:
+def serve(lines: io.BufferedIOBase, host: Caller | EnvironmentHost) -> None:
     """Make calls while the trainer is connected and this can."""
     home, own_pid, is_broken = os.open(".", os.O_PATH), os.getpid(), False
     has_servers = has_children()  # which loading has started, and which may go on

@@ -1,6 +1,7 @@
 """Scores responses: by the task itself, its environments, or a source of rewards."""
 
 from collections import Counter
+from itertools import chain
 from math import nan
 from typing import Any
 
@@ -51,18 +52,18 @@ class Scorer:
     """Gives every response its reward.
 
     Args:
-        source: gives the rewards, such as a reward pool; None: the task scores, or the environments
-            of an EpisodeTask.
+        source: gives the rewards; None: the task scores, or the environments of an EpisodeTask.
         max_error_rate: the largest fraction of rewards that may fail in one `score`, or between two
             calls of `failures`.
         threshold: rewards above it become 1, others 0; None: rewards are unchanged.
         answer_limit: the longest answer in characters; responses with a longer answer or without
             one get reward 0 without a call. None: all responses are scored.
-        num_ranks: processes that score a part each. A process gives up early only where its
-            failures alone are more than all of them together may have.
+        num_ranks: processes that score a part each. One gives up early where its failures alone
+            are more than all may have.
 
     Attributes:
         components: those of each reward [S] of the last `score`, by name; {} where there are none.
+        weights: of several rewards, by the names of their components.
     """
 
     def __init__(
@@ -76,16 +77,11 @@ class Scorer:
     ):
         self._task, self._source, self._threshold = task, source, threshold
         self._max_error_rate, self._answer_limit = max_error_rate, answer_limit
-        self._num_ranks = num_ranks
+        self._num_ranks, self.weights = num_ranks, source.weights if source else {}
         self.components: list[dict[str, float]] = []
         self._num_scored, self._failures = 0, list[Outcome]()  # since the last call of `failures`
         self._gave_up = False
         self._metrics = MetricAccumulator()  # since the last call of `pop_metrics`
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """The weights of several rewards, by the names of their components; else {}."""
-        return {} if self._source is None else dict(self._source.weights)
 
     @property
     def can_fail(self) -> bool:
@@ -106,11 +102,11 @@ class Scorer:
     ) -> Tensor:
         """Return rewards [S] float32 of N responses to each prompt; NaN where one failed.
 
-        `episodes`, the environments of the responses, end. A source gives the rewards in their
-        place, but not of an episode that failed. `beat` is called while responses are scored.
-        With `zero_truncated`, a truncated response and its components have 0, also if they failed.
+        `episodes`, the environments of the responses, end; a source gives the rewards of those that
+        did not fail. `beat` is called meanwhile. With `zero_truncated`, a truncated response and
+        its components have 0, also if they failed.
         """
-        self.components = [{} for _ in range(len(rollouts))]
+        self.components = [{}] * len(rollouts)
         if episodes is None and self._source is None:
             rewards = self._task.score(prompts, rollouts)
             if not isinstance(rewards, Tensor) or rewards.shape != (len(rollouts),):
@@ -140,7 +136,7 @@ class Scorer:
         outcomes: list[Outcome],
         beat: Progress,
     ) -> None:
-        """Put the source's outcomes into `outcomes` [S], those of episodes, or of reward 0."""
+        """Put the source's outcomes into `outcomes` [S], of reward 0 or an episode's."""
         num_rollouts = len(rollouts) // len(prompts)
         columns, rows = self._columns(prompts), dict[int, dict[str, Any]]()
         responses, truncated = response_texts(self._task, rollouts), rollouts.truncated.tolist()
@@ -166,9 +162,7 @@ class Scorer:
             self._metrics.add("answers_timed_out", num_late, len(responses))
 
     def _keep(self, outcomes: list[Outcome], zeroed: list[bool]) -> Tensor:
-        """Count the outcomes of [S] responses, and return the rewards; all are NaN if some were
-        left.
-        """
+        """Count the outcomes [S], and return the rewards; all are NaN if some were left."""
         failures = [outcome for outcome in outcomes if outcome.has_failed]
         num_left = failures.count(LEFT)
         self._failures += [outcome for outcome in failures if outcome != LEFT]
@@ -213,24 +207,21 @@ class Scorer:
         warning with an example, "" if none failed. RewardError if too many failed."""
         if not self.can_fail:
             return {}, ""
-        failures = self._failures
-        own = Counter(failure.kind for failure in failures)
-        example = failures[0].message if failures else ""
-        of_ranks = ranks.values([self._num_scored, own, example, self._gave_up])
+        own = [(failure.kind, failure.message) for failure in self._failures]
+        of_ranks = ranks.values([self._num_scored, own, self._gave_up])
         self._num_scored, self._failures, self._gave_up = 0, [], False
-        scored, counts, examples, gave_up = zip(*of_ranks, strict=True)
-        num_scored = sum(scored)
-        by_kind = {kind: sum(of_rank.get(kind, 0) for of_rank in counts) for kind in FAILURE_KINDS}
-        num_failed = sum(by_kind.values())
-        if not num_failed:
+        scored, failed_of_ranks, gave_up = zip(*of_ranks, strict=True)
+        num_scored, failed = sum(scored), [*chain(*failed_of_ranks)]
+        by_kind = {kind: sum(x[0] == kind for x in failed) for kind in FAILURE_KINDS}
+        if not failed:
             return by_kind, ""
         kinds = ", ".join(f"{kind} {count}" for kind, count in by_kind.items() if count)
         warning = (
-            f"{when}: {num_failed} of {num_scored} rewards failed ({kinds}), for example: "
-            f"{next(filter(None, examples), '')}"
+            f"{when}: {len(failed)} of {num_scored} rewards failed ({kinds}), for example: "
+            f"{failed[0][1]}"
         )
         most = min(self._max_error_rate * num_scored, num_scored - 1)
-        if any(gave_up) or num_failed > most:
+        if any(gave_up) or len(failed) > most:
             limit = f"; that is more than --max-reward-error-rate {self._max_error_rate:g} allows"
             sentence = warning + limit * (self._max_error_rate < 1)
             cure = CURES.get(max(FAILURE_KINDS, key=by_kind.__getitem__))  # of the most frequent

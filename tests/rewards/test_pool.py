@@ -49,7 +49,7 @@ FAILURES = {  # of one worker: the kind, the message, and whether the process is
     "exit_now": ("crash", "the worker process exited with code 3", True),
     "kill_self": ("crash", "the worker process was killed by SIGKILL", True),
     "segfault": ("crash", "the worker process was killed by SIGSEGV", True),
-    "write_to_sockets": ("crash", "the reward code wrote to the connection", True),
+    "write_to_sockets": ("crash", "the reward code wrote to its worker's connection", True),
     "exit_python": ("exception", "SystemExit: 3 (functions.py, line ", False),
     "raise_strange": ("exception", "ValueError:  [31m red     ", False),
     "raise_unprintable": ("exception", "Unprintable: (its message", False),
@@ -168,7 +168,7 @@ def test_secrets_are_not_in_the_environment_unless_they_are_named(monkeypatch):
     calls = [{"action": "variable", "name": name} for name in names]
     with pool("act", 1, environment=["JUDGE_KEY"]) as one:
         assert rewards(one.score(calls)) == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
-    with refused("needs the environment variable MISSING_KEY, which is not set"):
+    with refused("--reward-env names MISSING_KEY, which is not set"):
         pool("act", environment=["MISSING_KEY"])
 
 

@@ -170,11 +170,10 @@ def build_scorer(
     with contextlib.ExitStack() as on_error:
         sources: list[RewardSource] = []
         for name in names:
-            is_optional = len(names) > 1
             if functions and name in functions:
-                sources.append(InProcess(functions[name], name, is_optional))
+                sources.append(InProcess(functions[name], name))
             else:
-                sources.append(_build_source(options, name, is_optional, device, dtype, output))
+                sources.append(_build_source(options, name, device, dtype, output))
             on_error.callback(sources[-1].close)
         weights = options.reward_weights or [1.0] * len(names)
         source = WeightedRewards(sources, weights) if [*weights] != [1.0] else sources[0]
@@ -194,7 +193,6 @@ def reward_names(options: Reward, task: Task) -> tuple[str, ...]:
 def _build_source(
     options: Reward,
     name: str,
-    is_optional: bool,
     device: torch.device,
     dtype: torch.dtype,
     output: RewardOutput | None,
@@ -204,7 +202,7 @@ def _build_source(
     if name.startswith(CLASSIFIER):
         return Classifier(name, device, dtype)
     concurrency, pool = options.reward_concurrency, _of_pool(options, output)
-    return RewardPool(name, concurrency=concurrency, is_optional=is_optional, **pool)
+    return RewardPool(name, concurrency=concurrency, **pool)
 
 
 def build_environments(

@@ -43,6 +43,10 @@ class Outcome(NamedTuple):
     def has_failed(self) -> bool:
         return bool(self.kind) and self.reward is None
 
+    def or_failure(self) -> "Outcome":
+        """Return a failure if the reward does not apply, else this outcome."""
+        return self if self.kind or self.reward is not None else NOT_APPLIED
+
 
 def failure(kind: str, message: str) -> Outcome:
     """Return the outcome of a response that has no reward. The message becomes one short line."""
@@ -51,6 +55,7 @@ def failure(kind: str, message: str) -> Outcome:
 
 
 LEFT = failure("left", "")
+NOT_APPLIED = failure("invalid", "no reward applies to this response: it is None or NaN")
 Outcomes = Generator[tuple[int, Outcome] | None, None, None]
 
 
@@ -87,8 +92,8 @@ class RewardSource:
             for one in coming:
                 on_progress()
                 if one is not None:
-                    index, found[index] = one
-                    num_failed += found[index].has_failed
+                    found[one[0]] = one[1].or_failure()
+                    num_failed += found[one[0]].has_failed
                 if max_failures is not None and num_failed > max_failures:
                     break
         return found

@@ -45,12 +45,8 @@ class WeightedRewards(RewardSource):
                         components[i][name] = outcome.reward
                         for part, value in outcome.components.items():
                             components[i][f"{name}.{part}"] = value
-        none = failure("invalid", "no reward applies to this response: all are None or NaN")
         for i in {*range(len(rows))} - failed:
-            yield (
-                i,
-                none if sums[i] is None else outcome_of(sums[i])._replace(components=components[i]),
-            )
+            yield i, outcome_of(sums[i])._replace(components=components[i])
 
     def check(self, row: dict[str, Any]) -> None:
         for source in self._sources:

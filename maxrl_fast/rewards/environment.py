@@ -16,7 +16,6 @@ worker imports this module at its start, so it imports only a few standard modul
 
 import contextlib
 import signal
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -136,7 +135,7 @@ class EnvironmentHost:
                 signal.setitimer(signal.ITIMER_REAL, 0)
         except BaseException as error:  # also sys.exit
             self.live.pop(operation[0], None)
-            return [outcome_of(error, file=self._file)]
+            return [outcome_of(error, self._file)]
 
     def _operate(self, number: int, word: str, value: Any) -> Outcome:
         if word in ("probe", "start"):
@@ -153,10 +152,9 @@ class EnvironmentHost:
         environment = self.live[number]
         if word == "end":
             del self.live[number]
-            has_reward = self.signature["has_reward"]
-            return (
-                outcome_of(awaited(getattr(environment, REWARD)())) if has_reward else Outcome(0.0)
-            )
+            if not self.signature["has_reward"]:
+                return Outcome(0.0)
+            return outcome_of(awaited(getattr(environment, REWARD)())).or_failure()
         name, arguments = value
         try:
             if name not in self._tools:
@@ -166,14 +164,8 @@ class EnvironmentHost:
             return Outcome(text=_as_text(awaited(getattr(environment, name)(**arguments))))
         except (MemoryError, InvalidReward):
             raise
-        except error_replies() as error:
+        except Exception as error:
             return Outcome(None, {"tool_errors": 1.0}, text=_as_text(describe_error(error, None)))
-
-
-def error_replies() -> tuple[type[BaseException], ...]:
-    """Return the errors of a tool that are its reply: asyncio's CancelledError is no Exception."""
-    asyncio = sys.modules.get("asyncio")  # importing it here would take long
-    return (Exception, asyncio.CancelledError) if asyncio else (Exception,)
 
 
 def _as_text(value: Any) -> str:

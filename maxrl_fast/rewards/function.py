@@ -123,18 +123,14 @@ class Caller:
     Args:
         file: whose lines errors name.
         time_limit: seconds of each async call; None: no limit.
-        is_optional: whether None and NaN mean that the function does not apply to a response;
-            otherwise they are failures.
     """
 
     BREAKING = ("memory",)  # the kinds of failures after which the worker ends
 
-    def __init__(
-        self, function: Callable[..., Any], file: str, time_limit: float | None, is_optional: bool
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], file: str, time_limit: float | None) -> None:
         self.signature, self._function = signature_of(function), function
         self.live = dict[int, Any]()  # between calls it keeps nothing
-        self._file, self._time_limit, self._is_optional = file, time_limit, is_optional
+        self._file, self._time_limit = file, time_limit
 
     def call(self, rows: list[dict[str, Any]]) -> list[Outcome]:
         """Return the outcome of each row of a call, or one failure for all."""
@@ -148,7 +144,7 @@ class Caller:
                 values = [awaited(self._begin(rows[0]))]
         except BaseException as error:
             values = [error]
-        return [outcome_of(value, self._is_optional, self._file) for value in values]
+        return [outcome_of(value, self._file) for value in values]
 
     def _begin(self, arguments: dict[str, Any]) -> Any:
         return self._function(**taken(self.signature, arguments))
@@ -179,12 +175,12 @@ def list_of(result: Any, count: int) -> list[Any]:
     return [*values]
 
 
-def outcome_of(value: Any, is_optional: bool = False, file: str = "") -> Outcome:
+def outcome_of(value: Any, file: str = "") -> Outcome:
     """Return the outcome of a value that a function has returned, or raised in a line of `file`.
 
     A dict of components has its reward under "reward" or, as verl's, under "score", beside which
-    some may be no numbers; else it is their sum. Components that are None or NaN are left out. An
-    optional reward that is None or NaN does not apply.
+    some may be no numbers; else it is their sum. None and NaN do not apply: such components are
+    left out.
     """
     try:
         if isinstance(value, BaseException):
@@ -199,10 +195,7 @@ def outcome_of(value: Any, is_optional: bool = False, file: str = "") -> Outcome
                     components[str(name)] = number
             total = sum(components.values()) if components else None
             reward = components.pop(own, None) if own in value else total
-        reward = to_number(reward, "a reward")
-        if reward is None and not is_optional:
-            raise InvalidReward(f"a reward must be a number, got {SHORT_REPR.repr(value)}")
-        return Outcome(reward, components)
+        return Outcome(to_number(reward, "a reward"), components)
     except KeyboardInterrupt:  # in the trainer, where it ends the run
         raise
     except InvalidReward as error:

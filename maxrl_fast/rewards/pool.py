@@ -41,6 +41,7 @@ BOOTSTRAP = (
     "from maxrl_fast.rewards.worker import main; main(settings)"
 )
 LOADING = -1  # the number of a worker's first call
+START_LIMIT = 60.0  # seconds for starting a process and loading the function
 GRACE = 1.0  # seconds after its limit that a call is killed; a worker ends async calls itself
 LOOK_INTERVAL = 1.0  # the longest wait for answers, in seconds
 KILL_LIMIT = 5.0  # seconds for a killed process to end
@@ -125,7 +126,6 @@ class InProcess(UserCode):
 
     Args:
         name: as in --reward or --environment.
-        is_optional: see Caller.
     """
 
     place = "in this process, without a time limit"
@@ -134,7 +134,6 @@ class InProcess(UserCode):
         self,
         code: Callable[..., Any],
         name: str,
-        is_optional: bool = False,
         is_environment: bool = False,
     ) -> None:
         file = getattr(getattr(code, "__code__", None), "co_filename", "")
@@ -143,7 +142,7 @@ class InProcess(UserCode):
             if is_environment:
                 self._host = EnvironmentHost(code, file, None)
             else:
-                self._host = Caller(code, file, None, is_optional)
+                self._host = Caller(code, file, None)
         except LoadError as error:
             raise InputError(f"environment {name}: {error}") from error
         self.name, self.signature = name, self._host.signature
@@ -192,7 +191,7 @@ class Worker:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C does not reach it
             )
-        self.expect(LOADING, settings["start_limit"])
+        self.expect(LOADING, START_LIMIT)
 
     def expect(self, number: int, limit: float) -> None:
         """Begin to wait for the answer to a call."""
@@ -247,11 +246,10 @@ class RewardPool(UserCode):
 
     Args:
         name: "path/to/file.py:name" or "package.module:name".
-        time_limit: seconds for a call. `start_limit`: for loading the function.
+        time_limit: seconds for a call.
         memory_limit: bytes that a worker may allocate after loading the function.
         environment: names of variables that the function sees in addition to `VARIABLES`.
         concurrency: calls of an async function that one process makes at a time.
-        is_optional: see Caller.
         output: gets what the function prints; None: it is discarded.
     """
 
@@ -262,10 +260,8 @@ class RewardPool(UserCode):
         workers: int,
         time_limit: float,
         memory_limit: int,
-        start_limit: float = 60.0,
         environment: Sequence[str] = (),
         concurrency: int = 16,
-        is_optional: bool = False,
         is_environment: bool = False,
         output: RewardOutput | None = None,
     ) -> None:
@@ -282,8 +278,6 @@ class RewardPool(UserCode):
             "name": name,
             "time_limit": time_limit,
             "memory_limit": memory_limit,
-            "start_limit": start_limit,
-            "is_optional": is_optional,
             "is_environment": is_environment,
         }
         if name.startswith("maxrl_fast.rewards.verifiers:"):

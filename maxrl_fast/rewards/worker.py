@@ -40,7 +40,7 @@ def main(settings: dict[str, Any]) -> None:
             if settings["is_environment"]:
                 host = EnvironmentHost(code, file, settings["time_limit"], settings["with_schemas"])
             else:
-                host = Caller(code, file, settings["time_limit"], settings["is_optional"])
+                host = Caller(code, file, settings["time_limit"])
         except LoadError as error:
             write(lines, [failure("crash", str(error))])
             return

@@ -82,7 +82,10 @@ def test_a_function_that_fails_fails_the_response_and_is_named(functions):
 
 
 def test_without_another_reward_none_is_a_failure(functions):
-    with pytest.raises(RuntimeError, match=r"invalid 4\), .*: a reward must be a number, got None"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"invalid 4\), .*: no reward applies to this response",
+    ):
         scored(functions, "never")
 
 

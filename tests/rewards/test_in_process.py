@@ -7,8 +7,9 @@ import threading
 
 import pytest
 
+from maxrl_fast.rewards import Outcome
 from maxrl_fast.rewards.pool import InProcess, RewardPool
-from tests.rewards.pools import failures, rewards
+from tests.rewards.pools import rewards
 from tests.tables import refused
 
 ROWS = [{"prompt": f"p{i // 2}", "response": "x" * i, "answer": (i, i)} for i in range(6)]
@@ -103,9 +104,8 @@ def test_an_interrupt_is_no_failure_of_the_function(is_async):
 
 
 def test_not_applying_is_allowed_among_several():
-    outcomes = source(lambda **row: None, is_optional=True).score(ROWS[:2])
-    assert rewards(outcomes) == [None, None]
-    assert not failures(outcomes)
+    outcomes = [*filter(None, source(lambda **row: None).outcomes(ROWS[:2], 1))]
+    assert outcomes == [(0, Outcome()), (1, Outcome())]
 
 
 def test_enough_failures_end_a_batch():

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.rewards import pool as module
 from tests.rewards.pools import (
     FUNCTIONS,
     ROOT,
@@ -191,11 +192,12 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("text", BAD_FILES)
-def test_a_file_that_cannot_be_loaded_is_refused(tmp_path, text):
+def test_a_file_that_cannot_be_loaded_is_refused(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(module, "START_LIMIT", 1.0 if "sleep" in text else 60.0)
     (tmp_path / "bad.py").write_text(text)
     before = own_descendants()
     with pytest.raises(InputError) as error:
-        pool("f", file=tmp_path / "bad.py", start_limit=1.0 if "sleep" in text else 60.0)
+        pool("f", file=tmp_path / "bad.py")
     assert f"reward function {tmp_path / 'bad.py'}:f: " in str(error.value)
     assert BAD_FILES[text] in str(error.value)
     assert own_descendants() == before

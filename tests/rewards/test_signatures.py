@@ -178,23 +178,22 @@ def test_parameters_that_do_not_fit_are_named_with_the_nearest_fix(parameters, s
         ({"score": 1.0, "acc": True, "pred": "7"}, 1.0, {"acc": 1.0}),
         ({"reward": 1, "score": 2}, 1.0, {"score": 2.0}),
         ({"a": 1, "b": 2, "c": None}, 3.0, {"a": 1.0, "b": 2.0}),
+        ({"score": None, "acc": True}, None, {"acc": 1.0}),
+        (math.nan, None, {}),
     ],
 )
 def test_numbers_and_dicts_of_verl_are_rewards(value, reward, components):
     outcome = outcome_of(value)
     assert (outcome.reward, outcome.components, outcome.kind) == (reward, components, "")
-    assert type(outcome.reward) is float
+    assert type(outcome.reward) in (float, type(None))
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (math.nan, "a reward must be a number, got nan"),
-        (None, "a reward must be a number, got None"),
         (1e39, "a reward must be a finite number of float32, got 1e+39 of type float"),
         (10**400, "must be a finite number of float32, got 1000000000"),
         ("1", "must be a finite number of float32, got '1' of type str"),
-        ({"score": None, "acc": True}, "must be a number, got {'acc': True, 'score': None}"),
         (numpy.array([0.25, 0.5]), "of type ndarray"),
         ({"a": "1", "b": 2}, "component 'a' must be a finite number of float32, got '1'"),
     ],

@@ -123,7 +123,7 @@ def test_order_and_number_of_workers_change_nothing(make, environment):
 
 FAILURES = {  # the tool, its failure, and the message
     "sleep": ("act", "timeout", "the call ran longer than 2 s"),
-    "nan": ("act", "invalid", "a reward must be a number, got nan"),
+    "nan": ("act", "invalid", "no reward applies to this response: it is None or NaN"),
     "wait": ("act_later", "timeout", "the call ran longer than 2 s"),
 }
 

@@ -115,7 +115,7 @@ class Scorer:
                     f"the task must score {len(rollouts)} responses with a tensor [S], got {got}"
                 )
         else:
-            outcomes = episodes.finish() if episodes else [Outcome(0.0)] * len(rollouts)
+            outcomes = [Outcome(0.0)] * len(rollouts) if episodes is None else episodes.finish()
             if self._source is not None:
                 self._ask(self._source, prompts, rollouts, outcomes, beat)
             zeroed = (rollouts.truncated & zero_truncated).tolist()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from maxrl_fast.rewards import verifiers
 from maxrl_fast.rewards.mathematics import equal
 from maxrl_fast.rewards.pool import RewardPool
 from tests.tables import table
@@ -81,6 +82,10 @@ def test_answers_are_compared_as_mathematics():
 def test_a_fraction_equals_its_first_decimals_at_any_size(digits):
     assert equal(f"0.{'0' * digits}123456", f"0.{'0' * digits}1234561")
     assert not equal(f"0.{'0' * digits}123456", f"0.{'0' * digits}1236")
+
+
+def test_a_box_that_the_trainer_has_found_is_not_searched_again():
+    assert verifiers.mathematics("\\boxed{8}", "7", given="7") == 1.0
 
 
 def test_what_cannot_be_compared_is_wrong():

@@ -132,7 +132,8 @@ class EnvironmentHost:
             try:
                 return [self._operate(*operation)]
             finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                if self._time_limit is not None:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
         except BaseException as error:  # also sys.exit
             self.live.pop(operation[0], None)
             return [outcome_of(error, self._file)]

@@ -28,6 +28,14 @@ def lasting(seconds):
     return seconds
 
 
+def working(seconds):
+    """Use the processor for so long, which being stopped is not."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return seconds
+
+
 def ignore_signals():
     for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -268,8 +268,8 @@ def test_workers_end_with_the_trainer(tmp_path, end):
         assert eventually(lambda: not any(map(is_alive, workers)))
 
 
-STOPPED = TRAINER.replace("act", "lasting").replace("60.0", "2.0") + (
-    "print([x.reward for x in pool.score([{'seconds': 1.5}] * 2)], flush=True)"
+STOPPED = TRAINER.replace("act", "working").replace("60.0", "4.0") + (
+    "print([x.reward for x in pool.score([{'seconds': 0.3}] * 2)], flush=True)"
 )
 
 
@@ -281,12 +281,12 @@ def test_a_trainer_that_is_stopped_gets_its_reward(is_all):
         [sys.executable, "-c", STOPPED, FUNCTIONS], cwd=ROOT, stdout=subprocess.PIPE
     ) as trainer:
         stopped = [trainer.pid, *ast.literal_eval(trainer.stdout.readline().decode()) * is_all]
-        time.sleep(0.5)
-        for number, pause in ((signal.SIGSTOP, 4.0), (signal.SIGCONT, 0.0)):
+        time.sleep(0.1)
+        for number, pause in ((signal.SIGSTOP, 7.0), (signal.SIGCONT, 0.0)):
             for pid in stopped:
                 os.kill(pid, number)
             time.sleep(pause)
-        assert trainer.stdout.readline() == b"[1.5, 1.5]\n"
+        assert trainer.stdout.readline() == b"[0.3, 0.3]\n"
 
 
 @pytest.mark.slow

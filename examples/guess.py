@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.records import Prompts, Rollouts, unpack
-from maxrl_fast.rewards import Progress, Scores, no_progress
+from maxrl_fast.rewards import Outcome, Progress, no_progress
 from maxrl_fast.tasks.episode import Reply
 from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
 
@@ -47,8 +47,8 @@ class GuessEpisodes:
         replies, self._replies = self._replies, []
         return replies
 
-    def finish(self) -> Scores:
-        return Scores(self._rewards, components=[{} for _ in self._rewards])
+    def finish(self) -> list[Outcome]:
+        return [Outcome(reward) for reward in self._rewards]
 
     def close(self) -> None:
         """Nothing runs."""
@@ -132,7 +132,7 @@ class GuessTask:
                 if token == EOS:
                     episodes.submit(sample, turn)
                     turn = []
-        return torch.tensor(episodes.finish().rewards, device=rollouts.tokens.device)
+        return torch.tensor([x.reward for x in episodes.finish()], device=rollouts.tokens.device)
 
     def answer(self, response: str) -> str:
         return response.strip()

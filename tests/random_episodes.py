@@ -8,7 +8,7 @@ from torch import Tensor
 
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.records import Inserted, Rollouts
-from maxrl_fast.rewards import Failure, Scores, no_progress
+from maxrl_fast.rewards import Outcome, failure, no_progress
 from maxrl_fast.tasks.episode import Reply
 from maxrl_fast.tasks.maze import DONE, MazeTask
 
@@ -113,16 +113,17 @@ class CountingEpisodes:
         found, self.waiting = self.waiting, []
         return found
 
-    def finish(self) -> Scores:
+    def finish(self) -> list[Outcome]:
         """The reward is the number of turns over 3, from which a binary one follows."""
         self.events.append("finish")
-        scores = Scores([turns / 3 for turns in self.turns])
-        scores.components = [{"turns": float(turns), "tool_errors": 0.5} for turns in self.turns]
-        for s, whose in enumerate(zip(self.prompts, self.samples, strict=True)):
-            if whose in self.failing:
-                scores.failures.append(Failure(s, "exception", f"environment {whose} broke"))
-                scores.rewards[s] = 0.0
-        return scores
+        outcomes = []
+        for turns, *whose in zip(self.turns, self.prompts, self.samples, strict=True):
+            outcome = Outcome(turns / 3)
+            if (*whose,) in self.failing:
+                outcome = failure("exception", f"environment {(*whose,)} broke")
+            components = {"turns": float(turns), "tool_errors": 0.5}
+            outcomes.append(outcome._replace(components=components))
+        return outcomes
 
     def close(self) -> None:
         self.events.append("close")

@@ -17,8 +17,7 @@ from maxrl_fast.rewards import RewardSource
 from maxrl_fast.rewards.combined import WeightedRewards
 from maxrl_fast.rewards.models import CLASSIFIER, Classifier
 from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rewards.pool import RewardPool
-from maxrl_fast.rewards.user_code import InProcess, UserCode
+from maxrl_fast.rewards.pool import InProcess, RewardPool, UserCode
 from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.dataset import DatasetTask
@@ -122,8 +121,8 @@ def build_scorer(
             if name.startswith(CLASSIFIER):
                 sources.append(Classifier(name, device, dtype))
             else:
-                given, how = (functions or {}).get(name), {"is_optional": len(names) > 1}
-                sources.append(start_code("reward", name, given, options, output, **how))
+                given = (functions or {}).get(name)
+                sources.append(start_code("reward", name, given, options, output))
             on_error.callback(sources[-1].close)
         weights = options.reward_weights or (1.0,) * len(names)
         is_sum = weights not in ((), (1.0,))

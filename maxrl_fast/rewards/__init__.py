@@ -1,14 +1,12 @@
-"""What gives responses their rewards: the records that all sources share. `tasks/scorer.py` asks
-them, the other modules are them.
+"""What gives responses their rewards: the outcome of a response, and what all sources share.
+`tasks/scorer.py` asks them, the other modules are them.
 
 Every reward worker imports this package at its start, so nothing slow may be imported here.
 """
 
-import math
-from bisect import insort
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 PROGRESS_INTERVAL = 1.0  # seconds between two calls of `on_progress` where nothing else happens
 LONGEST_MESSAGE = 1000  # characters
@@ -21,107 +19,91 @@ def no_progress() -> None:
     """Ignore the progress of scoring."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The reason why a response has no reward.
+class Outcome(NamedTuple):
+    """What scoring one response has given, from the worker to the batch. Between processes it is
+    a JSON list.
 
     Args:
-        index: of the response in its batch.
-        kind: "exception", "timeout", "crash" (the process ended), "memory", or "invalid" (the
-            result is not a finite number).
-        message: one printable line.
+        reward: a finite float32; None if the response has failed, or the reward does not apply.
+        components: of the reward, by name.
+        kind: of a failure: "exception", "timeout", "crash" (the process ended), "memory", "invalid"
+            (the result is not a finite number), or "left" (not scored, because too many others
+            failed). A late verifier has this kind and reward 0.
+        message: of a failure, one printable line.
+        text: what an environment returned.
     """
 
-    index: int
-    kind: str
-    message: str
+    reward: float | None = None
+    components: Mapping[str, float] = {}
+    kind: str = ""
+    message: str = ""
+    text: str | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.kind) and self.reward is None
+
+    def or_failure(self) -> "Outcome":
+        """Return a failure if the reward does not apply, else this outcome."""
+        return self if self.kind or self.reward is not None else NOT_APPLIED
 
 
-@dataclass
-class Scores:
-    """Rewards in the order of the rows, 0 for those that failed, and the failures sorted by index.
-
-    A reward is NaN where the function does not apply, if that is allowed.
-    """
-
-    rewards: list[float]
-    failures: list[Failure] = field(default_factory=list)
-    num_left: int = 0  # rows without a result; in the end, because too many others failed
-    components: list[dict[str, float]] = field(default_factory=list)  # of each reward
-    num_late: int = 0  # responses that exceeded the time limit of a verifier, which are wrong
-
-    @classmethod
-    def of_rows(cls, num_rows: int) -> "Scores":
-        """Return scores without any result yet."""
-        return cls([0.0] * num_rows, [], num_rows, [{} for _ in range(num_rows)])
-
-    def add(self, rows: range, results: Sequence[dict[str, Any]]) -> None:
-        """Keep the results (`function.py`) of these rows, or one for all."""
-        self.num_left -= len(rows)
-        for row, result in zip(
-            rows, results if len(results) == len(rows) else [*results] * len(rows), strict=True
-        ):
-            if "kind" in result:
-                insort(
-                    self.failures,
-                    Failure(row, result["kind"], printable(result["message"])),
-                    key=lambda other: other.index,
-                )
-            else:
-                self.rewards[row] = math.nan if result["reward"] is None else result["reward"]
-                self.components[row] = result.get("components", {})
-
-    def is_done(self, max_failures: int | None) -> bool:
-        """Return whether all rows have a result, or too many have failed."""
-        return not self.num_left or (max_failures is not None and len(self.failures) > max_failures)
+def failure(kind: str, message: str) -> Outcome:
+    """Return the outcome of a response that has no reward. The message becomes one short line."""
+    line = "".join(c if c.isprintable() else " " for c in message[:LONGEST_MESSAGE])
+    return Outcome(None, {}, kind, line)
 
 
-class RewardSource(Protocol):
-    """What gives responses a reward: a Python function, a classifier, or several of them.
+LEFT = failure("left", "")
+NOT_APPLIED = failure("invalid", "no reward applies to this response: it is None or NaN")
+Outcomes = Generator[tuple[int, Outcome] | None, None, None]
 
-    One that derives from this accepts every row, has no processes, and no option makes it faster.
-    """
 
-    name: str  # as in --reward
-    # whether its rows also have "response_raw", the response with its special tokens
-    wants_raw: bool = False
+class RewardSource:
+    """What gives responses a reward: a Python function, a classifier, or several of them. This
+    class itself gives none."""
+
+    name = ""  # as in --reward
+    wants_raw = False  # whether its rows have "response_raw", which includes special tokens
+    weights: Mapping[str, float] = {}  # of several rewards, by the names of their components
+    wrong_kinds: tuple[str, ...] = ()  # of failures that have reward 0, of a built-in verifier
+
+    def outcomes(self, rows: Rows, group: int) -> Outcomes:
+        """Yield the index and outcome of each row in any order, and None at least every second.
+
+        Args:
+            rows: each has "prompt", "response" and the columns of its prompt.
+            group: number of successive rows that have the same prompt.
+        """
+        raise NotImplementedError
 
     def score(
         self,
         rows: Rows,
+        group: int = 1,
         max_failures: int | None = None,
         on_progress: Progress = no_progress,
-        group: int = 1,
-    ) -> Scores:
-        """Return the rewards of rows, each with "prompt", "response", `function.CUT` and columns;
-        `group` rows have the same prompt.
-
-        Args:
-            max_failures: after more failures than this the remaining rows are left.
-            on_progress: called when results come, and every second.
+    ) -> list[Outcome]:
+        """Return the outcome of each row; LEFT for the rest after more than `max_failures`
+        failures. `on_progress` is called with each outcome, and every second.
         """
+        found, num_failed = [LEFT] * len(rows), 0
+        with contextlib.closing(self.outcomes(rows, group)) as coming:
+            for one in coming:
+                on_progress()
+                if one is not None:
+                    found[one[0]] = one[1].or_failure()
+                    num_failed += found[one[0]].has_failed
+                if max_failures is not None and num_failed > max_failures:
+                    break
+        return found
 
     def check(self, row: dict[str, Any]) -> None:
         """Raise InputError if it cannot take such a row."""
-        return
 
     def lines(self) -> list[str]:
         """Return what the start of a run says about it."""
-
-    def faster(self, factor: float) -> str:
-        """Return the option that makes it about this many times as fast; "" if there is none."""
-        return ""
+        return []
 
     def close(self) -> None:
         """End what it has started."""
-        return
-
-
-def printable(text: str) -> str:
-    """Return text of the reward code as one short line without escape sequences."""
-    return "".join(c if c.isprintable() else " " for c in text[:LONGEST_MESSAGE])
-
-
-def power_of_two(number: float) -> int:
-    """Return the nearest power of two that is at least 2."""
-    return 2 ** max(1, round(math.log2(number)))

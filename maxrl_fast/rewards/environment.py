@@ -4,49 +4,39 @@ takes them.
 `reset(**columns)` begins an episode, every other public method is a tool, and `get_reward()` may
 end it; tools and get_reward may be async. An operation is [number of the environment, word, value]:
 
-    probe columns            reset a new environment and drop it      {"text": text or null}
-    start columns            reset a new environment and keep it      {"text": text or null}
-    call [name, arguments]   call a tool                              {"text", "is_error"}
-    end null                 ask for the reward and drop it           {"reward"} or {}
+    probe columns            reset a new environment and drop it
+    start columns            reset a new environment and keep it
+    call [name, arguments]   call a tool
+    end null                 ask for the reward and drop it
 
-or the result is a failure of `function.py`, after which the environment is dropped. Each worker
-imports this module at its start, so it imports only a few standard modules.
+Its outcome has the text that the environment returned, or the reward, and the component
+"tool_errors" of a call that raised an error. After a failure the environment is dropped. Each
+worker imports this module at its start, so it imports only a few standard modules.
 """
 
 import contextlib
 import signal
-import sys
-from collections.abc import Callable, Coroutine
-
-# By name: an environment that replaces attributes of these modules does not break its worker.
-from signal import ITIMER_REAL, SIGALRM, setitimer
+from collections.abc import Callable
 from typing import Any
 
+from maxrl_fast.rewards import Outcome, failure
 from maxrl_fast.rewards.function import (
     InvalidReward,
-    Result,
+    LateCall,
     Signature,
-    failure_of,
-    late,
-    result_of,
-    run_coroutine,
+    awaited,
+    outcome_of,
     signature_of,
+    taken,
 )
 from maxrl_fast.runtime.loading import SHORT_REPR, LoadError, describe_error
 
 ENVIRONMENT = "environment"  # the style of its signature
 RESET, REWARD = "reset", "get_reward"
 LONGEST_TEXT = 1 << 20  # characters of a reply; no context is that long
-LOST = {
-    "kind": "crash",
-    "message": "the worker process of this environment has ended, in a call of another one",
-}
+LOST = "the worker process of this environment has ended, in a call of another one"
 
 Operation = tuple[int, str, Any]
-
-
-class _Late(BaseException):
-    """The time limit of an operation. No Exception, which tools catch."""
 
 
 def signature_of_environment(cls: Any, with_schemas: bool = True) -> Signature:
@@ -127,76 +117,56 @@ class EnvironmentHost:
         self.signature = signature_of_environment(cls, with_schemas)
         self._class, self._file, self._time_limit = cls, file, time_limit
         self._tools = [tool["function"]["name"] for tool in self.signature["tools"]]
-        self._live = dict[int, Any]()  # the environments by number
+        self.live = dict[int, Any]()  # the environments by number
         if time_limit is not None:
-            signal.signal(SIGALRM, _stop)
+            signal.signal(signal.SIGALRM, self._stop)
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._live
+    def _stop(self, *_: object) -> None:
+        raise LateCall(self._time_limit)
 
-    def drop(self) -> None:
-        """End all environments."""
-        self._live.clear()
-
-    def call(self, operation: Operation) -> list[Result]:
-        """Return the one result of an operation."""
+    def call(self, operation: Operation) -> list[Outcome]:
+        """Return the one outcome of an operation."""
         try:
-            if self._time_limit is None:
-                return [self._operate(*operation)]
-            setitimer(ITIMER_REAL, self._time_limit)
+            if self._time_limit is not None:
+                signal.setitimer(signal.ITIMER_REAL, self._time_limit)
             try:
                 return [self._operate(*operation)]
             finally:
-                setitimer(ITIMER_REAL, 0)
-        except KeyboardInterrupt:  # in the trainer, where it ends the run
-            raise
+                if self._time_limit is not None:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
         except BaseException as error:  # also sys.exit
-            self._live.pop(operation[0], None)
-            is_late = isinstance(error, _Late)
-            return [late(self._time_limit or 0.0) if is_late else failure_of(error, self._file)]
+            self.live.pop(operation[0], None)
+            return [outcome_of(error, self._file)]
 
-    def _operate(self, number: int, word: str, value: Any) -> Result:
+    def _operate(self, number: int, word: str, value: Any) -> Outcome:
         if word in ("probe", "start"):
             environment = self._class()
-            text = _result(getattr(environment, RESET), **value)
+            columns = taken(self.signature, value)
+            text = awaited(getattr(environment, RESET)(**columns))
             if text is not None and not isinstance(text, str):
                 raise InvalidReward(f"reset must return text or None, got {SHORT_REPR.repr(text)}")
             if word == "start":
-                self._live[number] = environment
-            return {"text": None if text is None else _as_text(text)}
-        if number not in self._live:
-            return LOST
-        environment = self._live[number]
+                self.live[number] = environment
+            return Outcome(text=None if text is None else _as_text(text))
+        if number not in self.live:
+            return failure("crash", LOST)
+        environment = self.live[number]
         if word == "end":
-            del self._live[number]
+            del self.live[number]
             if not self.signature["has_reward"]:
-                return {}
-            return result_of(_result(getattr(environment, REWARD)))
+                return Outcome(0.0)
+            return outcome_of(awaited(getattr(environment, REWARD)())).or_failure()
         name, arguments = value
         try:
             if name not in self._tools:
                 raise ValueError(f"no tool is called {name!r}; there are {', '.join(self._tools)}")
             if not isinstance(arguments, dict):
                 raise ValueError(f"arguments must be a JSON object, got {arguments!r:.80}")
-            result = _result(getattr(environment, name), **arguments)
-            return {"text": _as_text(result), "is_error": False}
+            return Outcome(text=_as_text(awaited(getattr(environment, name)(**arguments))))
         except (MemoryError, InvalidReward):
             raise
-        except error_replies() as error:
-            return {"text": _as_text(describe_error(error, None)), "is_error": True}
-
-
-def _result(function: Callable[..., Any], /, **arguments: Any) -> Any:
-    """Call a function, and await what it returns if that is a coroutine."""
-    result = function(**arguments)
-    return run_coroutine(result) if isinstance(result, Coroutine) else result
-
-
-def error_replies() -> tuple[type[BaseException], ...]:
-    """Return the errors of a tool that are its reply: asyncio's CancelledError is no Exception."""
-    asyncio = sys.modules.get("asyncio")  # importing it here would take long
-    return (Exception, asyncio.CancelledError) if asyncio else (Exception,)
+        except Exception as error:
+            return Outcome(None, {"tool_errors": 1.0}, text=_as_text(describe_error(error, None)))
 
 
 def _as_text(value: Any) -> str:
@@ -206,7 +176,3 @@ def _as_text(value: Any) -> str:
             f"a reply must have at most {LONGEST_TEXT:,} characters, got {len(text):,}"
         )
     return text.encode(errors="replace").decode()  # half a surrogate pair cannot be encoded
-
-
-def _stop(*_: object) -> None:
-    raise _Late

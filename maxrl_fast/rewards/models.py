@@ -8,8 +8,8 @@ import torch
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.huggingface_checkpoint import Quiet
 from maxrl_fast.model.tokenizer import load_tokenizer
-from maxrl_fast.rewards import Progress, RewardSource, Rows, Scores, no_progress
-from maxrl_fast.rewards.function import result_of
+from maxrl_fast.rewards import Outcomes, RewardSource, Rows, failure
+from maxrl_fast.rewards.function import outcome_of
 
 CLASSIFIER, BATCH = "hf:", 16  # texts
 
@@ -86,28 +86,21 @@ class Classifier(RewardSource):
         self._model.config.pad_token_id = pad if self._can_pad else None
         self._tokenizer.padding_side = "right"
 
-    @torch.no_grad()
-    def score(
-        self,
-        rows: Rows,
-        max_failures: int | None = None,
-        on_progress: Progress = no_progress,
-        group: int = 1,
-    ) -> Scores:
-        """Return the scores of rows. Texts that are longer than the model takes are failures."""
-        encoded, scores = [self._encode(row) for row in rows], Scores.of_rows(len(rows))
+    def outcomes(self, rows: Rows, group: int) -> Outcomes:
+        """See `RewardSource.outcomes`. Texts that are longer than the model takes are failures."""
+        encoded, fitting = [self._encode(row) for row in rows], list[int]()
         for i, tokens in enumerate(encoded):
-            if not 0 < len(tokens) <= self._longest:
+            if 0 < len(tokens) <= self._longest:
+                fitting.append(i)
+            else:
                 message = f"the reward model takes 1 to {self._longest} tokens, got {len(tokens)}"
-                scores.add(range(i, i + 1), [{"kind": "invalid", "message": message}])
-        fitting = [i for i, tokens in enumerate(encoded) if 0 < len(tokens) <= self._longest]
+                yield i, failure("invalid", message)
         order = sorted(fitting, key=lambda i: len(encoded[i]))
         size = BATCH if self._can_pad else 1
         for batch in (order[start : start + size] for start in range(0, len(order), size)):
-            on_progress()
-            for i, reward in zip(batch, self._forward([encoded[i] for i in batch]), strict=True):
-                scores.add(range(i, i + 1), [result_of(reward)])
-        return scores
+            yield None
+            rewards = self._forward([encoded[i] for i in batch])
+            yield from zip(batch, map(outcome_of, rewards), strict=True)
 
     def _encode(self, row: dict[str, Any]) -> list[int]:
         prompt, response, tokenizer = row["prompt"], row["response"], self._tokenizer
@@ -123,6 +116,7 @@ class Classifier(RewardSource):
         ]
         return tokens
 
+    @torch.no_grad()
     def _forward(self, batch: list[list[int]]) -> list[float]:
         if self._can_pad:
             padded = self._tokenizer.pad({"input_ids": batch}, return_tensors="pt")

@@ -1,7 +1,8 @@
-"""Reward functions and environments in worker processes, which can neither hang nor corrupt a run.
+"""Reward functions and environments, called in worker processes, which can neither hang nor corrupt
+a run, or in this process, where nothing contains them.
 
-This is the trainer's side; `worker.py` is the other. multiprocessing and pebble would run the
-user's script again in each worker, and do not kill what it has started.
+`worker.py` is the side of a worker. multiprocessing would run the user's script again in each, and
+does not kill what it has started.
 """
 
 import contextlib
@@ -12,225 +13,244 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from queue import Empty, SimpleQueue
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
 from typing import Any
 
-from maxrl_fast.errors import InputError, RewardError
-from maxrl_fast.rewards import power_of_two
-from maxrl_fast.rewards.function import ROWS, STYLES, Result, late
+from maxrl_fast.errors import InputError
+from maxrl_fast.rewards import PROGRESS_INTERVAL, Outcome, Outcomes, RewardSource, Rows, failure
+from maxrl_fast.rewards.environment import EnvironmentHost
+from maxrl_fast.rewards.function import (
+    LISTS,
+    ROW,
+    STYLES,
+    Caller,
+    LateCall,
+    Signature,
+    mismatch,
+    outcome_of,
+)
 from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rewards.user_code import UserCode
 from maxrl_fast.rewards.worker import close_memory
+from maxrl_fast.runtime.loading import LoadError
 
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
 BOOTSTRAP = (
-    "import sys; sys.path[:] = sys.argv[2:]; from maxrl_fast.rewards.worker import main; main()"
+    "import json, sys; settings = json.loads(sys.argv.pop()); sys.path[:] = settings['path']; "
+    "from maxrl_fast.rewards.worker import main; main(settings)"
 )
-# seconds after its limit that a call may take to end itself, as a stopped process does not
-PATIENCE = 10.0
-LOOK_INTERVAL = 1.0  # seconds between two looks whether a process has ended
+LOADING = -1  # the number of a worker's first call
+START_LIMIT = 60.0  # seconds for starting a process and loading the function
+GRACE = 1.0  # seconds after its limit that a call is killed; a worker ends async calls itself
+LOOK_INTERVAL = 1.0  # the longest wait for answers, in seconds
 KILL_LIMIT = 5.0  # seconds for a killed process to end
-LATE = b"Timeout ("  # how faulthandler begins the stack of a process that ends itself
-FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-WROTE = "the reward code wrote to the connection between worker and trainer"
-ONE_THREAD = dict.fromkeys(
+# Unless the user sets the seed: the order of a set must not depend on the process.
+SETTINGS = {"PYTHONHASHSEED": "0"} | dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
 )
-# Names of the environment variables that every function sees: no keys, no tokens, and no proxies,
-# whose addresses can hold passwords.
-ENVIRONMENT = (
-    "PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|TZ|LANG|LANGUAGE|LC_.*|PYTHON.*|VIRTUAL_ENV|CONDA_PREFIX|LD_LIBRARY_PATH|LD_PRELOAD"
-    "|CUDA_VISIBLE_DEVICES|CUDA_HOME|XDG_CACHE_HOME|HF_HOME|HF_HUB_OFFLINE|TORCH_HOME|SSL_CERT_FILE|SSL_CERT_DIR"
+# The environment variables that every function sees: no keys, no tokens, and no proxies, whose
+# addresses can hold passwords.
+VARIABLES = re.compile(
+    "PATH|HOME|USER|LOGNAME|SHELL|TMPDIR|TZ|LANG|LANGUAGE|LC_.*|PYTHON.*|VIRTUAL_ENV|CONDA_PREFIX|"
+    "LD_LIBRARY_PATH|LD_PRELOAD|CUDA_VISIBLE_DEVICES|CUDA_HOME|XDG_CACHE_HOME|HF_HOME|"
+    "HF_HUB_OFFLINE|TORCH_HOME|SSL_CERT_FILE|SSL_CERT_DIR"
 )
-# unless the user sets it: the order of a set must not depend on the process
-HASH_SEED = {"PYTHONHASHSEED": "0"}
-
-Queue = SimpleQueue[Any]
 
 
-class StartError(Exception):
-    """A worker cannot be started, or cannot load the function."""
+class UserCode(RewardSource):
+    """A reward function, or a class of environments. A call has a number, and a list of outcomes:
+    one for each of its rows, or one for all.
+    """
+
+    signature: Signature
+    place: str  # of environments, for the start of a run
+    concurrency = 1  # calls of an async function that are made at a time
+    output: RewardOutput | None = None  # what workers print; None: discarded, or this process's
+
+    def request(self, number: int, arguments: Any) -> None:
+        """Have a call made, with rows, or an environment's operation, which has one call at a time.
+        The arguments are JSON values: a tuple arrives as a list.
+        """
+        raise NotImplementedError
+
+    def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
+        """Yield the numbers and outcomes of calls, after waiting for at most some seconds."""
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        """End all calls, and all environments."""
+
+    def outcomes(self, rows: Rows, group: int) -> Outcomes:
+        """Call the function with each row; one of lists with `group` rows, and an async one with
+        several rows at a time.
+        """
+        style = self.signature["style"]
+        size = 1 if style == ROW else group if style == LISTS else self.concurrency
+        waiting = {start: rows[start : start + size] for start in range(0, len(rows), size)}
+        try:
+            for start, part in waiting.items():
+                self.request(start, part)
+            while waiting:
+                yield None
+                for start, results in self.results(PROGRESS_INTERVAL):
+                    for i in range(len(waiting.pop(start))):
+                        outcome = results[i % len(results)]
+                        if outcome.kind in self.wrong_kinds:
+                            outcome = outcome._replace(reward=0.0)
+                        yield start + i, outcome
+        finally:
+            if waiting:  # after too many failures, or an interrupt: the calls must not go on
+                self.drop()
+
+    @property
+    def wants_raw(self) -> bool:  # type: ignore[override]
+        return self.signature["takes_any"] or "response_raw" in self.signature["names"]
+
+    def check(self, row: dict[str, Any]) -> None:
+        if sentence := mismatch(self.signature, {**row, "response_raw": "", "truncated": False}):
+            raise InputError(f"--reward {self.name}: {sentence}")
 
 
-class Worker(threading.Thread):
-    """A process, and the thread that starts it, gives it one call after another, and kills it.
+def as_json(arguments: Any) -> str:
+    try:
+        return json.dumps(arguments)
+    except (TypeError, ValueError) as error:  # of a task of the user's own
+        wanted = "the columns of prompts must be JSON values, for rewards"
+        raise InputError(f"{wanted}: {error}") from error
+
+
+class InProcess(UserCode):
+    """A Python object of this process. It is called in the main thread, one call at a time, with
+    copies of its arguments and without a time limit.
 
     Args:
-        settings: for `worker.py`.
-        variables: the environment variables of the process.
-        output: descriptor of its standard output and error.
-        calls: (NUMBER, arguments as JSON), or None, after which the thread ends.
-        results: gets (NUMBER, results), and (None, what the process says of the function, or an
-            exception), which comes first and last.
+        name: as in --reward or --environment.
     """
+
+    place = "in this process, without a time limit"
 
     def __init__(
         self,
-        settings: dict[str, Any],
-        variables: dict[str, str],
-        output: int,
-        calls: Queue,
-        results: Queue,
+        code: Callable[..., Any],
+        name: str,
+        is_environment: bool = False,
     ) -> None:
-        super().__init__(name="reward worker", daemon=True)
-        self._settings, self._variables, self._output = settings, variables, output
-        self._calls, self._results = calls, results
-        self._lock, self._is_closed = threading.Lock(), False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._file = ""  # of the function
-        self.start()
-
-    def run(self) -> None:
+        file = getattr(getattr(code, "__code__", None), "co_filename", "")
+        self._host: Caller | EnvironmentHost
         try:
-            self._results.put((None, self._begin()))
-            while (call := self._calls.get()) is not None:
-                number, arguments = call
-                self._results.put((number, self._call(number, arguments)))
-                if self._process is None:
-                    self._begin()
-        except Exception as error:  # raised in the thread that waits for results
-            self._results.put((None, error))
-        finally:
-            self._end()
+            if is_environment:
+                self._host = EnvironmentHost(code, file, None)
+            else:
+                self._host = Caller(code, file, None)
+        except LoadError as error:
+            raise InputError(f"environment {name}: {error}") from error
+        self.name, self.signature = name, self._host.signature
+        self._calls = dict[int, str]()
 
-    def close(self) -> None:
-        """Kill the process, so that a call ends; None in `calls` then ends the thread."""
-        with self._lock:
-            self._is_closed = True
-            if self._process is not None:
-                kill_group(self._process.pid)
+    def request(self, number: int, arguments: Any) -> None:
+        self._calls[number] = as_json(arguments)
 
-    def _begin(self) -> dict[str, Any]:
-        """Start the process and return what it says of the function, once it has loaded it.
+    def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
+        for number in [*self._calls]:
+            yield number, self._host.call(json.loads(self._calls.pop(number)))
 
-        Raises:
-            StartError: if it cannot.
-        """
-        self._connection, theirs = socket.socketpair()
-        settings = json.dumps(self._settings | {"connection": theirs.fileno()})
-        with theirs, self._lock:
-            if self._is_closed:
-                raise StartError("the workers have been closed")
+    def drop(self) -> None:
+        self._calls.clear()
+        self._host.live.clear()
+
+    def lines(self) -> list[str]:
+        how = STYLES[self.signature["style"]].format(concurrency=1)
+        return [
+            f"reward {self.name}: {how}, in this process, without a time limit: a call that hangs "
+            "stops the run, and a crash ends this process. FILE.py:FUNCTION runs in separate "
+            "processes"
+        ]
+
+
+class StartError(Exception):
+    """A worker cannot load the function."""
+
+
+class Worker:
+    """A process that loads the function and makes one call at a time. Time counts while the trainer
+    looks for the answer: a call that was stopped with its trainer is not late.
+    """
+
+    def __init__(self, settings: dict[str, Any], variables: dict[str, str], output: int) -> None:
+        self.socket, theirs = socket.socketpair()
+        given = {**settings, "connection": theirs.fileno(), "path": sys.path}
+        self.has_ended = False
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", BOOTSTRAP, json.dumps(given)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C does not reach it
+            )
+        self.expect(LOADING, START_LIMIT)
+
+    def expect(self, number: int, limit: float) -> None:
+        """Begin to wait for the answer to a call."""
+        self.number: int | None = number  # None: it has no call
+        self._limit, self.left, self._received = limit, limit + GRACE, b""
+        self._looked = time.monotonic()
+
+    def look(self, is_readable: bool) -> list[Outcome] | None:
+        """Return the outcomes of its call; None while it runs, [] if a process has not read it."""
+        now = time.monotonic()
+        self.left -= min(now - self._looked, 2 * LOOK_INTERVAL)
+        self._looked = now
+        if is_readable:
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", BOOTSTRAP, settings, *sys.path],
-                    stdin=subprocess.PIPE,
-                    stdout=self._output,
-                    stderr=subprocess.STDOUT,
-                    env=self._variables,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # Ctrl-C does not reach it
-                )
-            except OSError as error:
-                raise StartError(f"a process cannot be started: {error}") from error
-        limit = self._settings["start_limit"]
-        reply = self._exchange(b"", limit + PATIENCE)
-        with contextlib.suppress(ValueError, RecursionError):
-            ready = json.loads(reply)
-            if isinstance(ready, dict):
-                if "error" in ready:
-                    raise StartError(ready["error"])
-                self._file, self._settings["is_first"] = ready["file"], False
-                return ready
-        code = self._end()
-        if reply.startswith(LATE):
-            raise StartError(f"loading it took longer than {limit:g} s{place_in(reply, '')}")
-        raise StartError(describe_end(reply, code))
+                data = self.socket.recv(1 << 16)
+            except ConnectionError:
+                self.end()
+                return []
+            self._received += data
+            if not data:
+                return [failure("crash", f"the worker process {self.end()}")]
+            if data.endswith(b"\n"):
+                try:
+                    return [Outcome(*values) for values in json.loads(self._received)]
+                except (ValueError, TypeError):
+                    self.end()
+                    return [failure("crash", "the reward code wrote to its worker's connection")]
+        if self.left > 0:
+            return None
+        self.end()
+        return [outcome_of(LateCall(self._limit))]
 
-    def _call(self, number: int, arguments: str) -> list[Result]:
-        """Return the results of a call, or one failure for all of them.
-
-        Raises:
-            StartError: if the process has ended, and cannot be started again.
-        """
-        limit = self._settings["time_limit"]
-        for attempt in range(2):
-            try:
-                reply = self._exchange(f"[{number}, {arguments}]\n".encode(), limit + PATIENCE)
-                if attempt or not (self._was_stopped and reply.startswith(LATE)):
-                    break  # else it may have been stopped, too
-            except ConnectionError:  # it had ended, and has not read the call
-                pass
-            code = self._end()
-            self._begin()
-        else:
-            return [{"kind": "crash", "message": describe_end(b"", code)}]
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            answered, results, is_last = json.loads(reply)
-            if answered == number:
-                if is_last:
-                    self._end()
-                return list(results)
-        code = self._end()
-        if reply.startswith(LATE):
-            return [late(limit, place_in(reply, self._file))]
-        return [{"kind": "crash", "message": describe_end(reply, code)}]
-
-    def _exchange(self, data: bytes, seconds: float) -> bytes:
-        """Send data and return the line that comes back. If the process ends, return what it has
-        sent, and if no line comes in time, LATE.
-
-        Raises:
-            ConnectionError: if the process has ended and has not read the data.
-        """
-        assert self._process is not None
-        received, self._was_stopped = b"", False
-        self._connection.settimeout(seconds)
-        try:
-            self._connection.sendall(data)
-        except TimeoutError:  # it was stopped
-            return LATE
-        self._connection.settimeout(LOOK_INTERVAL)
-        before = time.monotonic()
-        while received.startswith(LATE) or not received.endswith(b"\n"):
-            # before the read, which gets its last words; its processes may keep the connection
-            is_over, part = has_ended(self._process.pid), None
-            with contextlib.suppress(TimeoutError):
-                part = self._connection.recv(1 << 13)
-            if part == b"" or (part is None and is_over):
-                break
-            received += part or b""
-            passed, before = time.monotonic() - before, time.monotonic()
-            self._was_stopped |= passed > 2 * LOOK_INTERVAL
-            seconds -= min(passed, 2 * LOOK_INTERVAL)  # a whole reply may wait
-            if seconds < 0:
-                return LATE
-        return received
-
-    def _end(self) -> int:
-        """Kill the process group, wait for the process, and return its exit code; 0 if none."""
-        with self._lock:
-            process, self._process = self._process, None
-        if process is None:
-            return 0
-        kill_group(process.pid)
-        code = process.wait(KILL_LIMIT)  # its own if it had ended before
-        self._connection.close()
-        if process.stdin is not None:
-            process.stdin.close()
-        return code
+    def end(self) -> str:
+        """Kill the process group; return how the process has ended, now or before."""
+        if not self.has_ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate(timeout=KILL_LIMIT)
+            self.socket.close()
+            self.has_ended = True
+        code = self._process.returncode
+        name = signal.Signals(-code).name if code < 0 else ""
+        return f"was killed by {name}" if name else f"exited with code {code}"
 
 
 class RewardPool(UserCode):
     """Makes the calls in several processes.
 
     A call that exceeds its time or memory limit or crashes its process fails alone, and its process
-    is replaced. State that the function keeps between calls belongs to one worker; an environment
-    lives in the worker of its number modulo their number, which takes its environments with it when
-    it ends. Only one thread may use the pool.
+    is replaced. An environment lives in the worker of its number modulo their number, and ends with
+    it. One thread at a time may use the pool.
 
     Args:
         name: "path/to/file.py:name" or "package.module:name".
-        workers: number of processes, each with one call at a time.
-        time_limit: seconds for a call, from when its worker has received it.
-        memory_limit: bytes that a worker may allocate beyond its memory after loading the function.
-        start_limit: seconds for starting a process and loading the function.
-        environment: names of variables that the function sees in addition to `ENVIRONMENT`.
+        time_limit: seconds for a call.
+        memory_limit: bytes that a worker may allocate after loading the function.
+        environment: names of variables that the function sees in addition to `VARIABLES`.
         concurrency: calls of an async function that one process makes at a time.
-        is_optional: see Caller.
         output: gets what the function prints; None: it is discarded.
     """
 
@@ -241,48 +261,43 @@ class RewardPool(UserCode):
         workers: int,
         time_limit: float,
         memory_limit: int,
-        start_limit: float = 60.0,
         environment: Sequence[str] = (),
         concurrency: int = 16,
-        is_optional: bool = False,
         is_environment: bool = False,
         output: RewardOutput | None = None,
     ) -> None:
-        what = "environment" if is_environment else "reward function"
-        module, _, attribute = name.rpartition(":")
-        if not module or not attribute:
-            wanted = '"path/to/file.py:name" or "package.module:name"'
-            raise InputError(f'the {what} must be {wanted}, got "{name}"')
         for variable in environment:
             if variable not in os.environ:
-                wanted = f"the environment variable {variable}, which is not set"
-                raise InputError(f"the {what} needs {wanted}")
-        self.name, self._num_workers, self.concurrency = name, workers, concurrency
-        self.place = f"in {workers} worker processes"
-        seen = {
-            name: value
-            for name, value in os.environ.items()
-            if name in environment or re.fullmatch(ENVIRONMENT, name)
-        }
-        self._variables = HASH_SEED | seen | ONE_THREAD
+                raise InputError(
+                    f"--reward-env names {variable}, which is not set: set it, or leave it out"
+                )
+        self.name, self.concurrency, self.output = name, concurrency, output
+        self.place, self._num_workers = f"in {workers} worker processes", workers
+        close_memory()
+        seen = {x: os.environ[x] for x in os.environ if x in environment or VARIABLES.fullmatch(x)}
+        self._variables = {**SETTINGS, **seen}
         self._settings: dict[str, Any] = {
-            "function": name,
-            "is_environment": is_environment,
+            "name": name,
             "time_limit": time_limit,
             "memory_limit": memory_limit,
-            "start_limit": start_limit,
-            "is_optional": is_optional,
+            "is_environment": is_environment,
         }
-        self.output, self.signature = output, {}
-        self.is_verifier = module == "maxrl_fast.rewards.verifiers"
-        # Environments live in their workers: each has its own queue.
-        self._num_queues = workers if is_environment else 1
-        self._waiting = dict[int, str]()  # calls without results: arguments as JSON
-        self._workers: list[Worker] = []
+        if name.startswith("maxrl_fast.rewards.verifiers:"):
+            # a program can kill the worker, too
+            self.wrong_kinds = ("timeout", "crash") if name.endswith(":code") else ("timeout",)
+        self._waiting = dict[int, str]()  # calls without outcomes: arguments as JSON
+        # calls that are not made yet, for each worker where environments live in them
+        self._queues = [deque[int]() for _ in range(workers if is_environment else 1)]
+        self._workers, self.signature = list[Worker](), {}
         try:
-            self._start()
-        except StartError as error:
-            raise InputError(f"{what} {name}: {error}") from error
+            while not self._workers or any(x.number == LOADING for x in self._workers):
+                [*self._look(LOOK_INTERVAL)]
+        except BaseException as error:
+            self.drop()
+            if isinstance(error, StartError):
+                what = "environment" if is_environment else "reward function"
+                raise InputError(f"{what} {name}: {error}") from error
+            raise
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -290,62 +305,66 @@ class RewardPool(UserCode):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def request(self, number: int, arguments: Any) -> None:
-        self._waiting[number] = json.dumps(arguments)
-        if self._workers:
-            self._put(number)
-
-    def _put(self, number: int) -> None:
-        self._calls[number % self._num_queues].put((number, self._waiting[number]))
-
-    def results(self, seconds: float) -> Iterator[tuple[int, list[Result]]]:
-        """See `UserCode.results`. Where workers cannot be restarted, environments fail."""
-        try:
-            if not self._workers:
-                self._start()
-                for number in self._waiting:
-                    self._put(number)
-            for number, results in self._take(seconds):
-                del self._waiting[number]
-                yield number, results
-        except StartError as error:
-            waiting = [*self._waiting]
-            self.drop()
-            why = f"the workers of {self.name} cannot be restarted: {error}"
-            if not self._settings["is_environment"]:
-                raise RewardError(why) from error
-            for number in waiting:
-                yield number, [{"kind": "crash", "message": why}]
-
-    def _take(self, seconds: float) -> Iterator[tuple[int, list[Result]]]:
-        with contextlib.suppress(Empty):
-            number, value = self._results.get(timeout=seconds)
-            while True:
-                if isinstance(value, Exception):
-                    raise value
-                yield number, value
-                number, value = self._results.get_nowait()
-
-    def _start(self) -> None:
-        """Start the workers; raise StartError if one cannot load the function."""
-        self._calls, self._results = [Queue() for _ in range(self._num_queues)], Queue()
+    def _new_worker(self) -> Worker:
+        # the schemas of tools take long, and one worker makes them for all
+        settings = {**self._settings, "with_schemas": not (self._workers or self.signature)}
         output = self.output.fileno() if self.output else subprocess.DEVNULL
-        close_memory()
+        return Worker(settings, self._variables, output)
+
+    def request(self, number: int, arguments: Any) -> None:
+        self._waiting[number] = as_json(arguments)
+        self._queues[number % len(self._queues)].append(number)
+
+    def _give(self, i: int) -> None:
+        """Give a free worker its next call."""
+        worker, queue = self._workers[i], self._queues[i % len(self._queues)]
+        if queue and worker.number is None:
+            limit = self._settings["time_limit"]
+            try:
+                worker.socket.settimeout(limit)
+                worker.socket.sendall(f"{self._waiting[queue[0]]}\n".encode())
+                worker.expect(queue.popleft(), limit)
+            except OSError:  # it has ended after its last call, or was stopped
+                worker.end()
+                self._workers[i] = self._new_worker()
+
+    def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
+        """See `UserCode.results`. Where workers cannot be restarted, all calls fail."""
         try:
-            for i in range(self._num_workers):
-                calls = self._calls[i % self._num_queues]
-                settings = {**self._settings, "is_first": not (i or self.signature)}
-                self._workers.append(
-                    Worker(settings, self._variables, output, calls, self._results)
-                )
-            for _ in self._workers:
-                _, ready = self._results.get()
-                if isinstance(ready, Exception):
-                    raise ready
-                self.signature = ready["signature"] or self.signature
-        except BaseException:
-            self._end()
-            raise
+            yield from self._look(seconds)
+        except StartError as error:
+            waiting, message = [*self._waiting], f"the workers of {self.name} cannot be restarted"
+            self.drop()
+            for number in waiting:
+                yield number, [failure("crash", f"{message}: {error}")]
+
+    def _look(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
+        """Look once at what the workers send, and give them their next calls."""
+        while len(self._workers) < self._num_workers:
+            self._workers.append(self._new_worker())
+        for i in range(self._num_workers):
+            self._give(i)
+        busy = [(i, x, x.number) for i, x in enumerate(self._workers) if x.number is not None]
+        longest = min([seconds, LOOK_INTERVAL, *(worker.left for _, worker, _ in busy)])
+        ready = wait([worker.socket for _, worker, _ in busy], max(0.0, longest))
+        for i, worker, number in busy:
+            outcomes = worker.look(worker.socket in ready)
+            if outcomes is None:
+                continue
+            worker.number = None
+            if number == LOADING:
+                if outcomes[0].kind:
+                    raise StartError(outcomes[0].message.replace("the call", "loading it"))
+                if not i:
+                    self.signature = self.signature or json.loads(outcomes[0].text or "")
+            if not outcomes:
+                self._queues[i % len(self._queues)].appendleft(number)
+            if worker.has_ended:
+                self._workers[i] = self._new_worker()
+            self._give(i)
+            if outcomes and number != LOADING:
+                del self._waiting[number]
+                yield number, outcomes
 
     def lines(self) -> list[str]:
         how = STYLES[self.signature["style"]].format(concurrency=self.concurrency)
@@ -355,63 +374,15 @@ class RewardPool(UserCode):
             f"reward {self.name}: {how}",
         ]
 
-    def faster(self, factor: float) -> str:
-        if self.signature["style"] == ROWS:
-            return f"--reward-concurrency {power_of_two(self.concurrency * factor)}"
-        return f"--reward-workers {power_of_two(self._num_workers * factor)}"
-
     def drop(self) -> None:
         """Kill all workers and their process groups; they start again when they are needed."""
-        self._end()
+        while self._workers:
+            self._workers.pop().end()
         self._waiting.clear()
-
-    def _end(self) -> None:
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.close()
-        for i in range(len(workers)):
-            self._calls[i % self._num_queues].put(None)
-        for worker in workers:
-            worker.join(2 * KILL_LIMIT)
+        for queue in self._queues:
+            queue.clear()
 
     def close(self) -> None:
-        """End the workers, which else end with the trainer. Ones that start later discard what they
-        print: the run may have ended.
-        """
+        """End the workers; what ones that start later print is discarded."""
         self.drop()
         self.output = None
-
-
-def kill_group(pid: int) -> None:
-    """Kill a process and all that it started in its process group."""
-    with contextlib.suppress(ProcessLookupError):  # none is left
-        os.killpg(pid, signal.SIGKILL)
-
-
-def has_ended(pid: int) -> bool:
-    """Return whether a process of this one has ended; it stays to be waited for."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def place_in(stack: bytes, file: str) -> str:
-    """Return the innermost place of the main thread in the user's file, or anywhere, or ""."""
-    *_, main_thread = stack.decode(errors="replace").split("Thread 0x")
-    frames = FRAME.findall(main_thread)
-    for path, line, function in [*(x for x in frames if x[0] == file), *frames]:
-        return f", in {function} ({os.path.basename(path)}, line {line})"
-    return ""
-
-
-def describe_end(reply: bytes, code: int) -> str:
-    """Return why a process with this exit code, negative for a signal, has given no answer."""
-    if reply.endswith(b"\n"):
-        return f"{WROTE}: {reply[:80].decode(errors='replace')}"
-    if code >= 0:
-        return f"the worker process exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # a real-time signal
-        name = f"signal {-code}"
-    return f"the worker process was killed by {name}" + (
-        " (by the kernel if the machine ran out of memory)" * (name == "SIGKILL")
-    )

@@ -54,7 +54,7 @@ def program_of(response: str, name: str = "") -> str:
     return dedent(best[1]).strip()
 
 
-def run_tests(prompt: Any, response: str, answer: str, **line: Any) -> float:
+def run_tests(response: str, answer: str) -> float:
     """Return 1 if the program passes all tests of `tests_of`, else 0."""
     sys.set_int_max_str_digits(0)  # of this process, a reward worker
     name, tests = json.loads(answer)

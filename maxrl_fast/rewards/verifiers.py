@@ -61,11 +61,11 @@ def boxed(text: str) -> str:
     return found
 
 
-def _score_mathematics(prompt: Any, response: str, answer: str, **line: Any) -> float:
+def _score_mathematics(response: str, answer: str, given: str | None = None) -> float:
     """Return 1 if the last \\boxed{} of the response equals the answer, as text or mathematically;
-    else 0.
+    else 0. The trainer has found what the box holds, `given`.
     """
-    given = boxed(response)
+    given = boxed(response) if given is None else given
     return float(bool(given) and equal(answer, given))
 
 
@@ -103,14 +103,7 @@ def gym_answer(response: str) -> str:
 
 
 def _score_gym(
-    prompt: Any,
-    response: str,
-    question: str,
-    name: str,
-    config: str,
-    seed: int,
-    index: int,
-    **columns: Any,
+    response: str, question: str, name: str, config: str, seed: int, index: int
 ) -> float:
     """Return the data set's own score, in [0, 1], of the response to question `index`."""
     expected = gym_entry(name, config, seed, index)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from maxrl_fast.records import Prompts
-from maxrl_fast.rewards import Progress, Scores, no_progress
+from maxrl_fast.rewards import Outcome, Progress, no_progress
 from maxrl_fast.tasks import Task
 
 
@@ -26,10 +26,10 @@ class Environments(Protocol):
     def replies(self, wait: bool) -> list[Reply]:
         """Return the replies that are there; with `wait`, at least one of those that are due."""
 
-    def finish(self) -> Scores:
-        """Wait for the calls that are due, end the environments, and return the rewards [S].
+    def finish(self) -> list[Outcome]:
+        """Wait for the calls that are due, end the environments, and return the outcomes [S].
 
-        A failed episode is a Failure; `tool_errors` is a component. Called once, after generate.
+        `tool_errors` is a component. Called once, after generate.
         """
 
     def close(self) -> None:

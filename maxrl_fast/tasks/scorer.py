@@ -1,8 +1,8 @@
 """Scores responses: by the task itself, its environments, or a source of rewards."""
 
-import json
 from collections import Counter
 from itertools import chain
+from math import nan
 from typing import Any
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Prompts, Rollouts, unpack
-from maxrl_fast.rewards import Failure, Progress, RewardSource, Scores, no_progress
-from maxrl_fast.rewards.function import CUT, RAW
+from maxrl_fast.rewards import LEFT, Outcome, Progress, RewardSource, no_progress
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.episode import Environments, EpisodeTask
@@ -53,18 +52,18 @@ class Scorer:
     """Gives every response its reward.
 
     Args:
-        source: gives the rewards, such as a reward pool; None: the task scores, or the environments
-            of an EpisodeTask.
+        source: gives the rewards; None: the task scores, or the environments of an EpisodeTask.
         max_error_rate: the largest fraction of rewards that may fail in one `score`, or between two
             calls of `failures`.
         threshold: rewards above it become 1, others 0; None: rewards are unchanged.
         answer_limit: the longest answer in characters; responses with a longer answer or without
             one get reward 0 without a call. None: all responses are scored.
-        num_ranks: processes that score a part each. A process gives up early only where its
-            failures alone are more than all of them together may have.
+        num_ranks: processes that score a part each. One gives up early where its failures alone
+            are more than all may have.
 
     Attributes:
         components: those of each reward [S] of the last `score`, by name; {} where there are none.
+        weights: of several rewards, by the names of their components.
     """
 
     def __init__(
@@ -78,16 +77,11 @@ class Scorer:
     ):
         self._task, self._source, self._threshold = task, source, threshold
         self._max_error_rate, self._answer_limit = max_error_rate, answer_limit
-        self._num_ranks = num_ranks
+        self._num_ranks, self.weights = num_ranks, source.weights if source else {}
         self.components: list[dict[str, float]] = []
-        self._num_scored, self._failures = 0, list[Failure]()  # since the last call of `failures`
-        self._source_error, self._gave_up = "", False
+        self._num_scored, self._failures = 0, list[Outcome]()  # since the last call of `failures`
+        self._gave_up = False
         self._metrics = MetricAccumulator()  # since the last call of `pop_metrics`
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """The weights of several rewards, by the names of their components; else {}."""
-        return getattr(self._source, "weights", {})
 
     @property
     def can_fail(self) -> bool:
@@ -108,11 +102,11 @@ class Scorer:
     ) -> Tensor:
         """Return rewards [S] float32 of N responses to each prompt; NaN where one failed.
 
-        `episodes`, the environments of the responses, end. A source gives the rewards in their
-        place, but not of an episode that failed. `beat` is called while responses are scored.
-        With `zero_truncated`, a truncated response and its components have 0, also if they failed.
+        `episodes`, the environments of the responses, end; a source gives the rewards of those that
+        did not fail. `beat` is called meanwhile. With `zero_truncated`, a truncated response and
+        its components have 0, also if they failed.
         """
-        self.components = [{} for _ in range(len(rollouts))]
+        self.components = [{}] * len(rollouts)
         if episodes is None and self._source is None:
             rewards = self._task.score(prompts, rollouts)
             if not isinstance(rewards, Tensor) or rewards.shape != (len(rollouts),):
@@ -121,21 +115,11 @@ class Scorer:
                     f"the task must score {len(rollouts)} responses with a tensor [S], got {got}"
                 )
         else:
-            rewards = torch.zeros(len(rollouts))
-            self._num_scored += len(rollouts)
-            if episodes is not None:
-                self._keep(episodes.finish(), [*range(len(rollouts))], rewards)
+            outcomes = [Outcome(0.0)] * len(rollouts) if episodes is None else episodes.finish()
             if self._source is not None:
-                rewards = torch.where(rewards.isnan(), rewards, 0.0)
-                self._ask(self._source, prompts, rollouts, rewards, beat)
-            if zero_truncated:
-                for s in rollouts.truncated.nonzero()[:, 0].tolist():
-                    self.components[s] = dict.fromkeys(self.components[s] or self.weights, 0.0)
-            is_known = ~rewards.isnan() | (rollouts.truncated.cpu() & zero_truncated)
-            for s in is_known.nonzero()[:, 0].tolist():
-                for name, value in self.components[s].items():
-                    self._metrics.add(f"reward/{name}", value)
-            rewards = rewards.to(rollouts.tokens.device)
+                self._ask(self._source, prompts, rollouts, outcomes, beat)
+            zeroed = (rollouts.truncated & zero_truncated).tolist()
+            rewards = self._keep(outcomes, zeroed).to(rollouts.tokens.device)
         if self._threshold is not None:
             rewards = rewards.where(rewards.isnan(), (rewards > self._threshold).float())
         if zero_truncated:
@@ -149,61 +133,55 @@ class Scorer:
         source: RewardSource,
         prompts: Prompts,
         rollouts: Rollouts,
-        rewards: Tensor,
+        outcomes: list[Outcome],
         beat: Progress,
     ) -> None:
-        """Put the source's rewards into `rewards` [S], which are 0, or NaN of a failed episode."""
+        """Put the source's outcomes into `outcomes` [S], of reward 0 or an episode's."""
         num_rollouts = len(rollouts) // len(prompts)
-        columns = self._columns(prompts)
-        responses = response_texts(self._task, rollouts)
-        indices = [s for s, response in enumerate(responses) if self._needs_scoring(response)]
-        given = {"response": responses, CUT: rollouts.truncated.tolist()}
-        if source.wants_raw:
-            given[RAW] = response_texts(self._task, rollouts, with_special=True)
-        rows = [
-            {**columns[s // num_rollouts], **{name: x[s] for name, x in given.items()}}
-            for s in indices
-        ]
-        try:
-            max_failures = int(self._max_error_rate * len(responses) * self._num_ranks)
-            scores = source.score(rows, max_failures, beat, num_rollouts)
-        except RewardError as error:  # `failures` raises it on all ranks
-            self._source_error = str(error)
-            rewards[indices] = torch.nan
-            return
-        if getattr(source, "is_verifier", False):
-            self._metrics.add("answers_timed_out", scores.num_late, len(responses))
-        self._keep(scores, indices, rewards)
+        columns, rows = self._columns(prompts), dict[int, dict[str, Any]]()
+        responses, truncated = response_texts(self._task, rollouts), rollouts.truncated.tolist()
+        raw = response_texts(self._task, rollouts, with_special=True) if source.wants_raw else None
+        for s, response in enumerate(responses):
+            row = {"truncated": truncated[s], **columns[s // num_rollouts], "response": response}
+            if raw is not None:
+                row["response_raw"] = raw[s]
+            if self._answer_limit is not None:
+                row["given"] = self._task.answer(response)
+                self._metrics.add("answers_missing", not row["given"])
+                self._metrics.add("answers_too_long", len(row["given"]) > self._answer_limit)
+            if self._answer_limit is None or 0 < len(row["given"]) <= self._answer_limit:
+                rows[s] = row
+        max_failures = int(self._max_error_rate * len(responses) * self._num_ranks)
+        found = source.score([*rows.values()], num_rollouts, max_failures, beat)
+        for s, outcome in zip(rows, found, strict=True):
+            if not outcomes[s].has_failed:
+                components = {**outcomes[s].components, **outcome.components}
+                outcomes[s] = outcome._replace(components=components)
+        if source.wrong_kinds:
+            num_late = sum(bool(outcome.kind) and not outcome.has_failed for outcome in found)
+            self._metrics.add("answers_timed_out", num_late, len(responses))
 
-    def _keep(self, scores: Scores, indices: list[int], rewards: Tensor) -> None:
-        """Put the scores of these responses into `rewards` [S], and count them; a response that
-        failed before stays failed, and counts once."""
-        has_failed = rewards[indices].isnan()
-        self._num_scored -= scores.num_left
-        self._failures += [x for x in scores.failures if not has_failed[x.index]]
-        self._gave_up |= scores.num_left > 0
-        if scores.num_left:
-            rewards[indices] = torch.nan
-            return
-        scored = torch.tensor(scores.rewards, dtype=torch.float32)
-        failed = {failure.index for failure in scores.failures}
-        failed.update(has_failed.nonzero()[:, 0].tolist())
-        scored[[*failed]] = float("nan")
-        rewards[indices] = scored
-        for i, components in enumerate(scores.components):
-            self.components[indices[i]] |= components
+    def _keep(self, outcomes: list[Outcome], zeroed: list[bool]) -> Tensor:
+        """Count the outcomes [S], and return the rewards; all are NaN if some were left."""
+        failures = [outcome for outcome in outcomes if outcome.has_failed]
+        num_left = failures.count(LEFT)
+        self._failures += [outcome for outcome in failures if outcome != LEFT]
+        self._num_scored += len(outcomes) - num_left
+        self._gave_up |= num_left > 0
+        rewards = [nan if x.reward is None or num_left else x.reward for x in outcomes]
+        for s, outcome in enumerate(outcomes):
+            if num_left == 0:
+                self.components[s] = {**outcome.components}
+            if zeroed[s]:
+                self.components[s] = dict.fromkeys(self.components[s] or self.weights, 0.0)
+            if zeroed[s] or rewards[s] == rewards[s]:
+                for name, value in self.components[s].items():
+                    self._metrics.add(f"reward/{name}", value)
+        return torch.tensor(rewards, dtype=torch.float32)
 
     def _columns(self, prompts: Prompts) -> tuple[dict[str, Any], ...]:
         texts = () if prompts.columns else unpack(prompts.tokens, prompts.lengths)
-        columns = prompts.columns or tuple({"prompt": self._task.decode(x)} for x in texts)
-        for name, value in chain.from_iterable(map(dict.items, columns)):
-            try:
-                json.dumps(value)
-            except (TypeError, ValueError) as error:  # of a task of the user's own
-                raise InputError(
-                    f"the column {name} of a prompt must be a JSON value, for rewards: {error}"
-                ) from error
-        return columns
+        return prompts.columns or tuple({"prompt": self._task.decode(x)} for x in texts)
 
     def check(self, prompts: Prompts) -> None:
         """Raise InputError if a reward can take the columns of none of these prompts."""
@@ -218,15 +196,6 @@ class Scorer:
         if len(errors) == len(prompts):
             raise errors[0]
 
-    def _needs_scoring(self, response: str) -> bool:
-        """With an answer limit, an answer that is missing or too long needs no scoring."""
-        if self._answer_limit is None:
-            return True
-        length = len(self._task.answer(response))
-        self._metrics.add("answers_missing", length == 0)
-        self._metrics.add("answers_too_long", length > self._answer_limit)
-        return 0 < length <= self._answer_limit
-
     def pop_metrics(self) -> MetricAccumulator:
         """Return the components of this rank's rewards since the last call, and with an answer
         limit the fractions of answers that were not compared."""
@@ -235,30 +204,24 @@ class Scorer:
 
     def failures(self, ranks: Ranks, when: str) -> tuple[dict[str, int], str]:
         """Return the number of failed rewards on all ranks since the last call, by kind, and a
-        warning with an example, "" if none failed. RewardError if more than max_error_rate failed,
-        or the function can no longer be called."""
+        warning with an example, "" if none failed. RewardError if too many failed."""
         if not self.can_fail:
             return {}, ""
-        failures = self._failures
-        own = Counter(failure.kind for failure in failures)
-        example = failures[0].message if failures else ""
-        of_ranks = ranks.values([self._num_scored, own, example, self._source_error, self._gave_up])
-        self._num_scored, self._failures = 0, []
-        scored, counts, examples, errors, gave_up = zip(*of_ranks, strict=True)
-        num_scored = sum(scored)
-        by_kind = {kind: sum(of_rank.get(kind, 0) for of_rank in counts) for kind in FAILURE_KINDS}
-        num_failed = sum(by_kind.values())
-        if any(errors):
-            raise RewardError(f"{when}: {next(filter(None, errors))}")
-        if not num_failed:
+        own = [(failure.kind, failure.message) for failure in self._failures]
+        of_ranks = ranks.values([self._num_scored, own, self._gave_up])
+        self._num_scored, self._failures, self._gave_up = 0, [], False
+        scored, failed_of_ranks, gave_up = zip(*of_ranks, strict=True)
+        num_scored, failed = sum(scored), [*chain(*failed_of_ranks)]
+        by_kind = {kind: sum(x[0] == kind for x in failed) for kind in FAILURE_KINDS}
+        if not failed:
             return by_kind, ""
         kinds = ", ".join(f"{kind} {count}" for kind, count in by_kind.items() if count)
         warning = (
-            f"{when}: {num_failed} of {num_scored} rewards failed ({kinds}), for example: "
-            f"{next(filter(None, examples), '')}"
+            f"{when}: {len(failed)} of {num_scored} rewards failed ({kinds}), for example: "
+            f"{failed[0][1]}"
         )
         most = min(self._max_error_rate * num_scored, num_scored - 1)
-        if any(gave_up) or num_failed > most:
+        if any(gave_up) or len(failed) > most:
             limit = f"; that is more than --max-reward-error-rate {self._max_error_rate:g} allows"
             sentence = warning + limit * (self._max_error_rate < 1)
             cure = CURES.get(max(FAILURE_KINDS, key=by_kind.__getitem__))  # of the most frequent
@@ -268,10 +231,6 @@ class Scorer:
     def describe(self) -> str:
         """Return how rewards are computed, for the start of a run; "" if the task scores."""
         return "" if self._source is None else "\n".join(self._source.lines())
-
-    def faster(self, factor: float) -> str:
-        """Return the option that makes rewards about this many times as fast, or ""."""
-        return "" if self._source is None else self._source.faster(factor)
 
     def close(self) -> None:
         """End the worker processes."""

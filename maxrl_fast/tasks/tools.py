@@ -9,9 +9,9 @@ from typing import Any
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import Message
 from maxrl_fast.records import Prompts
-from maxrl_fast.rewards import Progress, Scores, no_progress, printable
+from maxrl_fast.rewards import Outcome, Progress, failure, no_progress
 from maxrl_fast.rewards.function import mismatch
-from maxrl_fast.rewards.user_code import UserCode
+from maxrl_fast.rewards.pool import UserCode
 from maxrl_fast.tasks.conversation import Conversation
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.episode import Reply
@@ -92,15 +92,15 @@ class ToolTask(DatasetTask):
         numbers = {next(self._numbers): i for i in range(len(lines))}
         for number, i in numbers.items():
             self._workers.request(number, (number, "probe", lines[i][1]))
-        found = dict[int, dict[str, Any]]()
+        found = dict[int, str | None]()
         while len(found) < len(lines):
-            for number, [result] in self._workers.results(WAIT_SECONDS):
-                if "kind" in result:
+            for number, [outcome] in self._workers.results(WAIT_SECONDS):
+                if outcome.kind:
                     self._workers.drop()
                     where = f"--environment {name}, {lines[numbers[number]][0]}"
-                    raise InputError(f"{where}: reset fails: {printable(result['message'])}")
-                found[number] = result
-        return [found[number]["text"] for number in numbers]
+                    raise InputError(f"{where}: reset fails: {outcome.message}")
+                found[number] = outcome.text
+        return [found[number] for number in numbers]
 
     def environments(
         self, prompts: Prompts, num_samples: int, beat: Progress = no_progress
@@ -147,13 +147,12 @@ class Episode:
     calls: list[ToolCall] = field(default_factory=list)  # of the turn
     replies: list[str] = field(default_factory=list)  # to the first of them
     num_turns: int = 0
-    tool_errors: int = 0
-    failure: dict[str, Any] | None = None
-    reward: dict[str, Any] | None = None  # once it has ended
+    tool_errors: float = 0.0
+    outcome: Outcome | None = None  # once it has failed or ended
 
     @property
     def has_calls(self) -> bool:
-        return len(self.replies) < len(self.calls) and self.failure is None
+        return len(self.replies) < len(self.calls) and self.outcome is None
 
 
 class ToolEpisodes:
@@ -191,27 +190,24 @@ class ToolEpisodes:
         ready, self._ready = self._ready, []
         return ready
 
-    def finish(self) -> Scores:
+    def finish(self) -> list[Outcome]:
         self._is_ending = True
         for episode in self._episodes:
             if not episode.word:
                 self._advance(episode)
         while any(episode.word for episode in self._episodes):
             self._receive(WAIT_SECONDS)
-        scores = Scores.of_rows(len(self._episodes))
-        scores.add(range(len(self._episodes)), [self._result(x) for x in self._episodes])
-        return scores
+        return [self._outcome(x) for x in self._episodes]
 
     def close(self) -> None:
         self._workers.drop()
 
-    def _result(self, episode: Episode) -> dict[str, Any]:
-        result = episode.failure or episode.reward or {"reward": 0.0}
-        if "kind" in result:
-            return result
-        errors = {"tool_errors": float(episode.tool_errors)}
+    def _outcome(self, episode: Episode) -> Outcome:
+        outcome = episode.outcome or Outcome(0.0)
         # a component of this name is the user's
-        return {**result, "components": errors | result.get("components", {})}
+        return outcome._replace(
+            components={"tool_errors": episode.tool_errors, **outcome.components}
+        )
 
     def _request(self, episode: Episode, word: str, value: Any) -> None:
         episode.word = word
@@ -219,20 +215,18 @@ class ToolEpisodes:
 
     def _receive(self, seconds: float) -> None:
         self._beat()  # a call has its own time limit, or is made in this process
-        for number, [result] in self._workers.results(seconds):
+        for number, [outcome] in self._workers.results(seconds):
             self._beat()
             episode = self._by_number[number]
             word, episode.word = episode.word, ""
-            if word == "end":
-                episode.reward = result
-            elif "kind" in result:
-                episode.failure = episode.failure or result
+            if word == "end" or outcome.kind:
+                episode.outcome = episode.outcome or outcome
             elif word == "start":
-                if result["text"] != episode.text:
-                    episode.failure = {"kind": "invalid", "message": OTHER_TEXT}
+                if outcome.text != episode.text:
+                    episode.outcome = failure("invalid", OTHER_TEXT)
             else:
-                episode.replies.append(result["text"])
-                episode.tool_errors += result["is_error"]
+                episode.replies.append(outcome.text or "")
+                episode.tool_errors += outcome.components.get("tool_errors", 0.0)
             if word != "end":
                 self._advance(episode)
 
@@ -253,7 +247,7 @@ class ToolEpisodes:
 
     def _reply(self, episode: Episode, turn: list[int]) -> Reply:
         last = Reply(episode.sample, [], is_last=True)
-        if self._is_ending or episode.failure or not episode.calls:
+        if self._is_ending or episode.outcome or not episode.calls:
             return last
         return Reply(
             episode.sample, self._chat.reply(episode.calls, episode.replies), is_last=False

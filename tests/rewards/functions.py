@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import resource
 import shutil
 import signal
 import stat
@@ -11,18 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
-
-WAITS = signal.SIGTERM, signal.SIGALRM, signal.SIGINT, signal.SIGHUP
 
 
 def pid(x=None):
     return os.getpid()
-
-
-def lasting(seconds):
-    time.sleep(seconds)
-    return seconds
 
 
 def act(action, x=0.0, **arguments):
@@ -32,29 +23,25 @@ def act(action, x=0.0, **arguments):
     return globals()[action](**arguments) if action else x
 
 
-def spin():
-    while True:
+def lasting(seconds):
+    time.sleep(seconds)
+    return seconds
+
+
+def working(seconds):
+    """Use the processor for so long, which being stopped is not."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
         pass
-
-
-def sleep():
-    time.sleep(1000)
+    return seconds
 
 
 def ignore_signals():
-    for number in WAITS:
+    for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while True:
-        time.sleep(0.1)
-
-
-def catch_everything():
-    while True:
-        try:
-            while True:
-                time.sleep(0.1)
-        except BaseException:
-            pass
+        with contextlib.suppress(BaseException):
+            time.sleep(0.1)
 
 
 def backtrack():
@@ -71,7 +58,7 @@ def eat_list():
 
 
 def eat_bytes():
-    return len(bytearray(1 << 40))
+    return len(bytearray(100 << 30))
 
 
 def exit_python():
@@ -118,19 +105,6 @@ def leave_program_and_hang(path):
     time.sleep(1000)
 
 
-def leave_child_and_exit(path):
-    leave_child(path)
-    os._exit(3)
-
-
-def number(text):
-    return float(text)
-
-
-def raise_error():
-    raise ValueError("no good")
-
-
 def raise_strange():
     raise ValueError("\x1b[31m red\n\ud800 \x00")
 
@@ -144,28 +118,11 @@ def raise_unprintable():
     raise Unprintable
 
 
-def close_all():
-    os.closerange(0, 1000)
-    return 1.0
-
-
-def write_to_all(text):
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):
-            os.write(fd, text.encode())
-    return 1.0
-
-
-def write_to_sockets(data):
+def write_to_sockets():
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                os.write(fd, data)
-
-
-def answer_other():
-    """Answer another call, and not one's own."""
-    write_to_sockets(b'[1000000, [{"reward": 7.0}], false]\n')
+                os.write(fd, b"garbage\n")
     time.sleep(1000)
 
 
@@ -174,7 +131,6 @@ def change_surroundings(path):
     os.chdir(path)
     os.rmdir(path)
     sys.stdout = sys.stderr = sys.stdin = None
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=time.sleep, args=(1000,)).start()
     return 1.0
@@ -195,20 +151,7 @@ def count():
 
 
 def variable(name):
-    """Return whether the function sees an environment variable, also as its process started."""
-    path = Path("/proc/self/environ")  # only root can read it
-    return name in os.environ or (os.access(path, os.R_OK) and name.encode() in path.read_bytes())
-
-
-def folder(expected):
-    return os.getcwd() == expected
-
-
-def limits():
-    core = resource.getrlimit(resource.RLIMIT_CORE)[0]
-    is_open = ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)  # PR_GET_DUMPABLE
-    is_alone = os.environ["OMP_NUM_THREADS"] == "1" and os.getpgid(0) == os.getpid()
-    return core == 0 and is_alone and not is_open
+    return name in os.environ
 
 
 def append_line(path):

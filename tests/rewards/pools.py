@@ -24,26 +24,23 @@ def pool(name, workers=2, time_limit=10.0, memory_limit=GB, file=FUNCTIONS, **op
     )
 
 
-def fails(pool, action, **arguments):
-    """Return the failure of one call, after checking that the calls before and after it succeed."""
+def rewards(outcomes):
+    return [outcome.reward for outcome in outcomes]
+
+
+def failures(outcomes):
+    """Return those that have failed, by index."""
+    return {i: outcome for i, outcome in enumerate(outcomes) if outcome.has_failed}
+
+
+def among_others(pool, action, **arguments):
+    """Return the outcome of one call, after checking that the calls before and after it succeed."""
+    calls = [{"action": "", "x": 1.5}, {"action": action, **arguments}, {"action": "", "x": 2.5}]
     start = time.monotonic()
-    scores = pool.score(
-        [{"action": "", "x": 1.5}, {"action": action, **arguments}, {"action": "", "x": 2.5}]
-    )
+    before, outcome, after = pool.score(calls)
     assert time.monotonic() - start < 30
-    assert scores.rewards == [1.5, 0.0, 2.5]
-    assert [failure.index for failure in scores.failures] == [1]
-    return scores.failures[0]
-
-
-def succeeds(pool, action, **arguments):
-    """Return the reward of one call, after checking that the calls before and after it succeed."""
-    scores = pool.score(
-        [{"action": "", "x": 1.5}, {"action": action, **arguments}, {"action": "", "x": 2.5}]
-    )
-    assert scores.failures == []
-    assert scores.rewards[::2] == [1.5, 2.5]
-    return scores.rewards[1]
+    assert (before.reward, after.reward) == (1.5, 2.5)
+    return outcome
 
 
 def is_alive(pid):
@@ -77,7 +74,7 @@ def eventually(condition, limit=10.0):
 
 def pids(pool):
     """Return the pids of the processes that make calls, once all have started."""
-    assert eventually(lambda: all(worker._process for worker in pool._workers))
+    list(pool.results(0.0))
     return [worker._process.pid for worker in pool._workers]
 
 

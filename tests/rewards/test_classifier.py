@@ -16,6 +16,7 @@ from transformers import (
 from maxrl_fast import train
 from maxrl_fast.rewards.models import Classifier
 from tests.job.test_teacher import change
+from tests.rewards.pools import rewards
 from tests.tables import refused
 from tests.tasks.test_dataset import save_byte_level_policy
 from tests.test_train import base, read
@@ -65,18 +66,17 @@ def test_the_reward_is_the_score_of_the_conversation(tokenizer, tmp_path, num_la
         text = theirs.apply_chat_template(chat, tokenize=False)
         logits = model(torch.tensor([theirs(text)["input_ids"]])).logits[0]
         expected.append(float(logits[0] if num_labels == 1 else logits.softmax(0)[1]))
-    assert scores.failures == []
-    assert scores.rewards == pytest.approx(expected, abs=1e-5)
-    assert len(set(scores.rewards)) == 3
+    assert rewards(scores) == pytest.approx(expected, abs=1e-5)
+    assert len({*rewards(scores)}) == 3
 
 
 def test_texts_that_are_too_long_fail_alone(tokenizer, tmp_path):
     directory = saved(tokenizer, tmp_path / "model", num_labels=1)
     model = Classifier(f"hf:{directory}", CPU, torch.float32)
     scores = model.score([ROWS[0], ROWS[0] | {"response": "y" * 300}])
-    assert [(failure.index, failure.kind) for failure in scores.failures] == [(1, "invalid")]
-    assert "takes 1 to 256 tokens, got 3" in scores.failures[0].message
-    assert scores.rewards[0] == pytest.approx(model.score([ROWS[0]]).rewards[0], abs=1e-6)
+    assert (scores[0].kind, scores[1].kind) == ("", "invalid")
+    assert "takes 1 to 256 tokens, got 3" in scores[1].message
+    assert scores[0].reward == pytest.approx(model.score([ROWS[0]])[0].reward, abs=1e-6)
 
 
 def test_without_a_chat_template_the_text_is_prompt_and_response(tokenizer, tmp_path):
@@ -86,7 +86,7 @@ def test_without_a_chat_template_the_text_is_prompt_and_response(tokenizer, tmp_
     model = Qwen2ForSequenceClassification.from_pretrained(directory).eval().requires_grad_(False)
     expected = float(model(torch.tensor([theirs("2+2=4")["input_ids"]])).logits)
     found = Classifier(f"hf:{directory}", CPU, torch.float32).score(ROWS[:1])
-    assert found.rewards == pytest.approx([expected], abs=1e-5)
+    assert rewards(found) == pytest.approx([expected], abs=1e-5)
 
 
 def test_other_models_are_refused(tokenizer, tmp_path):

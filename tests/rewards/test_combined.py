@@ -7,7 +7,7 @@ import pytest
 from maxrl_fast.config.options import Reward
 from maxrl_fast.job.build_task import build_scorer
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rewards import RewardSource, Scores
+from maxrl_fast.rewards import Outcome, RewardSource
 from maxrl_fast.rewards.combined import MajorityVote, WeightedRewards
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
@@ -82,7 +82,10 @@ def test_a_function_that_fails_fails_the_response_and_is_named(functions):
 
 
 def test_without_another_reward_none_is_a_failure(functions):
-    with pytest.raises(RuntimeError, match=r"invalid 4\), .*: a reward must be a number, got None"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"invalid 4\), .*: no reward applies to this response",
+    ):
         scored(functions, "never")
 
 
@@ -90,17 +93,17 @@ def test_a_sum_beyond_float32_is_a_failure():
     class Large(RewardSource):
         name = "a:f"
 
-        def score(self, rows, *_):
-            return Scores([3e38, 1.0], [], 0, [{}, {}])
+        def outcomes(self, rows, group):
+            yield from enumerate([Outcome(3e38), Outcome(1.0)])
 
-    scores = WeightedRewards([Large()], [2.0]).score([{}, {}])
-    assert scores.rewards == [0.0, 2.0]
-    assert scores.failures[0].message == "a reward must be a finite number of float32, got 6e+38"
+    large, small = WeightedRewards([Large()], [2.0]).score([{}, {}])
+    assert small.reward == 2.0
+    assert large.message.startswith("a reward must be a finite number of float32, got 6e+38")
 
 
 def votes(responses, group):
     rows = [{"prompt": "", "response": response} for response in responses]
-    return MajorityVote(lambda text: text.strip()).score(rows, group=group).rewards
+    return [x.reward for x in MajorityVote(lambda text: text.strip()).score(rows, group)]
 
 
 def test_the_most_frequent_answer_of_each_group_is_right():

@@ -3,13 +3,14 @@ time limit.
 """
 
 import asyncio
-import math
 import threading
 
 import pytest
 
-from maxrl_fast.rewards.pool import RewardPool
-from maxrl_fast.rewards.user_code import InProcess
+from maxrl_fast.rewards import Outcome
+from maxrl_fast.rewards.pool import InProcess, RewardPool
+from tests.rewards.pools import rewards
+from tests.tables import refused
 
 ROWS = [{"prompt": f"p{i // 2}", "response": "x" * i, "answer": (i, i)} for i in range(6)]
 
@@ -26,15 +27,15 @@ def of_lists(completions, prompts, **columns):
     return [len(prompts) + len(completion) for completion in completions]
 
 
-async def of_one(prompt, response, **columns):
+async def of_one(prompt, response):
     return len(response)
 
 
 @pytest.mark.parametrize("name", ["length", "of_lists", "of_one"])
 def test_the_rewards_are_those_of_worker_processes(name):
     with RewardPool(f"{__name__}:{name}", workers=1, time_limit=20, memory_limit=10**9) as pool:
-        wanted = pool.score(ROWS, group=2)
-    assert source(globals()[name]).score(ROWS, group=2) == wanted
+        wanted = pool.score(ROWS, 2)
+    assert source(globals()[name]).score(ROWS, 2) == wanted
 
 
 def test_a_function_runs_in_the_main_thread_with_copies_of_its_arguments():
@@ -44,7 +45,7 @@ def test_a_function_runs_in_the_main_thread_with_copies_of_its_arguments():
         return len(answer)
 
     rows = [{"prompt": "p", "response": "r", "answer": [1, 2]}] * 2
-    assert source(spoil).score(rows).rewards == [3.0, 3.0]
+    assert rewards(source(spoil).score(rows)) == [3.0, 3.0]
     assert rows[0]["answer"] == [1, 2]
 
 
@@ -58,9 +59,9 @@ def test_an_async_function_can_be_called_in_a_notebook():
         return len(response)
 
     async def cell():
-        return source(score).score(ROWS).rewards
+        return rewards(source(score).score(ROWS))
 
-    assert asyncio.run(cell()) == source(score).score(ROWS).rewards == [*map(float, range(6))]
+    assert asyncio.run(cell()) == rewards(source(score).score(ROWS)) == [*map(float, range(6))]
     assert len(loops) == 1
 
 
@@ -85,27 +86,35 @@ def test_what_is_no_reward_fails_alone(result, kind, is_async):
     async def later(prompt, response, **columns):
         return score(prompt, response)
 
-    scores = source(later if is_async else score).score(ROWS)
-    assert [(failure.index, failure.kind) for failure in scores.failures] == [(2, kind)]
-    assert scores.rewards == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]
+    outcomes = source(later if is_async else score).score(ROWS)
+    assert rewards(outcomes) == [1.0, 1.0, None, 1.0, 1.0, 1.0]
+    assert outcomes[2].kind == kind
 
 
-def test_an_interrupt_is_no_failure_of_the_function():
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_interrupt_is_no_failure_of_the_function(is_async):
     def interrupted(prompt, response, **columns):
         raise KeyboardInterrupt
 
+    async def later(prompt, response):
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        source(interrupted).score(ROWS)
+        source(later if is_async else interrupted).score(ROWS)
 
 
 def test_not_applying_is_allowed_among_several():
-    rewards = source(lambda **row: None, is_optional=True).score(ROWS[:2]).rewards
-    assert all(map(math.isnan, rewards))
+    outcomes = [*filter(None, source(lambda **row: None).outcomes(ROWS[:2], 1))]
+    assert outcomes == [(0, Outcome()), (1, Outcome())]
 
 
 def test_enough_failures_end_a_batch():
-    beats = []
-    scores = source(lambda **row: 1 / 0).score(ROWS, 1, lambda: beats.append(1))
-    assert (len(scores.failures), scores.num_left, len(beats)) == (2, 4, 3)
+    outcomes = source(lambda **row: 1 / 0).score(ROWS, 1, 1)
+    assert [outcome.kind for outcome in outcomes] == ["exception"] * 2 + ["left"] * 4
     wanted = "ZeroDivisionError: division by zero (test_in_process.py, line"
-    assert wanted in scores.failures[0].message
+    assert wanted in outcomes[0].message
+
+
+def test_columns_that_are_no_json_are_refused():
+    with refused("the columns of prompts must be JSON values, for rewards: Object of type set"):
+        source(length).score([{**ROWS[0], "answer": {1}}])

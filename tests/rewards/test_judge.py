@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rewards.pools import GB, pool
+from tests.rewards.pools import GB, pool, rewards
 from tests.server import serving
 
 JUDGE = Path(__file__).parents[2] / "examples" / "judge.py"
@@ -56,7 +56,7 @@ def rows(*responses, prompt="p"):
 def test_the_question_reaches_the_server_and_the_last_score_is_the_reward(server, judge):
     server.reply = lambda question: "My score: 3. It is wrong.\n**Score:** -0.5/10"
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "{response}"}]
-    assert judge.score(rows("good {answer}", prompt=messages)).rewards == [-0.5]
+    assert rewards(judge.score(rows("good {answer}", prompt=messages))) == [-0.5]
     path, headers, body = server.requests[-1]
     assert (path, headers["Authorization"]) == ("/v1/chat/completions", "Bearer secret")
     assert (body["model"], body["temperature"]) == ("org/model", 0)
@@ -83,7 +83,7 @@ def test_a_reply_gives_a_reward_or_a_reason(server, judge, reply, reward):
     server.reply = answer
     scores = judge.score(rows("odd", "even"))
     if isinstance(reward, float):
-        assert scores.rewards == [reward, 1.0]
+        assert rewards(scores) == [reward, 1.0]
     else:
-        assert scores.rewards == [0.0, 1.0]
-        assert reward in scores.failures[0].message
+        assert rewards(scores) == [None, 1.0]
+        assert reward in scores[0].message

@@ -2,6 +2,7 @@
 
 import pytest
 
+from maxrl_fast.rewards import verifiers
 from maxrl_fast.rewards.mathematics import equal
 from maxrl_fast.rewards.pool import RewardPool
 from tests.tables import table
@@ -83,6 +84,10 @@ def test_a_fraction_equals_its_first_decimals_at_any_size(digits):
     assert not equal(f"0.{'0' * digits}123456", f"0.{'0' * digits}1236")
 
 
+def test_a_box_that_the_trainer_has_found_is_not_searched_again():
+    assert verifiers.mathematics("\\boxed{8}", "7", given="7") == 1.0
+
+
 def test_what_cannot_be_compared_is_wrong():
     hostile = table(r"""
     9^{9^{9^{9}}} | 10000000! | 2^{10^{10}} | (x+1)^{100000} | \prod_{i=1}^{10^8} i | 9!!!!!!
@@ -94,6 +99,6 @@ def test_what_cannot_be_compared_is_wrong():
     late = {"prompt": "", "response": "\\boxed{(x+1)^{3000}+y}", "answer": "7"}
     function, memory = "maxrl_fast.rewards.verifiers:mathematics", 2_000_000_000
     with RewardPool(function, workers=1, time_limit=3.0, memory_limit=memory) as pool:
-        scores = pool.score([*rows, late])
-    assert (scores.rewards, scores.failures) == ([0.0] * len(scores.rewards), [])
-    assert scores.num_late == 1
+        outcomes = pool.score([*rows, late])
+    assert {outcome.reward for outcome in outcomes} == {0.0}
+    assert [outcome.kind for outcome in outcomes] == [""] * len(rows) + ["timeout"]

@@ -1,79 +1,90 @@
-"""What the calls of a reward pool give, with real processes and misbehaving functions: rewards,
-failures and their reasons.
+"""What the calls of a reward pool give, with real processes and misbehaving functions, and that no
+process outlives its call, its pool or the trainer.
 """
 
+import ast
 import ctypes
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
+from maxrl_fast.errors import InputError
 from maxrl_fast.rewards import pool as module
-from tests.rewards.pools import eventually, fails, pids, pool, succeeds
+from tests.rewards.pools import (
+    FUNCTIONS,
+    ROOT,
+    among_others,
+    eventually,
+    failures,
+    is_alive,
+    own_descendants,
+    pids,
+    pool,
+    rewards,
+)
+from tests.tables import refused
 
 
 def test_calls_run_in_parallel_in_separate_processes():
     with pool("pid", workers=3) as three:
-        scores = three.score([{}] * 300)
-        assert set(scores.rewards) <= set(pids(three))
-        assert len(set(scores.rewards)) > 1
-        assert os.getpid() not in scores.rewards
-        assert three.score([]).rewards == []
-    with pool("act", 1) as one:
-        assert succeeds(one, "limits") == 1.0
-        assert ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0  # PR_GET_DUMPABLE, of this process
+        found = {*rewards(three.score([{}] * 300))}
+        assert found <= {*pids(three)}
+        assert len(found) > 1
+        assert three.score([]) == []
 
 
 def test_a_file_can_import_its_neighbours_without_hiding_modules(tmp_path):
     (tmp_path / "neighbour.py").write_text("HALF = 0.5")
     (tmp_path / "json.py").write_text("from neighbour import HALF\ndef f(x): return x * HALF")
     with pool("f", file=tmp_path / "json.py") as two:
-        assert two.score([{"x": 3}]).rewards == [1.5]
+        assert rewards(two.score([{"x": 3}])) == [1.5]
 
 
-ENDLESS = ["spin", "catch_everything", "backtrack"]
+FAILURES = {  # of one worker: the kind, the message, and whether the process is replaced
+    "eat_list": ("memory", "the call needed more memory than its limit", True),
+    "eat_bytes": ("memory", "the call needed more memory than its limit", True),
+    "exit_now": ("crash", "the worker process exited with code 3", True),
+    "kill_self": ("crash", "the worker process was killed by SIGKILL", True),
+    "segfault": ("crash", "the worker process was killed by SIGSEGV", True),
+    "write_to_sockets": ("crash", "the reward code wrote to its worker's connection", True),
+    "exit_python": ("exception", "SystemExit: 3 (functions.py, line ", False),
+    "raise_strange": ("exception", "ValueError:  [31m red     ", False),
+    "raise_unprintable": ("exception", "Unprintable: (its message", False),
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("action", ENDLESS)
-def test_an_endless_call_times_out(hasty, action):
-    failure = fails(hasty, action)
-    assert failure.kind == "timeout"
-    assert f"ran longer than 1 s, in {action} (functions.py, line " in failure.message
-
-
-def test_a_process_that_ends_between_two_looks_is_heard(monkeypatch):
-    """It was a crash if the time limit was reached at a look, as limits of whole seconds are."""
-    original = module.has_ended
-    with pool("act", 1, time_limit=0.5) as one:
-        monkeypatch.setattr(module, "LOOK_INTERVAL", 0.1)
-        monkeypatch.setattr(module, "has_ended", lambda pid: eventually(lambda: original(pid), 1.5))
-        assert one.score([{"action": "sleep"}]).failures[0].kind == "timeout"
-
-
-@pytest.mark.slow
-def test_other_workers_continue_while_one_hangs():
-    """The other worker makes all other calls before the time limit."""
-    with pool("act", time_limit=3.0) as two:
-        before = pids(two)
-        scores = two.score([{"action": "sleep"}] + [{"action": "pid"}] * 50)
-        assert [failure.kind for failure in scores.failures] == ["timeout"]
-        assert len(set(scores.rewards[1:])) == 1
-        assert scores.rewards[1] in before
+@pytest.mark.parametrize("action", FAILURES)
+def test_a_call_fails_alone(patient, action):
+    before, (kind, message, is_replaced) = pids(patient), FAILURES[action]
+    outcome = among_others(patient, action)
+    assert outcome.kind == kind
+    assert outcome.message.startswith(message)
+    assert outcome.message.isprintable()
+    assert (pids(patient) != before) == is_replaced
 
 
 @pytest.mark.slow
-def test_time_is_counted_from_the_start_of_a_call():
+@pytest.mark.parametrize("action", ["ignore_signals", "backtrack", "leave_program_and_hang"])
+def test_a_call_that_hangs_times_out_with_its_processes(hasty, action, tmp_path):
+    path = tmp_path / "child"
+    arguments = {"path": str(path)} if "leave" in action else {}
+    outcome = among_others(hasty, action, **arguments)
+    assert (outcome.kind, outcome.message) == ("timeout", "the call ran longer than 1 s")
+    assert not arguments or eventually(lambda: not is_alive(int(path.read_text())))
+
+
+@pytest.mark.slow
+def test_time_is_counted_from_the_start_of_a_call_while_another_hangs():
     with pool("lasting", time_limit=2.0) as two:
-        scores = two.score([{"seconds": 1.2}] * 4)  # the last call ends after 2.4 s
-    assert scores.failures == []
-    assert scores.rewards == [1.2] * 4
-
-
-def test_memory_is_limited(patient):
-    before = pids(patient)
-    failure = fails(patient, "eat_list")
-    assert failure.kind == "memory"
-    assert pids(patient) != before
+        before = pids(two)
+        hung, *others = two.score([{"seconds": 1000}] + [{"seconds": 1.2}] * 3)
+        assert (hung.kind, rewards(others)) == ("timeout", [1.2] * 3)
+        assert len({*before} & {*pids(two)}) == 1
 
 
 def test_the_memory_limit_excludes_memory_of_imports(tmp_path):
@@ -81,62 +92,225 @@ def test_the_memory_limit_excludes_memory_of_imports(tmp_path):
         "data = bytearray(200_000_000)\ndef f(size): return sum(map(len, [bytearray(size)]))"
     )
     with pool("f", file=tmp_path / "large.py", memory_limit=100_000_000) as two:
-        scores = two.score([{"size": 50_000_000}, {"size": 150_000_000}])
-    assert scores.rewards == [50_000_000.0, 0.0]
-    assert scores.failures[0].kind == "memory"
-
-
-CRASHES = {
-    "exit_now": "exited with code 3",
-    "kill_self": "was killed by SIGKILL",
-    "close_all": "the worker process ",  # killed, or it has ended by itself: both are fast
-    "answer_other": "wrote to the connection",
-}
-
-
-@pytest.mark.parametrize("action", CRASHES)
-def test_a_crash_is_reported_for_its_call(patient, action):
-    failure = fails(patient, action)
-    assert failure.kind == "crash"
-    assert CRASHES[action] in failure.message
-
-
-@pytest.mark.parametrize("text", ["garbage", "{}\n", "[" * 100_000 + "\n"])
-def test_writing_to_every_descriptor_is_a_crash(hasty, capfd, text):
-    failure = fails(hasty, "write_to_all", text=text)
-    assert failure.kind == "crash"
-    assert failure.message.startswith("the reward code wrote to the connection between worker")
-    assert len(failure.message) < 200
-    assert capfd.readouterr() == ("", "")
+        small, large = two.score([{"size": 50_000_000}, {"size": 150_000_000}])
+    assert (small.reward, large.kind) == (50_000_000.0, "memory")
 
 
 def test_scoring_stops_when_too_many_calls_fail():
-    beats = []
-    with pool("act", workers=2, time_limit=0.3) as two:
-        calls = [{"action": "number", "text": "2"}, *[{"action": "sleep"}] * 60]
-        scores = two.score(calls, 3, lambda: beats.append(1))
-        assert scores.rewards[0] == 2.0
-        assert 4 <= len(scores.failures) <= 5
-        assert scores.num_left == 61 - 1 - len(scores.failures)
-        assert len(beats) >= 4
-        assert two.score([{"action": "number", "text": "3"}] * 5).rewards == [3.0] * 5
-    assert scores.num_left > 50
+    beats, calls = [], [{"action": ""}, *[{"action": "exit_now"}] * 60]
+    with pool("act") as two:
+        outcomes = two.score(calls, 1, 3, lambda: beats.append(1))
+        kinds = [outcome.kind for outcome in outcomes]
+        assert (outcomes[0].reward, kinds.count("crash"), kinds.count("left")) == (0.0, 4, 56)
+        assert len(beats) >= 5
+        assert rewards(two.score([{"action": "", "x": 3.0}] * 5)) == [3.0] * 5
 
 
-@pytest.mark.parametrize(
-    ("action", "message"),
-    [
-        ("raise_error", "ValueError: no good (functions.py, line "),
-        ("exit_python", "SystemExit: 3 "),
-        ("raise_strange", "ValueError:  [31m red     "),
-        ("raise_unprintable", "Unprintable: (its message"),
-    ],
-)
-def test_an_exception_fails_only_its_call(patient, action, message):
+@pytest.mark.parametrize("action", ["fork_and_return", "fork_and_raise"])
+def test_a_forked_child_does_not_answer(patient, action):
+    for _ in range(2):
+        assert among_others(patient, action).reward == 1.0
+
+
+def test_children_end_with_their_call(patient, tmp_path):
+    """A call that leaves processes costs its worker, in whose process group they are."""
+    for path in (tmp_path / "0", tmp_path / "1"):
+        assert among_others(patient, "leave_child", path=str(path)).reward == 1.0
+        assert eventually(lambda path=path: not is_alive(int(path.read_text())))
+
+
+def test_servers_that_the_module_starts_outlive_calls_but_not_the_pool(tmp_path):
+    (tmp_path / "server.py").write_text(
+        "import subprocess\n"
+        "server = subprocess.Popen(['sleep', '1000'])\n"
+        "def f(x):\n    return server.pid if x else 1 / 0\n"
+    )
+    with pool("f", workers=1, file=tmp_path / "server.py") as one:
+        first, failed, last = one.score([{"x": 1}, {"x": 0}, {"x": 1}])
+        assert (failed.kind, first.reward) == ("exception", last.reward)
+        server = int(first.reward)
+        assert is_alive(server)
+    assert eventually(lambda: not is_alive(server))
+
+
+def test_a_call_does_not_affect_the_next(patient, tmp_path):
     before = pids(patient)
-    failure = fails(patient, action)
-    assert failure.kind == "exception"
-    assert failure.message.startswith(message)
-    assert failure.message.isprintable()
-    assert len(failure.message) < 1000
+    (tmp_path / "gone").mkdir()
+    assert among_others(patient, "change_surroundings", path=str(tmp_path / "gone")).reward == 1.0
+    assert among_others(patient, "count").reward > 0
     assert pids(patient) == before
+
+
+def test_a_deleted_working_directory_fails_no_other_call(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    with pool("act") as two:
+        assert among_others(two, "delete_folder").reward == 1.0
+        assert among_others(two, "segfault").kind == "crash"
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_call_that_was_not_read_is_made_again_once(tmp_path):
+    path = tmp_path / "calls"
+    with pool("append_line", workers=2) as two:
+        for pid in pids(two):
+            os.kill(pid, signal.SIGSTOP)
+        killer = threading.Timer(0.5, lambda: [os.kill(pid, signal.SIGKILL) for pid in before])
+        before = pids(two)
+        killer.start()
+        assert rewards(two.score([{"path": str(path)}] * 2)) == [1.0] * 2
+        killer.join()
+        assert path.read_text() == "called\n" * 2
+
+
+def test_memory_is_closed_to_other_programs_of_the_user(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import ctypes\ndef f(prompt, response): return float(ctypes.CDLL(None).prctl(3))\n"
+    )
+    with pool("f", file=file) as workers:
+        assert [x.reward for x in workers.score([{"prompt": "", "response": ""}])] == [0.0]
+    assert ctypes.CDLL(None).prctl(3) == 0  # PR_GET_DUMPABLE: nor of this process
+
+
+def test_secrets_are_not_in_the_environment_unless_they_are_named(monkeypatch):
+    names = ["OPENAI_API_KEY", "HF_TOKEN", "HTTPS_PROXY", "JUDGE_KEY", "PATH", "HOME"]
+    for name in names[:4]:
+        monkeypatch.setenv(name, "secret")
+    calls = [{"action": "variable", "name": name} for name in names]
+    with pool("act", 1, environment=["JUDGE_KEY"]) as one:
+        assert rewards(one.score(calls)) == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+    with refused("--reward-env names MISSING_KEY, which is not set"):
+        pool("act", environment=["MISSING_KEY"])
+
+
+def test_strings_hash_alike_in_every_process(monkeypatch, tmp_path):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    (tmp_path / "hashes.py").write_text("def f(): return hash('maze') % 2**20\n")
+    found = set()
+    for _ in range(3):
+        with pool("f", 1, file=tmp_path / "hashes.py") as one:
+            found.update(rewards(one.score([{}])))
+    assert len(found) == 1
+
+
+BAD_FILES = {
+    "def f(:\n": "bad.py failed: SyntaxError: ",
+    "x = 1\nraise ValueError('not today')": "ValueError: not today (bad.py, line 2)",
+    "import os; os._exit(4)": "the worker process exited with code 4",
+    "import time; time.sleep(1000)": "loading it ran longer than 1 s",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_a_file_that_cannot_be_loaded_is_refused(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(module, "START_LIMIT", 1.0 if "sleep" in text else 60.0)
+    (tmp_path / "bad.py").write_text(text)
+    before = own_descendants()
+    with pytest.raises(InputError) as error:
+        pool("f", file=tmp_path / "bad.py")
+    assert f"reward function {tmp_path / 'bad.py'}:f: " in str(error.value)
+    assert BAD_FILES[text] in str(error.value)
+    assert own_descendants() == before
+
+
+def test_workers_that_cannot_restart_fail_all_calls_until_they_can(tmp_path):
+    path = tmp_path / "once.py"
+    path.write_text("import os\ndef f(x): return x if x else os._exit(3)")
+    with pool("f", file=path) as two:
+        path.write_text("raise OSError('the disk is gone')")
+        outcomes = two.score([{"x": 0}] * 10)
+        assert [outcome.kind for outcome in outcomes] == ["crash"] * 10
+        assert "cannot be restarted" in outcomes[-1].message
+        assert "the disk is gone" in outcomes[-1].message
+        path.write_text("def f(x): return x + 1")
+        assert rewards(two.score([{"x": 1}] * 3)) == [2.0] * 3
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_no_process():
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = own_descendants()
+    with pool("act", time_limit=60.0) as two:
+        # Ctrl-C goes to the foreground process group, and workers are in groups of their own
+        assert all(os.getpgid(pid) == pid != os.getpgrp() for pid in pids(two))
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            two.score([{"action": "ignore_signals"}] * 10)
+        assert rewards(two.score([{"action": "", "x": 1.0}])) == [1.0]
+    assert own_descendants() == before
+    signal.signal(signal.SIGINT, handler)
+
+
+TRAINER = """
+import sys
+from maxrl_fast.rewards.pool import RewardPool
+pool = RewardPool(f"{sys.argv[1]}:act", workers=2, time_limit=60.0, memory_limit=1 << 30)
+print([worker._process.pid for worker in pool._workers], flush=True)
+"""
+ENDS = {
+    "busy, killed": "pool.score([{'action': 'leave_program_and_hang', 'path': sys.argv[2]}])",
+    "holding the lock, killed": "pool.score([{'action': 'backtrack'}] * 2)",
+    "never closed": "pass",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS)
+def test_workers_end_with_the_trainer(tmp_path, end):
+    path = tmp_path / "child"
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINER + ENDS[end], FUNCTIONS, path],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as trainer:
+        workers = ast.literal_eval(trainer.stdout.readline().decode())
+        assert len(workers) == 2
+        if "killed" in end:
+            assert eventually(lambda: "busy" not in end or (path.exists() and path.read_text()))
+            time.sleep(0.5)
+            assert all(map(is_alive, workers))
+            trainer.kill()
+        trainer.wait(20)
+        if path.exists():
+            workers.append(int(path.read_text()))
+        assert eventually(lambda: not any(map(is_alive, workers)))
+
+
+STOPPED = TRAINER.replace("act", "working").replace("60.0", "4.0") + (
+    "print([x.reward for x in pool.score([{'seconds': 0.3}] * 2)], flush=True)"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_all", [False, True])
+def test_a_trainer_that_is_stopped_gets_its_reward(is_all):
+    """For longer than a call may take, alone or with its workers."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED, FUNCTIONS], cwd=ROOT, stdout=subprocess.PIPE
+    ) as trainer:
+        stopped = [trainer.pid, *ast.literal_eval(trainer.stdout.readline().decode()) * is_all]
+        time.sleep(0.1)
+        for number, pause in ((signal.SIGSTOP, 7.0), (signal.SIGCONT, 0.0)):
+            for pid in stopped:
+                os.kill(pid, number)
+            time.sleep(pause)
+        assert trainer.stdout.readline() == b"[0.3, 0.3]\n"
+
+
+@pytest.mark.slow
+def test_thousands_of_calls_leak_nothing():
+    actions = ["exit_now", "eat_bytes", "raise_strange", "segfault"]
+    calls = [{"action": "", "x": float(i)} for i in range(3_000)]
+    for i in range(200, 3_000, 200):
+        calls[i] = {"action": actions[i // 200 % len(actions)]}
+    with pool("act") as two:
+        two.score(calls[:300])
+        before = len(os.listdir("/proc/self/fd")), len(own_descendants())
+        outcomes = two.score(calls)
+        assert failures(outcomes).keys() == {*range(200, 3_000, 200)}
+        assert all(x.reward in (None, float(i)) for i, x in enumerate(outcomes))
+        assert eventually(lambda: len(own_descendants()) == before[1])
+        assert len(os.listdir("/proc/self/fd")) == before[0]

@@ -9,7 +9,7 @@ import torch
 
 from maxrl_fast import ops, train
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rewards.user_code import InProcess
+from maxrl_fast.rewards.pool import InProcess
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
 from maxrl_fast.tasks.scorer import Scorer

@@ -8,7 +8,7 @@ import torch
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build_task import build_policy_reward
-from maxrl_fast.rewards import Failure, RewardSource, Scores
+from maxrl_fast.rewards import Outcome, RewardSource, failure
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.tasks.scorer import Scorer
@@ -73,11 +73,12 @@ class Lengths(RewardSource):
     def __init__(self):
         self.rows = []
 
-    def score(self, rows, max_failures=None, on_progress=lambda: None, group=1):
+    def outcomes(self, rows, group):
         self.rows += rows
-        rewards = [float(len(row["response"].split())) for row in rows]
-        failures = [Failure(i, "timeout", "too long") for i, x in enumerate(rewards) if x > 10]
-        return Scores(rewards, failures, 0, [{"words": reward} for reward in rewards])
+        for i, row in enumerate(rows):
+            words = float(len(row["response"].split()))
+            scored = Outcome(words, {"words": words})
+            yield i, scored if words <= 10 else failure("timeout", "too long")
 
 
 def test_a_reward_function_sees_whole_episodes():

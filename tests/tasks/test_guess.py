@@ -51,13 +51,12 @@ def test_replies_and_rewards_are_those_of_a_plain_game():
             replies[reply.sample].append(word)
     assert environments.replies(wait=False) == []
     assert replies == [words for words, _ in expected]
-    scores = environments.finish()
-    assert scores.rewards == [float(is_won) for _, is_won in expected]
-    assert (scores.failures, scores.num_left) == ([], 0)
-    assert 0.2 < sum(scores.rewards) / len(hidden) < 0.8
+    rewards = [outcome.reward for outcome in environments.finish()]
+    assert rewards == [float(is_won) for _, is_won in expected]
+    assert 0.2 < sum(rewards) / len(hidden) < 0.8
     # played again from the sampled tokens alone; turns after the end of a game do not count
     rollouts = Rollouts.given([list(itertools.chain(*of)) for of in turns])
-    assert task.score(prompts, rollouts).tolist() == scores.rewards
+    assert task.score(prompts, rollouts).tolist() == rewards
 
 
 def test_prompts_hide_every_number_once_and_depend_on_seed_split_and_index_alone():

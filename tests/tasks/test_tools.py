@@ -6,7 +6,7 @@ import maxrl_fast
 from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
-from tests.rewards.pools import eventually, own_descendants
+from tests.rewards.pools import eventually, failures, own_descendants, rewards
 from tests.runs import read
 from tests.tasks import environments
 from tests.tasks.test_dataset import written
@@ -82,7 +82,7 @@ def test_an_episode_has_the_tokens_of_the_chat_template(make):
         turn_of(tokenizer, *second, text="Noch einmal ☺"),
         turn_of(tokenizer, text="Done."),
     ]
-    (tokens,), scores = play(task, [turns])
+    (tokens,), outcomes = play(task, [turns])
     error = "TypeError: CounterEnv.increase() got an unexpected keyword argument 'stép'"
     chat = [
         *columns["prompt"],
@@ -97,7 +97,7 @@ def test_an_episode_has_the_tokens_of_the_chat_template(make):
     prompt = task.prompts("train", 0, 1).tokens.tolist()
     assert prompt == tokenizer.apply_chat_template(columns["prompt"], **options)
     assert prompt + tokens == tokenizer.apply_chat_template(chat, **options) + turns[2]
-    assert scores.components == [{"tool_errors": 1.0}]
+    assert [x.components for x in outcomes] == [{"tool_errors": 1.0}]
 
 
 def said(text, *calls):
@@ -113,17 +113,17 @@ def test_order_and_number_of_workers_change_nothing(make, environment):
     scripts = counting(task, 4, 3) * 10
     first, *others = [play(x, scripts, 30, order) for order, x in enumerate((task, alone, task))]
     assert others == [first] * 2
-    tokens, scores = first
+    tokens, outcomes = first
     goals = [columns["goal"] for columns in task.prompts("train", 0, 4).columns]
     missed = [goals[s // 3 % 4] + 2 * (s % 3 == 2) - goals[s // 30] for s in range(120)]
     is_right = environment == "CounterEnv"
-    assert scores.rewards == [float(x == 0) if is_right else float(x) for x in missed]
-    assert (len({*map(tuple, tokens)}) > 4, scores.failures) == (True, [])
+    assert rewards(outcomes) == [float(x == 0) if is_right else float(x) for x in missed]
+    assert len({*map(tuple, tokens)}) > 4
 
 
 FAILURES = {  # the tool, its failure, and the message
     "sleep": ("act", "timeout", "the call ran longer than 2 s"),
-    "nan": ("act", "invalid", "a reward must be a finite number of float32, got nan"),
+    "nan": ("act", "invalid", "no reward applies to this response: it is None or NaN"),
     "wait": ("act_later", "timeout", "the call ran longer than 2 s"),
 }
 
@@ -133,22 +133,22 @@ def test_a_hostile_call_fails_its_episode_alone(make, hostile, act):
     tool, kind, message = FAILURES[act]
     if kind == "timeout":
         hostile = make("Hostile", reward_workers=1, reward_seconds=2.0)
-    _, scores = play(hostile, acting(hostile, "", "", act, "", tool=tool), 4)
-    assert [(x.index, x.kind) for x in scores.failures] == [(2, kind)]
-    assert scores.failures[0].message.startswith(message)
+    _, outcomes = play(hostile, acting(hostile, "", "", act, "", tool=tool), 4)
+    assert outcomes[2].kind == kind
+    assert outcomes[2].message.startswith(message)
     goal = hostile.prompts("train", 0, 1).columns[0]["goal"]
-    assert scores.rewards == [float(goal == 0)] * 2 + [0.0] + [float(goal == 0)]
+    assert rewards(outcomes) == [float(goal == 0)] * 2 + [None] + [float(goal == 0)]
 
 
 def test_the_end_of_a_worker_fails_its_own_environments_alone(make):
     """Environments are dealt to the workers in turn."""
     task = make("Hostile", reward_workers=2, reward_seconds=2.0)
-    _, scores = play(task, acting(task, "", "exit", "", "", "", ""), 6)
-    failed = {x.index: x for x in scores.failures}
+    _, outcomes = play(task, acting(task, "", "exit", "", "", "", ""), 6)
+    failed = failures(outcomes)
     assert failed.keys() == {1, 3, 5}
     assert "the worker process exited with code 3" in failed[1].message
     assert all(failed[s].kind == "crash" for s in (3, 5))
-    assert play(task, acting(task, "", ""), 2)[1].failures == []
+    assert not failures(play(task, acting(task, "", ""), 2)[1])
 
 
 REPLIES = {
@@ -162,7 +162,7 @@ def test_replies_are_text_whatever_a_tool_returns(hostile, act):
     """Text that is written like control tokens has none of their ids."""
     text, errors = REPLIES[act]
     script = acting(hostile, act)[0]
-    (tokens,), scores = play(hostile, [script])
+    (tokens,), outcomes = play(hostile, [script])
     tokenizer, inserted = hostile.tokenizer, tokens[len(script[0]) : -len(script[1])]
     before, after = "\n<|im_start|>user\n<tool_response>\n", "\n</tool_response><|im_end|>\n"
     after += "<|im_start|>assistant\n"
@@ -171,7 +171,7 @@ def test_replies_are_text_whatever_a_tool_returns(hostile, act):
     control |= {tokenizer.convert_tokens_to_ids(x) for x in ("<|im_start|>", "<|im_end|>")}
     marks = [token for token in inserted if token in control]
     assert marks == [x for x in tokenizer.encode(before + after) if x in control]
-    assert scores.components == [{"tool_errors": errors}]
+    assert [x.components for x in outcomes] == [{"tool_errors": errors}]
 
 
 def test_text_of_reset_ends_the_prompt_as_text(make, tmp_path):
@@ -186,15 +186,15 @@ def test_text_of_reset_ends_the_prompt_as_text(make, tmp_path):
     assert decoded.endswith(f"user\n{content}<|im_end|>\n<|im_start|>assistant\n")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert prompts.tokens.tolist().count(end) == 2  # of the system message and the user's
-    assert play(task, acting(task, ""))[1].failures == []
+    assert not failures(play(task, acting(task, ""))[1])
 
 
 def test_the_last_turn_has_no_reply_but_its_calls_are_made(make):
     task = make("python:CounterEnv", cls=environments.CounterEnv, max_turns=1)
     scripts = [turns[:1] for turns in counting(task, 3, 1)]
-    (tokens, *_), scores = play(task, scripts)
+    (tokens, *_), outcomes = play(task, scripts)
     assert tokens == scripts[0][0]
-    assert scores.rewards == [1.0, 1.0, 1.0]
+    assert rewards(outcomes) == [1.0, 1.0, 1.0]
 
 
 def test_environments_that_are_closed_leave_nothing(make):
@@ -206,7 +206,7 @@ def test_environments_that_are_closed_leave_nothing(make):
     assert before < {*own_descendants()}
     episodes.close()
     assert eventually(lambda: before == {*own_descendants()})
-    assert play(task, acting(task, "", ""), 2)[1].failures == []
+    assert not failures(play(task, acting(task, "", ""), 2)[1])
 
 
 class Completing(environments.CounterEnv):
@@ -222,10 +222,10 @@ def test_lines_of_the_same_whole_prompt_keep_their_columns(make, tmp_path):
     lines = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
     task = make("python:Completing", written(tmp_path / "lines.jsonl", lines), cls=Completing)
     prompts = task.prompts("train", 0, task.num_train_prompts)
-    _, scores = play(task, [[turn_of(task.tokenizer, text="Done.")]] * len(prompts))
+    _, outcomes = play(task, [[turn_of(task.tokenizer, text="Done.")]] * len(prompts))
     asked = [columns.columns["prompt"][0]["content"] for columns in prompts.columns]
     assert len({*asked}) > len({columns["prompt"][0]["content"] for columns in prompts.columns})
-    assert scores.rewards == [float(len(text) % 2 == 0) for text in asked]
+    assert rewards(outcomes) == [float(len(text) % 2 == 0) for text in asked]
 
 
 def test_a_teachers_prompt_has_the_tools(make, tmp_path):
@@ -326,8 +326,8 @@ def test_a_worker_at_its_memory_limit_ends_once_no_environment_lives_in_it(make)
     little, much = (turn_of(task.tokenizer, ("allocate", {"step": x})) for x in (1, 400))
     end = turn_of(task.tokenizer, text=".")
     scripts = [[little, little, end], [much, much, end]]
-    assert [x.index for x in play(task, scripts, 2)[1].failures] == [1]
-    assert play(task, [[much, end]])[1].failures == []
+    assert [*failures(play(task, scripts, 2)[1])] == [1]
+    assert not failures(play(task, [[much, end]])[1])
 
 
 def test_slow_tools_are_progress(make):

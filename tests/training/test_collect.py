@@ -7,7 +7,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.records import Rollouts, Samples, pack
-from maxrl_fast.rewards import RewardSource, Scores
+from maxrl_fast.rewards import Outcome, RewardSource
 from maxrl_fast.rewards.combined import WeightedRewards
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
@@ -102,10 +102,10 @@ class CountingSource(RewardSource):
     def __init__(self, table):
         self.table = table
 
-    def score(self, rows, max_failures=None, on_progress=lambda: None, group=1):
-        cells = [(len(row["response"].split()) - 1, i % group) for i, row in enumerate(rows)]
-        rewards = [self.table[prompt][n] for prompt, n in cells]
-        return Scores(rewards, [], 0, [{"prompt": float(i), "sample": float(n)} for i, n in cells])
+    def outcomes(self, rows, group):
+        for i, row in enumerate(rows):
+            prompt, n = len(row["response"].split()) - 1, i % group
+            yield i, Outcome(self.table[prompt][n], {"prompt": float(prompt), "sample": float(n)})
 
 
 def test_components_and_greedy_rewards_stay_with_their_groups_when_others_are_replaced():
@@ -138,13 +138,15 @@ def test_a_run_with_dynamic_sampling_resumes_bitwise(tmp_path, monkeypatch):
 
 
 class Source(RewardSource):
-    """Gives these values, NaN where it does not apply."""
+    """Gives these values, None where it does not apply."""
 
     def __init__(self, name, values):
         self.name, self.values = name, values
 
-    def score(self, rows, max_failures=None, on_progress=lambda: None, group=1):
-        return Scores(self.values, [], 0, [{"half": value / 2} for value in self.values])
+    def outcomes(self, rows, group):
+        for i, value in enumerate(self.values):
+            is_known = value == value
+            yield i, Outcome(value, {"half": value / 2}) if is_known else Outcome()
 
 
 def test_each_reward_is_kept_beside_the_sum():

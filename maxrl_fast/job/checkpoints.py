@@ -19,7 +19,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.changes import checkpoints_of
 from maxrl_fast.errors import NonFiniteError, RewardError, StorageError
 from maxrl_fast.job.control import Interrupted, StopSignal
 from maxrl_fast.job.learner_state import (
@@ -47,6 +46,7 @@ from maxrl_fast.runtime.files import (
     write_checksums,
 )
 from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.stopwatch import Stopwatch
@@ -235,7 +235,7 @@ class Checkpoints:
     def _remove_old(self) -> None:
         best = self.out / "best"
         spared = {START, best.resolve().name if best.is_symlink() else ""}
-        for directory in checkpoints_of(self.out)[: -self._keep if self._keep else 0]:
+        for directory in RunFolder(self.out).checkpoints[: -self._keep if self._keep else 0]:
             if directory.name not in spared:
                 # a file may be open on a network disk; that must not end the run
                 with suppress(OSError):

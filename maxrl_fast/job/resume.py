@@ -10,8 +10,6 @@ from typing import Any
 from maxrl_fast.config.changes import (
     ROUNDING,
     changes,
-    checkpoint_order,
-    checkpoints_of,
     describe,
     differing,
 )
@@ -23,6 +21,7 @@ from maxrl_fast.model.decoder import DecoderConfig, RopeScaling
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import DamagedError, verify_checksums
 from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.runtime.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,11 @@ class Saved:
 
 def rename_damaged_after(directory: Path) -> None:
     """Rename checkpoints newer than `directory`, from which the run resumes, to damaged-step-..."""
-    for newer in checkpoints_of(directory.parent.parent):
-        if checkpoint_order(newer) > checkpoint_order(directory):
-            damaged = newer.with_name(f"damaged-{newer.name}")
-            shutil.rmtree(damaged, ignore_errors=True)
-            newer.rename(damaged)
+    found = RunFolder(directory.parent.parent).checkpoints
+    for newer in found[found.index(directory) + 1 :] if directory in found else ():
+        damaged = newer.with_name(f"damaged-{newer.name}")
+        shutil.rmtree(damaged, ignore_errors=True)
+        newer.rename(damaged)
 
 
 def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | None:
@@ -65,7 +64,9 @@ def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | 
     all ranks; None if there is none yet. All ranks must call this. Warns of each damaged
     checkpoint."""
     found = (
-        checkpoints_of(out) or [out] * (out / "progress.json").exists() if ranks.is_first else []
+        RunFolder(out).checkpoints or [out] * (out / "progress.json").exists()
+        if ranks.is_first
+        else []
     )
     whole: tuple[str, Any] | None = None
     for directory in reversed(found):

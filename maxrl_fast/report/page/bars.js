@@ -6,7 +6,7 @@ function drawBars(label, rows) {
   return el('div', { class: 'bars', role: 'img', 'aria-label': label }, rows.map(({ label, bars }) => [
     el('span', { class: 'stage' }, label),
     el('div', {}, bars.map(({ run, value, text }) => {
-      const bar = el('i', { class: `bar run-${run.index}`, 'data-run': run.index, 'data-value': value, title: `${run.name}, ${label}: ${exact(value)}` });
+      const bar = el('i', { class: 'bar', run: run.index, 'data-run': run.index, 'data-value': value, title: `${run.name}, ${label}: ${exact(value)}` });
       bar.style.width = `${(100 * value) / most}%`;
       return el('div', { class: 'bar-line' }, el('div', { class: 'track' }, bar), el('span', { class: 'amount' }, text));
     })),

@@ -20,7 +20,7 @@ function colour(variable) {
   return colours.get(variable);
 }
 
-const runColour = (run) => colour(run === 'none' ? 'muted' : `c${run % 10}`);
+const runColour = (run) => colour(variableOf(run));
 
 function redrawCharts() {
   colours.clear();

@@ -21,10 +21,10 @@ function curvesOf(run) {
 }
 
 /** Returns the visible lines: runs, and in place of the visible runs of a group (if seeds are merged) the group. */
-function linesOf(runs, groups, isMerged) {
+function linesOf(runs, { data, seeds }) {
   const lines = [];
   for (const run of runs) {
-    const group = isMerged ? groups.find((group) => group.runs.includes(run.index)) : null;
+    const group = seeds === 'mean' ? data.groups.find((group) => group.runs.includes(run.index)) : null;
     const known = group && lines.find((line) => line.group === group);
     if (known) known.runs.push(run);
     else lines.push({ index: run.index, name: group ? group.name : run.name, kind: run.kind, group, runs: [run] });

@@ -34,12 +34,12 @@ function start() {
   const [low, high] = stepRange(runs);
   let sections = [];
   const app = {
-    data, runs, step: high, smoothing: usualWindow(runs), isMerged: data.groups.length > 0,
+    data, runs, step: high, smoothing: usualWindow(runs), seeds: 'mean',
     steps: low === high ? { low: low - 0.5, high: high + 0.5 } : { low, high },
     sources: [['samples', 'Evaluations'], ['rollouts', 'Training rollouts']].filter(([source]) => runs.some((run) => run.shown[source])),
     hasSteps: runs.some((run) => run.curves.size),
     visible: () => runs.filter((run) => run.isShown),
-    lines: () => linesOf(app.visible(), data.groups, app.isMerged),
+    lines: () => linesOf(app.visible(), app),
     render: () => sections.forEach((section) => section.render?.()),
     setStep(x) {
       const step = Math.min(high, Math.max(low, Math.round(x)));
@@ -120,19 +120,18 @@ function setUpTheme(button) {
 
 function fillToolbar(bar, app, low, high) {
   const chips = el('div', { class: 'chips', role: 'group', 'aria-label': 'Runs' });
-  const fillChips = () => chips.replaceChildren(...linesOf(app.runs, app.data.groups, app.isMerged).map((line) => {
+  const fillChips = () => chips.replaceChildren(...linesOf(app.runs, app).map((line) => {
     const isShown = line.runs.some((run) => run.isShown);
-    return el('button', { class: `chip run-${line.index}`, 'aria-pressed': String(isShown), title: `Show or hide ${line.runs.map((run) => run.name).join(', ')}`, onclick: () => {
+    return el('button', { class: 'chip', run: line.index, 'aria-pressed': String(isShown), title: `Show or hide ${line.runs.map((run) => run.name).join(', ')}`, onclick: () => {
       line.runs.forEach((run) => { run.isShown = !isShown; });
       fillChips();
       app.render();
-    } }, el('i', { class: 'swatch' }), el('span', {}, line.name));
+    } }, swatch(), el('span', {}, line.name));
   }));
   fillChips();
   bar.append(chips);
   if (app.data.groups.length) {
-    bar.append(segmented('Seeds', [['mean', 'Mean of seeds'], ['each', 'Each seed']], 'mean', (value) => {
-      app.isMerged = value === 'mean';
+    bar.append(controlsOf(app, () => [[segmented, 'seeds', 'Seeds', [['mean', 'Mean of seeds'], ['each', 'Each seed']]]], () => {
       fillChips();
       app.render();
     }));

@@ -30,27 +30,21 @@ function progressOf(run) {
 }
 
 function makeCoverage(body, app) {
-  let mode = 'ends';
-  let set = ''; // the mean over the held-out sets, or the only one
+  const state = { mode: 'ends', set: '' }; // '': the mean over the held-out sets, or the only one
   const sets = [...new Set(app.runs.flatMap((run) => Object.keys(run.sets)))];
   const host = el('div', { class: 'plot' });
   const numbers = el('div', {});
-  const ofSet = (run) => (set ? run.sets[set] ?? [] : run.coverage);
-  const chooser = select('held-out set', 'set', [['', 'mean over sets'], ...sets.map((name) => [name, name])], set, (value) => {
-    set = value;
-    render();
-  });
-  const choice = segmented('Evaluations', [['ends', 'First and last'], ['step', 'At the step']], mode, (value) => {
-    mode = value;
-    render();
-  });
-  body.append(...(app.hasSteps ? [choice] : []), ...(sets.length ? [chooser] : []), host, numbers);
+  const ofSet = (run) => (state.set ? run.sets[state.set] ?? [] : run.coverage);
+  body.append(controlsOf(state, () => [
+    app.hasSteps && [segmented, 'mode', 'Evaluations', [['ends', 'First and last'], ['step', 'At the step']]],
+    sets.length && [select, 'set', 'held-out set', [['', 'mean over sets'], ...sets.map((name) => [name, name])]],
+  ], render), host, numbers);
 
   function chosen() {
     return app.lines().flatMap((line) => {
       const picked = line.runs.map(ofSet).filter((coverage) => coverage.length).map((coverage) => {
         const until = coverage.filter(({ step }) => step === null || step <= app.step);
-        return mode === 'step' ? until.slice(-1) : coverage.length > 1 ? [coverage[0], coverage[coverage.length - 1]] : coverage;
+        return state.mode === 'step' ? until.slice(-1) : coverage.length > 1 ? [coverage[0], coverage[coverage.length - 1]] : coverage;
       });
       const places = [...Array(Math.max(0, ...picked.map((evaluations) => evaluations.length))).keys()];
       return places.map((i) => ({
@@ -97,7 +91,7 @@ function makeCoverage(body, app) {
           return el('td', { class: 'number', title: exact(row[1]) }, row[1] === null ? '–' : row[1].toFixed(3), el('small', {}, interval));
         }))), { class: 'numbers', label: `${score} as numbers` }));
   }
-  return { render, moveStep: () => mode === 'step' && render() };
+  return { render, moveStep: () => state.mode === 'step' && render() };
 }
 
 /** Returns one evaluation as it is; those of several seeds as their mean, with a standard error to each side. */
@@ -127,13 +121,13 @@ function makeWeights(body, app) {
     const most = Math.max(1, ...known.flatMap((run) => run.weight.values));
     drawChart(host, {
       label: 'Weight of a prompt’s gradient by its pass rate', height: 300,
-      marks: [{ type: 'line', run: 'none', role: 'reference', xs: rates, ys: likelihood }, ...lines],
+      marks: [{ type: 'line', run: 'muted', role: 'reference', xs: rates, ys: likelihood }, ...lines],
       x: { kind: 'log', low: rates[0], high: 1, title: 'pass rate p' },
       y: { kind: 'log', low: 0.01, high: 3 * most, title: 'W_N(p)' },
       find: (x) => {
         const i = nearest(rates, x);
         const rows = known.map((run) => ({ run: run.index, name: run.name, text: short(run.weight.values[i]) }));
-        return { title: `p = ${short(rates[i])}`, rows: [...rows, { run: 'none', name: '1/p', text: short(likelihood[i]) }] };
+        return { title: `p = ${short(rates[i])}`, rows: [...rows, { run: 'muted', name: '1/p', text: short(likelihood[i]) }] };
       },
     });
     reasons.replaceChildren(...runs.filter((run) => !run.weight.values).map((run) => el('li', {}, runLabel(run), ` no weight: ${run.weight.reason}`)));
@@ -144,13 +138,10 @@ function makeWeights(body, app) {
 const MOST_DRAWN = 20000; // points drawn per run; the pointer finds all points
 
 function makeNorms(body, app) {
-  let mode = 'all';
+  const state = { mode: 'all' };
   const host = el('div', { class: 'plot' });
   const caption = el('p', { class: 'caption' });
-  body.append(segmented('Steps', [['all', 'All steps'], ['step', 'At the step']], mode, (value) => {
-    mode = value;
-    render();
-  }), host, caption);
+  body.append(controlsOf(state, () => [[segmented, 'mode', 'Steps', STEPS]], render), host, caption);
 
   function render() {
     const sets = app.lines().map((line) => ({ line, points: line.runs.flatMap(chosenPoints) })).filter(({ points }) => points.length);
@@ -170,19 +161,16 @@ function makeNorms(body, app) {
       y: { kind: 'linear', low: 0, high: niceRange(0, Math.max(0, most))[1], title: 'gradient norm' },
       find: (x, y, pointer) => findPoint(sets, pointer),
     });
-    const when = sets.map(({ line, points }) => `${line.name}: ${plural(points.length, 'prompt')}${mode === 'all' ? '' : ` at step ${points[0].step}`}`);
+    const when = sets.map(({ line, points }) => `${line.name}: ${plural(points.length, 'prompt')}${state.mode === 'all' ? '' : ` at step ${points[0].step}`}`);
     caption.textContent = when.length ? `Line: mean by pass rate. ${when.join('; ')}.` : 'The visible runs have no diagnosed prompts.';
   }
 
-  /** Returns the points of all diagnosed steps, or those of the last diagnosed step up to the slider. */
   function chosenPoints(run) {
     const { step: steps, id, pass_rate: rates, grad_norm: norms } = run.points;
     const points = steps.map((step, i) => ({ run, step, id: id[i], rate: rates[i], norm: norms[i] }));
-    if (mode === 'all') return points;
-    const last = steps.reduce((last, step) => (step <= app.step && step > last ? step : last), -1);
-    return points.filter(({ step }) => step === last);
+    return state.mode === 'all' ? points : atStep(points, app.step);
   }
-  return { render, moveStep: () => mode === 'step' && render() };
+  return { render, moveStep: () => state.mode === 'step' && render() };
 }
 
 /** Returns the mean norm at each pass rate, or in 20 bins if there are many rates. */

@@ -5,6 +5,7 @@ const OF_A_STEP = 4; // samples of a step that are shown at first
 const LONG = 900; // characters, or LINES lines; much longer texts are shortened until the reader expands them
 const LINES = 12;
 const isRight = (sample) => sample.reward !== null && sample.reward > 0.5;
+const PATHS = { right: 'good', wrong: 'bad', unscored: 'muted' }; // colours
 const OUTCOMES = {
   all: ['all', () => true],
   right: ['correct', isRight],
@@ -17,37 +18,33 @@ function makeSamples(body, app) {
   const state = { source: app.sources[0][0], left: null, right: null, step: '', outcome: 'all', text: '' };
   const list = el('div', { class: 'samples' });
   const number = el('span', { class: 'count', role: 'status' });
-  const controls = el('div', { class: 'filters' });
-  const search = el('label', { class: 'search' }, 'text', el('input', { type: 'search', name: 'text', placeholder: 'in prompt or response', oninput: ({ target }) => set('text')(target.value) }));
   const pages = pager(() => {
     render();
     body.scrollIntoView({ block: 'start' });
   });
-  body.append(controls, number, list, pages.node);
-  const having = () => app.runs.filter((run) => run.lazy[state.source].length);
   const stepsOf = (runs) => [...new Set(runs.flatMap((run) => run.lazy[state.source].map(({ step }) => step)))].filter((step) => step !== null).sort((a, b) => a - b);
-  const set = (name) => (value) => {
-    state[name] = value;
-    if (name === 'source') [state.left, state.right, state.step] = [null, null, ''];
+  const choose = (name) => {
+    if (name === 'source') [state.left, state.step] = [null, ''];
     pages.first();
-    if (name !== 'text') fillControls(); // which would take the cursor out of the field
     render();
   };
 
-  function fillControls() {
-    const runs = having();
-    const place = (run) => (run ? String(run.index) : '');
+  function controls() {
+    const runs = app.runs.filter((run) => run.lazy[state.source].length);
     const groupOf = (run) => app.data.groups.find((group) => group.runs.includes(run.index)) ?? run;
-    if (state.left === null) [state.left, state.right] = [place(runs[0]), place(runs.find((run) => groupOf(run) !== groupOf(runs[0])) ?? runs[1])];
-    const names = runs.map((run) => [run.index, run.name]);
-    controls.replaceChildren(...[
-      app.sources.length > 1 ? segmented('Samples', app.sources, state.source, set('source')) : null,
-      select('run', 'run', names, state.left, set('left')),
-      runs.length > 1 ? select('beside', 'beside', [['', 'none'], ...names], state.right, set('right')) : null,
-      stepsOf(runs).length > 0 && select('step', 'step', [['', 'all'], ['slider', 'at the slider'], ...stepsOf(runs).map((step) => [step, count(step)])], state.step, set('step')),
-      select('reward', 'outcome', Object.entries(OUTCOMES).map(([value, [text]]) => [value, text]), state.outcome, set('outcome')),
-      search,
-    ].filter(Boolean));
+    const place = (run) => (run ? String(run.index) : '');
+    if (!runs.some((run) => place(run) === state.left)) {
+      state.left = place(runs[0]);
+      state.right = place(runs.find((run) => groupOf(run) !== groupOf(runs[0])) ?? runs[1]);
+    }
+    const [names, steps] = [runs.map((run) => [run.index, run.name]), stepsOf(runs)];
+    return [
+      app.sources.length > 1 && [segmented, 'source', 'Samples', app.sources],
+      [select, 'left', 'run', names],
+      runs.length > 1 && [select, 'right', 'beside', [['', 'none'], ...names]],
+      steps.length && [select, 'step', 'step', [['', 'all'], ['slider', 'at the slider'], ...steps.map((step) => [step, count(step)])]],
+      [select, 'outcome', 'reward', Object.entries(OUTCOMES).map(([value, [text]]) => [value, text])],
+    ];
   }
 
   const shownRuns = () => [...new Set([state.left, state.right])].filter((place) => place !== '').map((place) => app.runs[Number(place)]);
@@ -77,7 +74,11 @@ function makeSamples(body, app) {
     const cards = [...prompts].slice(page * PER_PAGE, (page + 1) * PER_PAGE).map(([prompt, parts]) => promptCard(prompt, columns.map(({ run }, i) => ({ run, samples: parts[i] }))));
     list.replaceChildren(...(cards.length ? cards : [empty('No sample matches.')]));
   }
-  fillControls();
+  const search = el('label', { class: 'search' }, 'text', el('input', { type: 'search', name: 'text', placeholder: 'in prompt or response', oninput: ({ target }) => {
+    state.text = target.value;
+    choose();
+  } }));
+  body.append(el('div', { class: 'filters' }, controlsOf(state, controls, choose), search), number, list, pages.node);
   return { render, moveStep: () => state.step === 'slider' && render() };
 }
 
@@ -132,7 +133,7 @@ function response(sample, maze) {
   const tags = [sample.truncated ? 'truncated' : null, sample.left_out ? `${count(sample.left_out)} characters left out` : null].filter(Boolean);
   return el('div', { class: `response ${kind[0]}` },
     el('p', {}, el('span', { class: 'reward', title: `reward ${exact(sample.reward)}` }, kind[1]), tags.map((tag) => el('span', { class: 'tag' }, tag)), el('span', { class: 'facts' }, facts.join(' · '))),
-    maze ? [drawMaze(maze, sample.response, kind[0]), folded('moves', () => el('pre', {}, sample.response || ' '))] : textCell(sample.response, sample.turns ? turnsOf : undefined));
+    maze ? [drawMaze(maze, sample.response, PATHS[kind[0]]), folded('moves', () => el('pre', {}, sample.response || ' '))] : textCell(sample.response, sample.turns ? turnsOf : undefined));
 }
 
 /** Returns the parts of an episode; ⟦ and ⟧ are only around what an environment inserted (tasks/texts.py). */

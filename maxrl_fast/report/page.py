@@ -69,11 +69,10 @@ def _packed(folders: list[Folder]) -> str:
     for folder in folders:
         own: Record = {"prompts": folder.prompts}
         for kind in ("samples", "rollouts"):
-            rows = [
+            own[kind] = [
                 x | {"prompt": texts.setdefault(x["prompt"], len(texts))}
                 for x in getattr(folder, kind)
             ]
-            own[kind] = {key: [row[key] for row in rows] for key in (rows or [{}])[0]}
         runs.append(own)
     content = _json({"texts": [*texts], "runs": runs}).encode()
     return base64.b64encode(gzip.compress(content, compresslevel=9, mtime=0)).decode()

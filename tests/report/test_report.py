@@ -63,11 +63,7 @@ class Page(HTMLParser):
         for run, lazy in zip(data["runs"], packed["runs"], strict=True):
             run["prompts"] = lazy["prompts"]
             for key in ("samples", "rollouts"):
-                columns = dict(lazy[key])
-                if columns:
-                    columns["prompt"] = [packed["texts"][i] for i in columns["prompt"]]
-                rows = zip(*columns.values(), strict=True)
-                run[key] = [dict(zip(columns, row, strict=True)) for row in rows]
+                run[key] = [x | {"prompt": packed["texts"][x["prompt"]]} for x in lazy[key]]
                 assert run["shown"][key] == len(run[key])
         return data
 

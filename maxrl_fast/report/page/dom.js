@@ -2,7 +2,7 @@
 
 const SVG = 'http://www.w3.org/2000/svg'; // a namespace name; it is not fetched
 
-const isGiven = (value) => value !== null && value !== undefined && value !== false;
+const isGiven = (value) => (value ?? false) !== false;
 
 /** Returns an HTML or SVG element; children are nodes or text. What is null, undefined or false is left out. */
 const el = (tag, attributes, ...children) => filled(document.createElement(tag), attributes, children);
@@ -37,19 +37,10 @@ function short(value) {
 /** Formats a number with all its digits. */
 const exact = (value) => (isGiven(value) ? String(value) : '–');
 
-/** Returns the index of the last number that is at most x in an ascending list; -1 if there is none. */
-function lastUpTo(numbers, x) {
-  let low = -1;
-  let high = numbers.length - 1;
-  while (low < high) {
-    const middle = Math.ceil((low + high) / 2);
-    if (numbers[middle] <= x) low = middle;
-    else high = middle - 1;
-  }
-  return low;
-}
+/** Returns the index of the last number up to x in an ascending list; -1 if there is none. */
+const lastUpTo = (numbers, x) => numbers.findLastIndex((number) => number <= x);
 
-/** Returns the index of the number nearest to x in an ascending list; -1 if it is empty. */
+/** Returns the index of the nearest number in an ascending list; -1 if it is empty. */
 function nearest(numbers, x) {
   const below = lastUpTo(numbers, x);
   if (below < 0) return numbers.length ? 0 : -1;

@@ -17,7 +17,7 @@ const BINS = 10;
 
 /** Returns the bins of some numbers: each number if they are few, else ten intervals of equal length. */
 function binsOf(numbers) {
-  const distinct = [...new Set(numbers)].sort((a, b) => a - b);
+  const distinct = ascending(numbers);
   if (distinct.length <= BINS) return distinct.map((value) => ({ label: short(value), holds: (x) => x === value }));
   const [low, high] = extent(numbers);
   const edge = (i) => low + ((high - low) * i) / BINS;

@@ -40,7 +40,7 @@ const WINDOWS = [0, 5, 10, 25, 50, 100];
 const usualWindow = (runs) => WINDOWS.find((window) => window && window >= Math.max(...runs.map((run) => run.steps.length), 0) / 50) ?? 100;
 
 function makeCurves(body, app) {
-  const keys = [...new Set(app.runs.flatMap((run) => [...run.curves.keys()]))];
+  const keys = unique(app.runs.flatMap((run) => [...run.curves.keys()]));
   const isIdle = (key) => key === 'kl' && app.runs.every((run) => (run.curves.get(key)?.ys ?? []).every((value) => !value));
   const chosen = new Set(DEFAULT_CURVES.filter((key) => keys.includes(key) && !isIdle(key)));
   if (!chosen.size) keys.slice(0, 6).forEach((key) => chosen.add(key));

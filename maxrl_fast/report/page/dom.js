@@ -21,6 +21,8 @@ function filled(node, attributes = {}, children) {
 /** Returns the CSS variable of a run's colour; colours repeat after ten runs. */
 const variableOf = (run) => (typeof run === 'number' ? `c${run % 10}` : run);
 
+const unique = (values) => [...new Set(values)];
+const ascending = (numbers) => unique(numbers).sort((a, b) => a - b);
 const count = (number) => number.toLocaleString('en');
 const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? '' : 's'}`;
 

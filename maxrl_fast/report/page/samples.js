@@ -22,7 +22,7 @@ function makeSamples(body, app) {
     render();
     body.scrollIntoView({ block: 'start' });
   });
-  const stepsOf = (runs) => [...new Set(runs.flatMap((run) => run.lazy[state.source].map(({ step }) => step)))].filter((step) => step !== null).sort((a, b) => a - b);
+  const stepsOf = (runs) => ascending(runs.flatMap((run) => run.lazy[state.source].map(({ step }) => step)).filter((step) => step !== null));
   const choose = (name) => {
     if (name === 'source') [state.left, state.step] = [null, ''];
     pages.first();
@@ -47,7 +47,7 @@ function makeSamples(body, app) {
     ];
   }
 
-  const shownRuns = () => [...new Set([state.left, state.right])].filter((place) => place !== '').map((place) => app.runs[Number(place)]);
+  const shownRuns = () => unique([state.left, state.right]).filter((place) => place !== '').map((place) => app.runs[Number(place)]);
 
   function chosen(run) {
     const text = state.text.toLowerCase();
@@ -85,10 +85,9 @@ function makeSamples(body, app) {
 function promptCard(prompt, columns) {
   const first = columns.flatMap(({ samples }) => samples)[0];
   const maze = mazeOf(prompt);
-  const ids = [...new Set(columns.flatMap(({ samples }) => samples.map(({ id }) => id)))].filter((id) => id !== null); // of one text
-  const about = [`prompt ${ids.slice(0, 8).map(count).join(', ')}${ids.length > 8 ? ' …' : ''}`, first.answer ? `answer ${first.answer}` : null];
+  const ids = unique(columns.flatMap(({ samples }) => samples.map(({ id }) => id))); // of one text
   return el('article', { class: maze ? 'sample with-maze' : 'sample', 'data-id': exact(first.id) },
-    el('header', {}, el('h3', {}, about[0]), el('span', { class: 'facts' }, about[1]), first.columns ? folded('columns', () => el('pre', {}, first.columns)) : null),
+    el('header', {}, el('h3', {}, `prompt ${ids.slice(0, 8).map(count).join(', ')}${ids.length > 8 ? ' …' : ''}`), el('span', { class: 'facts' }, first.answer && `answer ${first.answer}`), first.columns ? folded('columns', () => el('pre', {}, first.columns)) : null),
     el('div', { class: 'text prompt' }, maze ? [drawMaze(maze), folded('prompt as text', () => el('pre', {}, prompt))] : textCell(prompt)),
     el('div', { class: 'columns' }, columns.map(({ run, samples }) => el('div', { class: 'column' },
       el('header', {}, runLabel(run), samples.length ? el('span', { class: 'facts' }, meanReward(samples)) : null),

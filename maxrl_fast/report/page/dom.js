@@ -92,7 +92,7 @@ function controlsOf(state, specs, changed) {
   return host;
 }
 
-/** Returns the buttons that turn pages, and show(number of pages), which returns the page that is shown. */
+/** Returns the buttons that turn pages, and show(items, size of a page), which returns those of the page. */
 function pager(turned) {
   let page = 0;
   const place = el('span', { class: 'place' });
@@ -103,13 +103,14 @@ function pager(turned) {
   const previous = el('button', { onclick: () => turn(-1) }, '← Previous');
   const next = el('button', { onclick: () => turn(1) }, 'Next →');
   const node = el('div', { class: 'pages' }, previous, place, next);
-  const show = (pages) => {
+  const show = (items, size) => {
+    const pages = Math.ceil(items.length / size);
     page = Math.max(0, Math.min(page, pages - 1));
     place.textContent = `page ${page + 1} of ${count(Math.max(1, pages))}`;
     previous.disabled = page === 0;
     next.disabled = page >= pages - 1;
     node.hidden = pages < 2;
-    return page;
+    return items.slice(page * size, (page + 1) * size);
   };
   return { node, show, first: () => { page = 0; } };
 }

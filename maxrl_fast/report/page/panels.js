@@ -165,13 +165,8 @@ function makeNorms(body, app) {
 /** Returns the mean norm at each pass rate, or in 20 bins if there are many rates. */
 function meansByRate(points) {
   const isMany = unique(points.map(({ rate }) => rate)).length > 65;
-  const norms = new Map();
-  for (const { rate, norm } of points) {
-    const at = isMany ? (Math.min(19, Math.floor(rate * 20)) + 0.5) / 20 : rate;
-    if (!norms.has(at)) norms.set(at, []);
-    norms.get(at).push(norm);
-  }
-  return [...norms].map(([rate, own]) => [rate, meanOf(own)]).sort((a, b) => a[0] - b[0]);
+  const groups = Map.groupBy(points, ({ rate }) => (isMany ? (Math.min(19, Math.floor(rate * 20)) + 0.5) / 20 : rate));
+  return [...groups].map(([rate, own]) => [rate, meanOf(own.map(({ norm }) => norm))]).sort((a, b) => a[0] - b[0]);
 }
 
 function findPoint(points, { px, py, toX, toY }) {

@@ -61,8 +61,8 @@ function makePrompts(body, app) {
     const { prompts } = evaluations[state.before].run.lazy;
     const known = prompts.num_prompts > prompts.ids.length ? ` Numbers of the first ${count(prompts.ids.length)} of ${count(prompts.num_prompts)} prompts are kept.` : '';
     summary.textContent = `${plural(all.length, 'prompt')}: ${number('gained')} gained, ${number('lost')} lost, ${number('equal')} unchanged${score === 'pass@k' ? `, ${number('never')} of them never solved` : ''}.${known}`;
-    const page = pages.show(Math.ceil(shown.length / PROMPTS_PER_PAGE));
-    host.replaceChildren(!shown.length ? empty('No prompt matches.') : table(Object.entries(HEADERS).map(header), shown.slice(page * PROMPTS_PER_PAGE, (page + 1) * PROMPTS_PER_PAGE).map(promptRow), { class: 'prompts', label: score === 'pass@k' ? 'Pass rate by prompt' : 'Mean reward by prompt' }));
+    const page = pages.show(shown, PROMPTS_PER_PAGE).map(promptRow);
+    host.replaceChildren(!page.length ? empty('No prompt matches.') : table(Object.entries(HEADERS).map(header), page, { class: 'prompts', label: score === 'pass@k' ? 'Pass rate by prompt' : 'Mean reward by prompt' }));
   }
   const choose = () => {
     pages.first();

@@ -110,9 +110,9 @@ def groups_of(folders: list[Folder], named: list[str]) -> list[Record]:
     for i, folder in enumerate(folders):
         if folder.kind == "run" and folder.options:
             own = {x: y for x, y in folder.options.items() if x not in (*OF_ONE_START, "seed")}
-            places = members.setdefault(json.dumps(own, sort_keys=True), {})
-            places.setdefault(folder.options.get("seed"), i)
-    found = [[*places.values()] for places in members.values() if len(places) > 1]
+            by_seed = members.setdefault(json.dumps(own, sort_keys=True), {})
+            by_seed.setdefault(folder.options.get("seed"), i)
+    found = [[*by_seed.values()] for by_seed in members.values() if len(by_seed) > 1]
     options = [folders[places[0]].options for places in found]
     differing = [key for key in named if key != "seed" and _differs(key, options)] or ["objective"]
     names: list[str] = []
@@ -120,11 +120,10 @@ def groups_of(folders: list[Folder], named: list[str]) -> list[Record]:
         names = [_name(own, differing[:number]) for own in options]
         if len(set(names)) == len(names):
             break
-    groups = []
-    for name, places in zip(names, found, strict=True):
-        unique = name if names.count(name) == 1 else folders[places[0]].name
-        groups.append({"runs": places, "name": f"{unique}, {len(places)} seeds"})
-    return groups
+    return [
+        {"runs": places, "name": f"{name}, {len(places)} seeds"}
+        for name, places in zip(names, found, strict=True)
+    ]
 
 
 def _name(options: Record, keys: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -51,7 +51,6 @@ class Folder:
     # number of samples and rollouts in the files
     in_files: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    seconds_from: str = ""
     weight: Record = field(default_factory=dict)  # W_N(p), or why there is none
     notes: list[str] = field(default_factory=list)  # what is left out
 
@@ -100,12 +99,7 @@ def _read_run(run: RunFolder, folder: Folder) -> None:
             if None not in point[1:]:
                 for column, value in zip(folder.points.values(), (x["step"], *point), strict=True):
                     column.append(value)
-    folder.seconds = _durations(_optional(run.path / "timings.json"))
-    folder.seconds_from = "timings.json"
-    if not folder.seconds:
-        stages = {name: folder.metrics.get(f"{name}_seconds", ()) for name in ("rollout", "train")}
-        folder.seconds = _durations({name: sum(filter(None, x)) for name, x in stages.items()})
-        folder.seconds_from = "metrics.jsonl"
+    folder.seconds = _optional(run.path / "timings.json")
 
 
 def _read_evaluations(records: list[Record], folder: Folder) -> None:
@@ -136,7 +130,7 @@ def _read_evaluation(file: Path, folder: Folder) -> None:
         if rewards := own.get("rewards"):
             own |= {"reward_mean": [*map(fmean, rewards)], "reward_max": [*map(max, rewards)]}
         _take_counts([record | own | {"step": None}], own["id"], len(own["id"]), folder)
-    folder.seconds, folder.seconds_from = _durations(record.get("seconds", {})), "eval.json"
+    folder.seconds = record.get("seconds", {})
 
 
 def _read_pass_rates(run: RunFolder, folder: Folder) -> None:
@@ -180,18 +174,14 @@ def _columns(records: list[Record]) -> dict[str, list[Number]]:
     return {name: [_finite(record.get(name)) for record in records] for name in names}
 
 
-def _coverage(passes: Mapping[str, Any] | None) -> list[list[Number]]:
-    """Return rows [k, score, low, high] by ascending k, from {k: score} (no interval) or {k:
-    {"mean", "low", "high"}}."""
+def _coverage(passes: Record | None) -> list[list[Number]]:
+    """Return rows [k, score, low, high] by ascending k, from {k: score} or {k: {"mean", "low",
+    "high"}}."""
     rows = list[list[Number]]()
     for k, x in (passes or {}).items():
         estimate = x if isinstance(x, dict) else {"mean": x}
         rows.append([int(k), *(estimate.get(name) for name in ("mean", "low", "high"))])
     return sorted(row for row in rows if row[1] is not None)
-
-
-def _durations(stages: Mapping[str, Any]) -> dict[str, float]:
-    return {name: seconds for name, seconds in stages.items() if seconds}
 
 
 def _finite(value: Any) -> Number:

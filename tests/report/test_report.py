@@ -13,7 +13,7 @@ from importlib.resources import files
 import pytest
 
 from maxrl_fast.report import main
-from tests.browser.made_up import HOSTILE, KEYS, write_evaluation, write_lines, write_run
+from tests.browser.made_up import HOSTILE, KEYS, write_evaluation, write_run
 from tests.runs import read
 
 VENDORED = {  # SHA-256 of the files of uplot 1.6.32 as npm distributes them
@@ -114,7 +114,6 @@ def test_embedded_numbers_equal_the_files(tmp_path, report):
             {key: c[key] for key in ("step", "num_samples", "num_correct")} for c in counts
         ]
         assert run["seconds"] == {"rollout": 12.25, "update": 37.75}
-        assert run["seconds_from"] == "timings.json"
         assert run["warnings"] == read(folder / "warnings.jsonl") != []
         assert run["notes"] == []
 
@@ -159,18 +158,15 @@ def test_the_page_makes_no_network_requests(tmp_path, report):
 
 
 def test_a_run_in_progress_without_optional_files(tmp_path, report):
-    records = write_run(tmp_path / "run")
+    write_run(tmp_path / "run")
     names = "eval.jsonl warnings.jsonl diagnostics.jsonl samples.jsonl timings.json config.json"
     for name in (*names.split(), "weight.json", *LAZY):
         (tmp_path / "run" / name).unlink()
-    timed = [record | {"rollout_seconds": 0.5, "train_seconds": 0.25} for record in records]
-    write_lines(tmp_path / "run" / "metrics.jsonl", timed)
     whole = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     (tmp_path / "run" / "metrics.jsonl").write_bytes(whole[:-30])
     (run,) = report(tmp_path / "run").data["runs"]
     assert run["steps"] == list(range(1, 30))
-    assert run["seconds"] == {"rollout": 29 * 0.5, "train": 29 * 0.25}
-    assert run["seconds_from"] == "metrics.jsonl"
+    assert run["seconds"] == {}
     assert run["coverage"] == run["samples"] == run["rollouts"] == run["warnings"] == []
     assert run["prompts"] == {}
     assert run["weight"]["reason"] == "weight.json does not have it"

@@ -197,10 +197,8 @@ function makeTimings(body, app) {
         return { run: line, value, text: `${value < 1e4 ? value.toFixed(1) : short(Math.round(value))} s · ${Math.round((100 * value) / total(line))}%` };
       }),
     }))));
-    const partial = lines.flatMap(({ runs }) => runs.filter((run) => run.seconds_from === 'metrics.jsonl').map((run) => run.name));
     const totals = lines.map((line) => `${line.name} ${short(total(line))} s`);
-    caption.textContent = !lines.length ? 'The visible runs have no timings.' :
-      `Total: ${totals.join('; ')}.${partial.length ? ` Sums of metrics.jsonl only, because timings.json is missing: ${partial.join(', ')}.` : ''}`;
+    caption.textContent = lines.length ? `Total: ${totals.join('; ')}.` : 'The visible runs have no timings.';
   }
   return { render };
 }

@@ -7,6 +7,8 @@ hf://Qwen/Qwen2.5-0.5B-Instruct --lr 1e-6 --tokens 512`. docs/session.md explain
 
 import argparse
 
+from tiny import tiny_session
+
 from maxrl_fast import Session, group_advantage
 
 # G; yours: a batch of your data in each step
@@ -29,7 +31,7 @@ for name, default in {
 }.items():
     parser.add_argument(f"--{name}", type=type(default), default=default)
 options = parser.parse_args()
-session = Session(options.model) if options.model else Session.tiny()
+session = Session(options.model) if options.model else tiny_session()
 sizes = {"k": options.k} if options.k else {}  # of max@k: --estimator maxpo --k 4
 for step in range(options.steps + 1):
     rollouts = session.sample(PROMPTS, n=options.rollouts, max_new_tokens=options.tokens)

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,7 @@ class Run:
     exit: int
     task: Task
     _context: RunContext
-    # arguments of `run` that cannot be stored in the folder
-    _objects: dict[str, Any] = field(default_factory=dict)
+    _objects: dict[str, Any]  # arguments of `run` that the folder cannot store
 
     @property
     def policy(self) -> PolicyModel:
@@ -123,19 +122,18 @@ class Run:
         return run(resume=self.out, **{**self._objects, **options})
 
     def __repr__(self) -> str:
-        ended = "" if self.exit == 0 else f", ended early with exit {self.exit}"
         scores, shown = self.evaluations, ""
         if len(scores):
             passes, rewards = scores["pass_at_1"], scores["max_at_1"]
-            is_binary = bool((passes == rewards).all())
-            name, x = ("pass@1", passes) if is_binary else ("mean reward", rewards)
-            shown = f", {name} {x[0]:.3f} to {x[-1]:.3f}"
-        return f"Run({str(self.out)!r}: {len(self.metrics)} steps{shown}{ended})"
+            name = "pass@1" if (passes == rewards).all() else "mean reward"
+            shown = f", {name} {rewards[0]:.3f} to {rewards[-1]:.3f}"
+        if self.exit:
+            shown += f", ended early with exit {self.exit}"
+        return f"Run({str(self.out)!r}: {len(self.metrics)} steps{shown})"
 
 
 @contextlib.contextmanager
-def _process_kept() -> Iterator[None]:
-    """Restore the random states that the block changes; parsing options changes them too."""
+def _random_states_kept() -> Iterator[None]:
     states = random_states()
     try:
         yield
@@ -143,7 +141,7 @@ def _process_kept() -> Iterator[None]:
         set_random_states(states)
 
 
-@_process_kept()
+@_random_states_kept()  # parsing options changes them too
 @naming_user_code()
 def run(
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
@@ -168,35 +166,29 @@ def run(
         environment: what --environment takes, or a class, whose objects live in this process.
         quiet: print only warnings and errors.
         options: as on the command line, with underscores: `maze_size=11`. None: not given. `data`,
-            `test_data` and `sft_data` may be rows: dicts, a datasets.Dataset or a DataFrame; a
-            file beside the run's folder keeps them.
+            `test_data` and `sft_data` may be a list of dicts, or what has `to_list()` (a Dataset)
+            or `to_dict("records")` (a DataFrame); a file beside the run's folder keeps them.
 
     Raises:
         InputError: if an option is unknown or wrong, with the command line's message.
         NonFiniteError, RewardError, StorageError, EngineError, UserCodeError: if the run failed.
             The message names the last checkpoint.
     """
-    if not isinstance(config, Mapping):
-        config = {"config": config and os.fspath(config)}
-    given = dict(config)
+    given = dict(config) if isinstance(config, Mapping) else {"config": config}
     options |= {"task": task, "reward": reward, "environment": environment}
     given |= {name: value for name, value in options.items() if value is not None}
-    task, reward, environment = (given.pop(x, None) for x in ("task", "reward", "environment"))
+    folder = Path(given.get("out") or given.get("resume") or "runs/run").absolute().parent
     for name in ("data", "test_data", "sft_data"):
-        value = given.get(name)
-        files = value if isinstance(value, list | tuple) else [value]
-        if not all(isinstance(file, str | os.PathLike | None) for file in files):
-            out = given.get("out") or given.get("resume") or "runs/run"
-            given[name] = _stored(name, value, Path(out).absolute().parent)
-    functions = _functions_of(reward, given)
-    named = {"task": task, "environment": environment}
-    given |= {name: _name_of(x) for name, x in named.items() if x is not None}
-    own_task = None if isinstance(task, str) else task
-    own_class = None if isinstance(environment, str) else environment
-    if own_task is not None:
+        if (rows := _rows_of(given.get(name))) is not None:
+            given[name] = _stored(name, rows, folder)
+    names, functions = _named_rewards(given.get("reward"))
+    given |= {"reward": names} if names else {}
+    objects: dict[str, Any] = {"reward": reward} if functions else {}
+    for name in ("task", "environment"):
+        if not isinstance(given.get(name, ""), str):
+            objects[name], given[name] = given[name], _name_of(given[name])
+    if (own_task := objects.get("task")) is not None:
         check_members(f"task {type(own_task).__name__}", own_task, Task)
-    objects = {"environment": own_class, "task": own_task, "reward": reward if functions else None}
-    objects = {name: x for name, x in objects.items() if x is not None}
     parsed = parse_options(given)
     if parsed.run.dry_run is not None:
         command = "python -m maxrl_fast.train --dry-run"
@@ -205,11 +197,10 @@ def run(
     device, screen = resolve_device(parsed.run.device), _screen(not ranks.is_first, quiet)
     with ranks.connected(device):
         parsed = find_policy(parsed, ranks, screen.warning)
-        found = build_run_task(parsed, own_class) if own_task is None else own_task
+        found = own_task or build_run_task(parsed, objects.get("environment"))
         with closing_task(found):  # also where the configuration is refused
             resolved = resolve(parsed, found, ranks, warn=screen.warning)
-            ends_process = ranks.size > 1
-            job = Job(resolved, found, ranks, screen, device, functions, ends_process)
+            job = Job(resolved, found, ranks, screen, device, functions, ranks.size > 1)
             ending, context = job.run()
     if ending.error is not None:
         raise ending.error
@@ -221,43 +212,35 @@ def run(
     return Run(context.config.run.out, ending.code, found, context, objects)
 
 
-def _functions_of(
-    reward: Reward | Sequence[Reward] | None, options: dict[str, Any]
-) -> dict[str, Callable[..., Any]]:
-    """Return the functions among rewards by name; the names of all go to the options."""
-    functions: dict[str, Callable[..., Any]] = {}
+def _named_rewards(reward: Any) -> tuple[list[str], dict[str, Callable[..., Any]]]:
+    """Return the names of all rewards, and the functions of this process by theirs."""
+    names, functions = list[str](), dict[str, Callable[..., Any]]()
     rewards = reward if isinstance(reward, list | tuple) else [] if reward is None else [reward]
-    for given in rewards:
-        if not isinstance(given, str) and not callable(given):
-            raise InputError(f"reward must be a name or a function, got {given!r:.80}")
-        name = _name_of(given)
-        if functions.get(name, given) is not given:  # all lambdas have one name
-            name += f"-{len(functions) + 1}"
-        options["reward"] = [*options.get("reward", []), name]
-        if not isinstance(given, str):
-            functions[name] = given
-    return functions
+    for one in rewards:
+        if not isinstance(one, str) and not callable(one):
+            raise InputError(f"reward must be a name or a function, got {one!r:.80}")
+        name = _name_of(one)
+        names.append(f"{name}-{len(names)}" if name in functions else name)  # as two lambdas
+        if not isinstance(one, str):
+            functions[names[-1]] = one
+    return names, functions
 
 
-def _stored(option: str, rows: Any, folder: Path) -> Path:
+def _rows_of(value: Any) -> list[Any] | None:
+    """Return the rows that are given in place of a file; None for the names of files."""
+    if hasattr(value, "to_list"):  # a Dataset, whose images are not decoded
+        return value.to_list()
+    if hasattr(value, "to_dict"):
+        return value.to_dict("records")
+    return value if isinstance(value, list) and isinstance([*value, ""][0], Mapping) else None
+
+
+def _stored(option: str, rows: list[Any], folder: Path) -> Path:
     """Write rows to a file that is named by its content, for a resumed run to read again."""
-    if hasattr(rows, "iloc"):
-        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
-    elif hasattr(rows, "to_list"):  # a Dataset, whose images are not decoded
-        rows = rows.to_list()
-    content, place, value = "", option, rows
     try:
-        for number, row in enumerate(rows, start=1):
-            place, value = f"{option}, row {number}", row
-            for name, value in dict(row).items():
-                place = f"{option}, row {number}: {name}"
-                json.dumps(value, default=_plain)
-            content += json.dumps(dict(row), default=_plain) + "\n"
+        content = "".join(json.dumps(row, default=_plain) + "\n" for row in rows)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"{place} must be {'JSON' if ':' in place else 'a file, or rows of JSON values'}, got "
-            f"{value!r:.80}"
-        ) from error
+        raise InputError(f"{option} must be rows of JSON values: {error}") from error
     path = folder / f"data-{hashlib.sha256(content.encode()).hexdigest()[:12]}.jsonl"
     if Ranks.of_environment().is_first:
         folder.mkdir(parents=True, exist_ok=True)

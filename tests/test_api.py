@@ -208,6 +208,8 @@ def test_rows_are_data_which_a_resumed_run_reads_again(tmp_path, monkeypatch):
     assert read(file) == rows
     numbers = {"a": np.arange(2), "b": Decimal("1.5"), "c": b"c"}
     dataset = SimpleNamespace(to_list=lambda: [row | numbers for row in rows])
+    with pytest.raises(InputError, match="data must be rows of JSON values"):
+        maxrl_fast.run(data=[{"prompt": "a", "b": object()}], out="other", **options)
     texts = [x["response"] for x in done.rollouts if x["step"] == 1]
     [pair, *_] = re.findall("[!-;=?-Z]{2}", "\n".join(texts))  # not in a special token
     stopped = maxrl_fast.run(data=dataset, steps=1, out="p", stop=[pair], **options)

@@ -1,6 +1,5 @@
 """The command `python -m maxrl_fast.report`."""
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,51 +41,26 @@ def main(arguments: Sequence[str]) -> int:
     )
     try:
         options = parser.parse_args(arguments)
-        _check(options.runs, options.out)
+        paths, out = options.runs, options.out
+        if not 1 <= len(paths) <= MOST_RUNS:
+            raise InputError(f"RUN must be 1 to {MOST_RUNS} folders, got {len(paths)}")
+        if out.suffix != ".html":  # a typing error must not replace a run's log
+            raise InputError(f"--out must be a file that ends in .html, got {printable(out)}")
+        names = [path.absolute().name for path in paths]
         folders = [
-            read_folder(path, name)
-            for path, name in zip(options.runs, _names(options.runs), strict=True)
+            read_folder(path, name if names.count(name) == 1 else str(path))
+            for path, name in zip(paths, names, strict=True)
         ]
-        page = render(folders)
+        with atomic_file(out) as temporary:
+            temporary.write_text(render(folders), encoding="utf-8")
     except InputError as error:
         screen.error(str(error))
         return 2
-    try:
-        with atomic_file(options.out) as temporary:
-            temporary.write_text(page, encoding="utf-8")
     except OSError as error:
-        screen.error(f"cannot write --out {printable(options.out)}: {error}")
+        screen.error(f"cannot write --out {printable(out)}: {error}")
         return 1
     for folder in folders:
         for note in folder.notes:
             screen.warning(f"{printable(folder.name)}: {note}")
-    screen.info(f"report {options.out}")
+    screen.info(f"report {out}")
     return 0
-
-
-def _check(runs: Sequence[Path], out: Path) -> None:
-    """Refuse bad options before any file is read."""
-    if not 1 <= len(runs) <= MOST_RUNS:
-        raise InputError(f"RUN must be 1 to {MOST_RUNS} folders, got {len(runs)}")
-    if out.suffix.lower() not in (".html", ".htm"):  # a typing error must not replace a run's log
-        raise InputError(f"--out must be a file that ends in .html, got {printable(out)}")
-    try:
-        is_folder, has_folder = out.is_dir(), out.parent.is_dir()
-    except (OSError, ValueError) as error:
-        wanted = "--out must be a valid file name"
-        raise InputError(f"{wanted}, got {printable(out)}: {error}") from error
-    if is_folder or not has_folder:
-        raise InputError(f"--out must be a file in an existing folder, got {printable(out)}")
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a unique name of each folder, with its parent's name or a number if needed."""
-    names = [path.absolute().name or str(path) for path in paths]
-    count = Counter(names)
-    parents = [path.absolute().parent.name for path in paths]
-    names = [
-        f"{parent}/{name}" if count[name] > 1 else name
-        for parent, name in zip(parents, names, strict=True)
-    ]
-    count = Counter(names)
-    return [f"{name} ({i + 1})" if count[name] > 1 else name for i, name in enumerate(names)]

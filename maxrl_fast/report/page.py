@@ -1,15 +1,14 @@
 """The page: data, style and scripts in one HTML file that makes no network requests."""
 
 import base64
+import gzip
 import hashlib
 import json
 from importlib.resources import files
 from typing import Any
 
 from maxrl_fast.config.names import OF_ONE_START, OF_TASK, PASS_RATES
-from maxrl_fast.report.reading import Folder
-from maxrl_fast.report.samples import in_columns, packed
-from maxrl_fast.report.seeds import groups_of
+from maxrl_fast.report.reading import Folder, Record
 
 KEY_OPTIONS = (
     *("objective", "k", "order", "rollouts", "prompts", "task", "model", "lr", "steps", "seed"),
@@ -22,61 +21,61 @@ SCRIPTS = (
 # fields of a folder that the page unpacks when it is open
 LAZY = ("prompts", "samples", "rollouts")
 _SHOWN_OPTION = 200  # characters shown of an option's value
+_NAMED_OPTIONS = 3
 
 
 def render(folders: list[Folder]) -> str:
-    style = "\n".join(_asset(name) for name in STYLES)
-    script = "'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS)
+    style = "\n".join(map(_asset, STYLES))
+    script = "'use strict';\n" + "\n".join(map(_asset, SCRIPTS))
     # Scripts and styles are allowed by digest: text of a run would not be executed even if a bug
     # let it become markup.
     allowed = f"script-src {_digest(script)}; style-src {_digest(style)}"
-    policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
-    page = _asset("page.html")
     marks = {
-        "policy": policy,
+        "policy": f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'",
         "style": style,
         "script": script,
-        "samples": packed(lazy_data(folders)),
+        "samples": _packed(folders),
+        "data": _embedded(page_data(folders)),  # last: its texts may contain a mark
     }
-    marks["data"] = _embedded(page_data(folders))  # last: its texts may contain a mark
+    page = _asset("page.html")
     for mark, text in marks.items():
-        before, found, after = page.partition(f"{{{{{mark}}}}}")
-        assert found
-        page = before + text + after
+        page = page.replace(f"{{{{{mark}}}}}", text, 1)
     return page
 
 
-def page_data(folders: list[Folder]) -> dict[str, Any]:
+def page_data(folders: list[Folder]) -> Record:
+    """Return what the page reads at once; of samples and prompts, only their number."""
     key_options, differing = _shown_options(folders)
-    shown = [*key_options, *differing]
+    shown, runs = [*key_options, *differing], list[Record]()
+    for folder in folders:
+        own = {key: value for key, value in vars(folder).items() if key not in LAZY}
+        own["options"] = {key: _value(folder.options.get(key)) for key in shown}
+        own["shown"] = {key: len(getattr(folder, key)) for key in LAZY}
+        runs.append(own | {"prompt_set": _prompt_set(folder)})
     return {
         "pass_rates": PASS_RATES,
         "key_options": key_options,
         "differing": differing,
         "groups": groups_of(folders, shown),
-        "runs": [_eager(folder, shown) for folder in folders],
+        "runs": runs,
     }
 
 
-def _eager(folder: Folder, options: list[str]) -> dict[str, Any]:
-    """Return what the page reads at once; of samples and prompts, only their number."""
-    numbers = {key: value for key, value in vars(folder).items() if key not in LAZY}
-    return numbers | {
-        "options": {key: _value(folder.options.get(key)) for key in options},
-        "shown": {key: len(getattr(folder, key)) for key in LAZY},
-        "prompt_set": _prompt_set(folder),
-    }
-
-
-def lazy_data(folders: list[Folder]) -> dict[str, Any]:
-    """Return each folder's samples, rollouts and prompts, and each prompt's text once."""
-    texts: dict[str, int] = {}
-    runs = [
-        {key: in_columns(getattr(folder, key), texts) for key in ("samples", "rollouts")}
-        | {"prompts": folder.prompts}
-        for folder in folders
-    ]
-    return {"texts": list(texts), "runs": runs}
+def _packed(folders: list[Folder]) -> str:
+    """Return each folder's samples, rollouts and prompts, and each prompt's text once, as base64 of
+    gzip of JSON: texts of samples become about 20 times smaller, and the letters of base64 have no
+    meaning in HTML."""
+    texts, runs = dict[str, int](), list[Record]()
+    for folder in folders:
+        own: Record = {"prompts": folder.prompts}
+        for kind in ("samples", "rollouts"):
+            own[kind] = [
+                x | {"prompt": texts.setdefault(x["prompt"], len(texts))}
+                for x in getattr(folder, kind)
+            ]
+        runs.append(own)
+    content = _json({"texts": [*texts], "runs": runs}).encode()
+    return base64.b64encode(gzip.compress(content, compresslevel=9, mtime=0)).decode()
 
 
 def _prompt_set(folder: Folder) -> str:
@@ -85,43 +84,71 @@ def _prompt_set(folder: Folder) -> str:
     if not options:
         return folder.name
     own = [options.get(name) for name in OF_TASK]
-    seed = options.get("task_seed", options.get("seed"))
-    return hashlib.sha256(
-        json.dumps([*own, options.get("split", "test"), seed]).encode()
-    ).hexdigest()[:16]
+    own += [options.get("split", "test"), options.get("task_seed", options.get("seed"))]
+    return hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
 
 
 def _shown_options(folders: list[Folder]) -> tuple[list[str], list[str]]:
     """Return the key options that any run has, and the other options in which the runs differ."""
     runs = [folder.options for folder in folders if folder.options and folder.kind == "run"]
     known = runs or [folder.options for folder in folders if folder.options]
-    own = (*KEY_OPTIONS, *OF_ONE_START)
-    others = dict.fromkeys(key for options in known for key in options if key not in own)
-    key_options = [
-        key
-        for key in KEY_OPTIONS
-        if key == "model" or any(options.get(key) is not None for options in known)
+    others = {key: None for options in known for key in options}
+    shared = [x for x in KEY_OPTIONS if x == "model" or any(x in options for options in known)]
+    differing = [key for key in others if key not in (*KEY_OPTIONS, *OF_ONE_START)]
+    return shared if known else [], [key for key in differing if _differs(key, known)]
+
+
+def _differs(key: str, options: list[Record]) -> bool:
+    return len({json.dumps(own.get(key)) for own in options}) > 1
+
+
+def groups_of(folders: list[Folder], named: list[str]) -> list[Record]:
+    """Return the groups of at least two runs whose options differ in their seeds alone: their
+    places and a name, from the first options in `named`. The same seed twice is a repetition, which
+    does not count."""
+    members = dict[str, dict[Any, int]]()  # places by seed, by configuration
+    for i, folder in enumerate(folders):
+        if folder.kind == "run" and folder.options:
+            own = {x: y for x, y in folder.options.items() if x not in (*OF_ONE_START, "seed")}
+            by_seed = members.setdefault(json.dumps(own, sort_keys=True), {})
+            by_seed.setdefault(folder.options.get("seed"), i)
+    found = [[*by_seed.values()] for by_seed in members.values() if len(by_seed) > 1]
+    options = [folders[places[0]].options for places in found]
+    differing = [key for key in named if key != "seed" and _differs(key, options)] or ["objective"]
+    names: list[str] = []
+    for number in range(1, _NAMED_OPTIONS + 1):  # as few options as tell the groups apart
+        names = [_name(own, differing[:number]) for own in options]
+        if len(set(names)) == len(names):
+            break
+    return [
+        {"runs": places, "name": f"{name}, {len(places)} seeds"}
+        for name, places in zip(names, found, strict=True)
     ]
-    values = {key: {json.dumps(_value(options.get(key))) for options in known} for key in others}
-    return key_options if known else [], [key for key in others if len(values[key]) > 1]
+
+
+def _name(options: Record, keys: list[str]) -> str:
+    """Return the values of these options as a name, for example "maxrl, k 4"."""
+    known = [(key, options[key]) for key in keys if key in options]
+    parts = (str(x) if key == "objective" else f"{key} {x}" for key, x in known)
+    return ", ".join(part[:40] for part in parts) or "one configuration"
 
 
 def _value(value: Any) -> Any:
     """Return null, booleans and numbers unchanged, other values as shortened text."""
-    if (
-        value is None
-        or isinstance(value, bool)
-        or (isinstance(value, (int, float)) and abs(value) < 2**53)
-    ):
+    if value is None or (isinstance(value, int | float) and abs(value) < 2**53):
         return value
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _SHOWN_OPTION else f"{text[:_SHOWN_OPTION]} …"
 
 
-def _embedded(data: dict[str, Any]) -> str:
+def _json(data: Record) -> str:
+    return json.dumps(data, allow_nan=False, separators=(",", ":"))
+
+
+def _embedded(data: Record) -> str:
     """Return JSON that is safe inside HTML: texts may contain </script> or <!--."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    text = _json(data).replace("<", "\\u003c").replace(">", "\\u003e")
+    return text.replace("&", "\\u0026")
 
 
 def _digest(text: str) -> str:

@@ -204,10 +204,10 @@ def _message(given: Any, what: str) -> Message:
     return {names[key]: value for key, value in message.items()}
 
 
-def check_utf8(text: str, what: str) -> None:
+def check_utf8(text: Any, what: str) -> None:
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair
+    except (AttributeError, UnicodeEncodeError) as error:  # no text, or half a surrogate pair
         raise InputError(f"{what} must be text in UTF-8: {error}") from error
 
 

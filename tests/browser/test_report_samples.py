@@ -31,8 +31,8 @@ def test_samples_are_by_prompt_with_two_runs_side_by_side(show, tmp_path, two):
     for choice, number in (("right", 20), ("wrong", 28), ("unscored", 4), ("all", 52)):
         samples.locator("select[name=outcome]").select_option(choice)
         assert f"{number} of 52 samples" in total.inner_text()
-    samples.locator("select[name=beside]").select_option("")
-    samples.locator("select[name=run]").select_option(label="two")
+    samples.locator("select[name=right]").select_option("")
+    samples.locator("select[name=left]").select_option(label="two")
     samples.locator("select[name=step]").select_option(label="20")
     assert total.inner_text() == "13 prompts, 13 of 26 samples"
     samples.locator("select[name=step]").select_option("slider")

@@ -23,11 +23,17 @@ def test_bad_input_is_refused(tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "report.html"
     write_run(run)
     assert "RUN must be 1 to 24 folders, got 0" in refusal(capsys)
-    assert "is not a folder" in refusal(capsys, tmp_path / "absent", "--out", out)
-    assert "has neither" in refusal(capsys, tmp_path, "--out", out)
+    for folder in (tmp_path / "absent", tmp_path):
+        assert "has neither" in refusal(capsys, folder, "--out", out)
     assert "ends in .html" in refusal(capsys, run, "--out", run / "metrics.jsonl")
-    (run / "metrics.jsonl").write_text("")
-    assert "at least one step" in refusal(capsys, run, "--out", out)
+    for text, said in (
+        ("", "must hold at least one step"),
+        ('{"step": 1}\nnonsense\n', "line 2 of"),
+        ('{"reward_mean": 1}\n', "KeyError: 'step'"),
+        ("[1]\n", "cannot read"),
+    ):
+        (run / "metrics.jsonl").write_text(text)
+        assert said in refusal(capsys, run, "--out", out)
     (tmp_path / "evaluation").mkdir()
     (tmp_path / "evaluation" / "eval.json").write_text('{"pass_at_k": {}}')
     assert "must hold pass@k" in refusal(capsys, tmp_path / "evaluation", "--out", out)

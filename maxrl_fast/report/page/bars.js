@@ -6,7 +6,7 @@ function drawBars(label, rows) {
   return el('div', { class: 'bars', role: 'img', 'aria-label': label }, rows.map(({ label, bars }) => [
     el('span', { class: 'stage' }, label),
     el('div', {}, bars.map(({ run, value, text }) => {
-      const bar = el('i', { class: `bar run-${run.index}`, 'data-run': run.index, 'data-value': value, title: `${run.name}, ${label}: ${exact(value)}` });
+      const bar = el('i', { class: 'bar', run: run.index, 'data-run': run.index, 'data-value': value, title: `${run.name}, ${label}: ${exact(value)}` });
       bar.style.width = `${(100 * value) / most}%`;
       return el('div', { class: 'bar-line' }, el('div', { class: 'track' }, bar), el('span', { class: 'amount' }, text));
     })),
@@ -17,7 +17,7 @@ const BINS = 10;
 
 /** Returns the bins of some numbers: each number if they are few, else ten intervals of equal length. */
 function binsOf(numbers) {
-  const distinct = [...new Set(numbers)].sort((a, b) => a - b);
+  const distinct = ascending(numbers);
   if (distinct.length <= BINS) return distinct.map((value) => ({ label: short(value), holds: (x) => x === value }));
   const [low, high] = extent(numbers);
   const edge = (i) => low + ((high - low) * i) / BINS;

@@ -20,7 +20,7 @@ function colour(variable) {
   return colours.get(variable);
 }
 
-const runColour = (run) => colour(run === 'none' ? 'muted' : `c${run % 10}`);
+const runColour = (run) => colour(variableOf(run));
 
 function redrawCharts() {
   colours.clear();
@@ -115,13 +115,12 @@ const WHOLE = [...Array(12).keys()].flatMap((power) => [1, 2, 5].map((factor) =>
 function axisOf({ kind, title, ticks, isWhole }, scale) {
   const isX = scale === 'x';
   const font = '11.5px system-ui, sans-serif';
-  const splits = ticks ? () => ticks : kind === 'linear' ? undefined : (chart, axis, low, high) => decadeTicks(low, high, isX ? (chart.width - 70) / 60 : 6);
   const line = (variable) => ({ stroke: () => colour(variable), width: 1 });
   return {
     scale, font, labelFont: font, label: title, labelSize: title ? 20 : 0, stroke: () => colour('muted'), gap: isX ? 4 : 6,
     size: isX ? 28 : (chart, values) => 14 + 6.6 * Math.max(2, ...(values ?? []).map((value) => String(value).length)),
-    space: isX ? 64 : 34, ...(isWhole ? { incrs: WHOLE } : {}), splits, ...(splits ? { filter: (chart, splits) => splits } : {}),
-    values: (chart, splits, axis, space, gap) => splits.map((value) => tickLabel(value, kind === 'linear' ? gap : value)),
+    space: isX ? 64 : 34, ...(isWhole ? { incrs: WHOLE } : {}), ...(ticks ? { splits: () => ticks, filter: (chart, splits) => splits } : {}),
+    values: (chart, splits) => splits.map(tickLabel),
     grid: isX ? { show: false } : line('grid'), ticks: isX ? { ...line('line'), size: 4 } : { show: false }, border: { show: isX, ...line('line') },
   };
 }
@@ -166,32 +165,8 @@ function logRange(low, high) {
   return low > high ? [0.1, 1] : low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
 }
 
-/** Returns the powers of ten in [low, high], and 2 and 5 times them if there is room. */
-function decadeTicks(low, high, wanted) {
-  const first = Math.floor(Math.log10(low) + 1e-9);
-  const last = Math.ceil(Math.log10(high) - 1e-9);
-  const every = Math.max(1, Math.ceil((last - first) / wanted));
-  const factors = (last - first) * 3 <= wanted + 2 ? [1, 2, 5] : [1];
-  const ticks = [];
-  for (let power = first; power <= last; power += every) {
-    for (const factor of factors) ticks.push(Number(`${factor}e${power}`));
-  }
-  return ticks.filter((tick) => tick >= low * (1 - 1e-9) && tick <= high * (1 + 1e-9));
-}
-
-/** Formats a tick's label with as many digits as the distance between ticks needs. */
-function tickLabel(value, gap) {
-  const size = Math.max(Math.abs(value), gap);
-  if (value === 0) return '0';
-  if (size >= 1e15 || size < 1e-3) {
-    const power = Math.floor(Math.log10(Math.abs(value)) + 1e-9);
-    const factor = Number((value / 10 ** power).toPrecision(6));
-    return `${factor}e${power}`;
-  }
-  for (const [unit, letter] of [[1e12, 'T'], [1e9, 'G'], [1e6, 'M'], [1e3, 'k']]) {
-    if (Math.abs(value) >= unit && gap >= 1e3) return `${Number((value / unit).toPrecision(6))}${letter}`;
-  }
-  if (size >= 1e4) return Math.round(value).toLocaleString('en');
-  const digits = gap >= 1 ? 0 : Math.min(8, Math.ceil(-Math.log10(gap) - 1e-9));
-  return value.toFixed(Number.isInteger(Number((gap * 10 ** digits).toPrecision(6))) ? digits : digits + 1);
+function tickLabel(value) {
+  if (value === null) return ''; // of a logarithmic axis
+  const isTiny = value !== 0 && Math.abs(value) < 1e-3;
+  return isTiny ? Number(value.toPrecision(6)).toExponential() : value.toLocaleString('en', { maximumSignificantDigits: 6 });
 }

@@ -40,7 +40,7 @@ const WINDOWS = [0, 5, 10, 25, 50, 100];
 const usualWindow = (runs) => WINDOWS.find((window) => window && window >= Math.max(...runs.map((run) => run.steps.length), 0) / 50) ?? 100;
 
 function makeCurves(body, app) {
-  const keys = [...new Set(app.runs.flatMap((run) => [...run.curves.keys()]))];
+  const keys = unique(app.runs.flatMap((run) => [...run.curves.keys()]));
   const isIdle = (key) => key === 'kl' && app.runs.every((run) => (run.curves.get(key)?.ys ?? []).every((value) => !value));
   const chosen = new Set(DEFAULT_CURVES.filter((key) => keys.includes(key) && !isIdle(key)));
   if (!chosen.size) keys.slice(0, 6).forEach((key) => chosen.add(key));
@@ -66,10 +66,7 @@ function makeCurves(body, app) {
     cards.forEach((card) => card.draw());
   }
 
-  const smoothing = select('smoothing', 'smoothing', WINDOWS.map((window) => [window, window ? `mean of ${window} steps` : 'off']), app.smoothing, (value) => {
-    app.smoothing = Number(value);
-    render();
-  });
+  const smoothing = controlsOf(app, () => [[select, 'smoothing', 'smoothing', WINDOWS.map((window) => [window, window ? `mean of ${window} steps` : 'off'])]], render);
   body.append(el('div', { class: 'controls' }, el('details', { class: 'chooser' }, el('summary', {}, 'Metrics ', number), choice),
     smoothing, el('span', { class: 'hint' }, 'Drag in a curve to zoom, double-click to zoom out.')), grid);
   return { render, moveStep: () => cards.forEach((card) => card.moveStep()) };
@@ -98,8 +95,8 @@ function makeCard(key, app, logs, render) {
     readout.replaceChildren(...curves.map(({ line, curve }) => {
       const { step, value } = valueAt(curve, app.step);
       const isOld = step !== app.step && !curve.sparse;
-      return el('span', { class: `run-${line.index}`, 'data-run': line.index, 'data-value': exact(value), title: `${line.name}, step ${step}: ${exact(value)}` },
-        el('i', { class: 'swatch' }), short(value), isOld ? el('small', {}, `step ${count(step)}`) : null);
+      return el('span', { run: line.index, 'data-run': line.index, 'data-value': exact(value), title: `${line.name}, step ${step}: ${exact(value)}` },
+        swatch(), short(value), isOld ? el('small', {}, `step ${count(step)}`) : null);
     }));
     chart?.moveCursor(app.step);
   };

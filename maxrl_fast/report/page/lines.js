@@ -10,7 +10,7 @@ function curvesOf(run) {
   for (const [key, ys] of Object.entries(run.metrics)) curves.set(key, { xs: run.steps, ys });
   if (run.kind !== 'run') return curves;
   for (const [set, coverage] of [['', run.coverage], ...Object.entries(run.sets)]) {
-    const ks = [...new Set(coverage.flatMap(({ rows }) => rows.map(([k]) => k)))].sort((a, b) => a - b);
+    const ks = ascending(coverage.flatMap(({ rows }) => rows.map(([k]) => k)));
     for (const k of ks) {
       const points = coverage.filter(({ rows }) => rows.some((row) => row[0] === k));
       curves.set(`${EVALUATED}${set && `${set} `}${scoreName(k)}`, { xs: points.map(({ step }) => step), ys: points.map(({ rows }) => rows.find((row) => row[0] === k)[1]), sparse: true });
@@ -21,10 +21,10 @@ function curvesOf(run) {
 }
 
 /** Returns the visible lines: runs, and in place of the visible runs of a group (if seeds are merged) the group. */
-function linesOf(runs, groups, isMerged) {
+function linesOf(runs, { data, seeds }) {
   const lines = [];
   for (const run of runs) {
-    const group = isMerged ? groups.find((group) => group.runs.includes(run.index)) : null;
+    const group = seeds === 'mean' ? data.groups.find((group) => group.runs.includes(run.index)) : null;
     const known = group && lines.find((line) => line.group === group);
     if (known) known.runs.push(run);
     else lines.push({ index: run.index, name: group ? group.name : run.name, kind: run.kind, group, runs: [run] });
@@ -56,11 +56,11 @@ function mergedCurve(curves) {
   if (curves.length === 1) return curves[0];
   const columns = curves.map((curve) => {
     const at = new Map(curve.xs.map((x, i) => [x, curve.ys[i]]));
-    const last = curve.xs[curve.xs.length - 1];
+    const last = curve.xs.at(-1);
     const end = lastNumber(curve)?.value ?? null; // a shorter run keeps its last value, so that the mean has no jump where it ends
     return (x) => (x > last ? end : at.get(x)); // undefined where the run has no such step
   });
-  const all = [...new Set(curves.flatMap((curve) => curve.xs))].sort((a, b) => a - b).map((x) => [x, columns.map((column) => column(x))]);
+  const all = ascending(curves.flatMap((curve) => curve.xs)).map((x) => [x, columns.map((column) => column(x))]);
   const shared = all.filter(([, values]) => !values.includes(undefined)); // a mean over other runs at each step would jump
   const estimates = shared.map(([, values]) => meanAndError(values));
   const side = (sign) => estimates.map(({ mean, error }) => (error === null ? null : mean + sign * error));
@@ -77,8 +77,7 @@ function meanAndError(values) {
 }
 
 function lastNumber({ xs, ys }) {
-  let i = ys.length - 1;
-  while (i >= 0 && ys[i] === null) i--;
+  const i = ys.findLastIndex((value) => value !== null);
   return i < 0 ? null : { step: xs[i], value: ys[i] };
 }
 
@@ -88,7 +87,7 @@ function lastNumber({ xs, ys }) {
  */
 function valueAt(curve, step) {
   const { xs, ys, sparse } = curve;
-  if (xs.length && step > xs[xs.length - 1]) return lastNumber(curve) ?? { step, value: null };
+  if (step > xs.at(-1)) return lastNumber(curve) ?? { step, value: null };
   const i = lastUpTo(xs, step);
   return i >= 0 && (sparse || xs[i] === step) ? { step: xs[i], value: ys[i] } : { step, value: null };
 }

@@ -1,45 +1,36 @@
 // The page's state (visible runs, seeds, step, smoothing, theme), its toolbar and its sections.
 
-// Sections with samples are made when the samples are unpacked.
+// id, title, what it shows, how it is made, whether the runs have it, and whether it needs the samples, which are unpacked later
 const SECTIONS = [
-  ['runs', 'Runs', makeRuns, () => true],
-  ['curves', 'Curves', makeCurves, (app) => app.hasSteps],
-  ['coverage', 'Coverage', makeCoverage, (app) => app.runs.some((run) => run.coverage.length)],
-  ['weights', 'Weight by pass rate', makeWeights, (app) => app.runs.some((run) => run.kind === 'run')],
-  ['norms', 'Gradient norm by pass rate', makeNorms, (app) => app.runs.some((run) => run.points.step.length)],
-  ['rewards', 'Rewards', makeRewards, (app) => app.sources.length, true],
-  ['timings', 'Time', makeTimings, (app) => app.runs.some((run) => Object.keys(run.seconds).length)],
-  ['warnings', 'Warnings', makeWarnings, (app) => app.runs.some((run) => run.kind === 'run')],
-  ['prompts', 'Prompts', makePrompts, (app) => app.runs.some((run) => run.shown.prompts), true],
-  ['samples', 'Samples', makeSamples, (app) => app.sources.length, true],
+  ['runs', 'Runs', '', makeRuns, () => true],
+  ['curves', 'Curves', '', makeCurves, (app) => app.hasSteps],
+  ['coverage', 'Coverage', 'How often at least one of k samples is correct, on held-out prompts.', makeCoverage, (app) => app.has((run) => run.coverage.length)],
+  ['weights', 'Weight by pass rate', 'The factor by which the objective scales a prompt’s gradient, by the prompt’s pass rate.', makeWeights, (app) => app.hasRuns],
+  ['norms', 'Gradient norm by pass rate', 'The norm of each prompt’s own gradient, which shows the prompts that dominate an update.', makeNorms, (app) => app.has((run) => run.points.step.length)],
+  ['rewards', 'Rewards', 'The samples that the run kept, by reward.', makeRewards, (app) => app.sources.length, true],
+  ['timings', 'Time', 'Seconds by stage, and their share of the total.', makeTimings, (app) => app.has((run) => Object.keys(run.seconds).length)],
+  ['warnings', 'Warnings', '', makeWarnings, (app) => app.hasRuns],
+  ['prompts', 'Prompts', 'The fraction of correct samples of each held-out prompt at two evaluations.', makePrompts, (app) => app.has((run) => run.shown.prompts), true],
+  ['samples', 'Samples', 'Prompts with their responses and rewards.', makeSamples, (app) => app.sources.length, true],
 ];
-const ABOUT = {
-  coverage: 'How often at least one of k samples is correct, on held-out prompts.',
-  weights: 'The factor by which the objective scales a prompt’s gradient, by the prompt’s pass rate.',
-  norms: 'The norm of each prompt’s own gradient, which shows the prompts that dominate an update.',
-  rewards: 'The samples that the run kept, by reward.',
-  timings: 'Seconds by stage, and their share of the total.',
-  prompts: 'The fraction of correct samples of each held-out prompt at two evaluations.',
-  samples: 'Prompts with their responses and rewards.',
+const ABOUT_REWARDS = {
+  coverage: 'The best reward of k samples, on held-out prompts. Rewards are not only 0 and 1.',
+  prompts: 'The mean and the maximum reward of each held-out prompt at two evaluations.',
 };
 
 function start() {
   const data = JSON.parse(document.getElementById('data').textContent);
-  if (data.runs.some((run) => run.score === 'max_at_k')) {
-    score = 'max@k';
-    ABOUT.coverage = 'The best reward of k samples, on held-out prompts. Rewards are not only 0 and 1.';
-    ABOUT.prompts = 'The mean and the maximum reward of each held-out prompt at two evaluations.';
-  }
+  if (data.runs.some((run) => run.score === 'max_at_k')) score = 'max@k';
   const runs = data.runs.map((run, index) => ({ ...run, index, curves: curvesOf(run), isShown: true }));
   const [low, high] = stepRange(runs);
   let sections = [];
   const app = {
-    data, runs, step: high, smoothing: usualWindow(runs), isMerged: data.groups.length > 0,
+    data, runs, step: high, smoothing: usualWindow(runs), seeds: 'mean',
     steps: low === high ? { low: low - 0.5, high: high + 0.5 } : { low, high },
     sources: [['samples', 'Evaluations'], ['rollouts', 'Training rollouts']].filter(([source]) => runs.some((run) => run.shown[source])),
-    hasSteps: runs.some((run) => run.curves.size),
+    has: (holds) => runs.some(holds), hasSteps: runs.some((run) => run.curves.size), hasRuns: runs.some((run) => run.kind === 'run'),
     visible: () => runs.filter((run) => run.isShown),
-    lines: () => linesOf(app.visible(), data.groups, app.isMerged),
+    lines: () => linesOf(app.visible(), app),
     render: () => sections.forEach((section) => section.render?.()),
     setStep(x) {
       const step = Math.min(high, Math.max(low, Math.round(x)));
@@ -57,9 +48,11 @@ function start() {
   const contents = document.getElementById('contents');
   main.replaceChildren();
   const later = [];
-  for (const [id, title, make, isNeeded, isLazy] of SECTIONS.filter(([, , , isNeeded]) => isNeeded(app))) {
-    const body = el('div', { class: 'body' }, isLazy ? empty('Unpacking the samples …') : null);
-    main.append(el('section', { id, 'aria-labelledby': `${id}-title` }, el('h2', { id: `${id}-title` }, title), ABOUT[id] ? el('p', { class: 'about' }, ABOUT[id]) : null, body));
+  for (const [id, title, about, make, isNeeded, isLazy] of SECTIONS) {
+    if (!isNeeded(app)) continue;
+    const body = el('div', { class: 'body' }, isLazy && empty('Unpacking the samples …'));
+    const said = (score === 'max@k' && ABOUT_REWARDS[id]) || about;
+    main.append(el('section', { id, 'aria-label': title }, el('h2', {}, title), said && el('p', { class: 'about' }, said), body));
     contents.append(el('a', { href: `#${id}` }, title));
     if (isLazy) later.push([body, make]);
     else sections.push(make(body, app));
@@ -75,14 +68,12 @@ function start() {
   }).catch((error) => later.forEach(([body]) => body.replaceChildren(empty(`The samples cannot be unpacked: ${error.message}`))));
 }
 
-/** Gives every run its samples, rollouts and prompts, which are in the page as base64 of gzip. */
+/** Gives every run its samples, rollouts and prompts. */
 async function unpack(runs) {
   const bytes = Uint8Array.from(atob(document.getElementById('samples-data').textContent), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('gzip'));
   const { texts, runs: packed } = JSON.parse(await new Response(stream).text());
-  const rows = (columns) => (columns.prompt ?? []).map((_, i) => ({
-    ...Object.fromEntries(Object.entries(columns).map(([key, values]) => [key, values[i]])), prompt: texts[columns.prompt[i]],
-  }));
+  const rows = (rows) => rows.map((row) => ({ ...row, prompt: texts[row.prompt] }));
   runs.forEach((run, i) => {
     run.lazy = { samples: rows(packed[i].samples), rollouts: rows(packed[i].rollouts), prompts: packed[i].prompts };
     run.promptTexts = new Map([...(packed[i].prompts.texts ?? []), ...run.lazy.samples.map(({ id, prompt }) => [id, prompt])]);
@@ -94,7 +85,7 @@ function stepRange(runs) {
   return ends.length ? extent(ends) : [0, 1];
 }
 
-/** The theme is the system's until the reader presses the button; on paper it is light. */
+/** The theme is the system's until the reader presses the button. */
 function setUpTheme(button) {
   const dark = matchMedia('(prefers-color-scheme: dark)');
   const present = () => document.documentElement.dataset.theme ?? (dark.matches ? 'dark' : 'light');
@@ -102,37 +93,28 @@ function setUpTheme(button) {
     button.textContent = present() === 'dark' ? '☀ Light' : '☾ Dark';
     redrawCharts();
   };
-  const choose = (theme) => {
-    if (theme) document.documentElement.dataset.theme = theme;
-    else delete document.documentElement.dataset.theme;
+  button.addEventListener('click', () => {
+    document.documentElement.dataset.theme = present() === 'dark' ? 'light' : 'dark';
     show();
-  };
-  let onScreen;
-  addEventListener('beforeprint', () => {
-    onScreen = document.documentElement.dataset.theme;
-    choose('light');
   });
-  addEventListener('afterprint', () => choose(onScreen));
-  button.addEventListener('click', () => choose(present() === 'dark' ? 'light' : 'dark'));
   dark.addEventListener('change', show);
   show();
 }
 
 function fillToolbar(bar, app, low, high) {
   const chips = el('div', { class: 'chips', role: 'group', 'aria-label': 'Runs' });
-  const fillChips = () => chips.replaceChildren(...linesOf(app.runs, app.data.groups, app.isMerged).map((line) => {
+  const fillChips = () => chips.replaceChildren(...linesOf(app.runs, app).map((line) => {
     const isShown = line.runs.some((run) => run.isShown);
-    return el('button', { class: `chip run-${line.index}`, 'aria-pressed': String(isShown), title: `Show or hide ${line.runs.map((run) => run.name).join(', ')}`, onclick: () => {
+    return el('button', { class: 'chip', run: line.index, 'aria-pressed': String(isShown), title: `Show or hide ${line.runs.map((run) => run.name).join(', ')}`, onclick: () => {
       line.runs.forEach((run) => { run.isShown = !isShown; });
       fillChips();
       app.render();
-    } }, el('i', { class: 'swatch' }), el('span', {}, line.name));
+    } }, swatch(), el('span', {}, line.name));
   }));
   fillChips();
   bar.append(chips);
   if (app.data.groups.length) {
-    bar.append(segmented('Seeds', [['mean', 'Mean of seeds'], ['each', 'Each seed']], 'mean', (value) => {
-      app.isMerged = value === 'mean';
+    bar.append(controlsOf(app, () => [[segmented, 'seeds', 'Seeds', [['mean', 'Mean of seeds'], ['each', 'Each seed']]]], () => {
       fillChips();
       app.render();
     }));

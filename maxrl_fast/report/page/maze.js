@@ -34,7 +34,7 @@ function walk({ size, cells, start, goal }, response) {
 }
 
 /** Draws a maze, and the path of a response if one is given: up to the wall that it enters, which has a cross. */
-function drawMaze(maze, response = null, run = 'none') {
+function drawMaze(maze, response = null, run = 'muted') {
   const { size, cells, start, goal } = maze;
   const walls = cells.flatMap((row, i) => row.map((cell, j) => (cell === 'WALL' ? `M${j},${i}h1v1h-1z` : '')));
   const { path, hit, stray } = response === null ? { path: [], hit: null, stray: null } : walk(maze, response);
@@ -42,7 +42,7 @@ function drawMaze(maze, response = null, run = 'none') {
   const label = response === null ? `maze of ${size} by ${size} cells` :
     `path of ${plural(path.length - 1, 'move')}${hit ? ', then into a wall' : stray ? `, then ${stray || 'nothing'}` : ''}`;
   const pixels = Math.max(96, Math.min(13 * size, 240));
-  return svg('svg', { class: `maze run-${run}`, width: pixels, height: pixels, viewBox: `-0.5 -0.5 ${size + 1} ${size + 1}`, role: 'img', 'aria-label': label },
+  return svg('svg', { class: 'maze', run, width: pixels, height: pixels, viewBox: `-0.5 -0.5 ${size + 1} ${size + 1}`, role: 'img', 'aria-label': label },
     svg('title', {}, label), svg('rect', { class: 'floor', width: size, height: size }), svg('path', { class: 'walls', d: walls.join('') }),
     svg('rect', { class: 'goal', x: goal[1] + 0.1, y: goal[0] + 0.1, width: 0.8, height: 0.8 }),
     svg('circle', { class: 'start', cx: start[1] + 0.5, cy: start[0] + 0.5, r: 0.38 }),

@@ -2,141 +2,125 @@
 
 function makeRuns(body, app) {
   const { key_options: keys, differing } = app.data;
-  const written = (run, key) => {
-    const value = run.options[key];
-    if (key === 'model' && run.kind === 'run' && value === null) return 'new';
-    return value === null || value === undefined || value === '' ? '–' : String(value);
-  };
   const names = { rollouts: 'N (rollouts)', prompts: 'G (prompts)' };
+  const nameOf = (key) => names[key] ?? key;
+  const written = ({ kind, options }, key) => String(options[key] ?? (key === 'model' && kind === 'run' ? 'new' : '')) || '–';
   const shown = [...keys, ...differing];
-  const varies = shown.filter((key) => new Set(app.runs.filter((run) => run.kind === app.runs[0].kind).map((run) => written(run, key))).size > 1);
-  const same = shown.filter((key) => !varies.includes(key) && written(app.runs[0], key) !== '–');
+  const [first] = app.runs;
+  const varies = shown.filter((key) => unique(app.runs.filter(({ kind }) => kind === first.kind).map((run) => written(run, key))).length > 1);
+  const same = shown.filter((key) => !varies.includes(key) && written(first, key) !== '–');
   const rows = app.runs.map((run) =>
     el('tr', {}, el('th', { scope: 'row' }, runLabel(run)), el('td', {}, progressOf(run)), varies.map((key) => el('td', {}, written(run, key)))));
-  body.append(table(['run', 'progress', ...varies.map((key) => names[key] ?? key)], rows, { class: 'runs', label: 'Runs and their options' }));
+  const notes = app.runs.flatMap((run) => run.notes.map((note) => el('li', {}, runLabel(run), ' ', note)));
+  body.append(table(['run', 'progress', ...varies.map(nameOf)], rows, { class: 'runs', label: 'Runs and their options' }));
   if (same.length) {
     body.append(el('dl', { class: 'same' }, el('dt', {}, app.runs.length > 1 ? 'The same in all:' : 'Options:'),
-      same.map((key) => el('dd', {}, `${names[key] ?? key} `, el('b', {}, written(app.runs[0], key))))));
+      same.map((key) => el('dd', {}, `${nameOf(key)} `, el('b', {}, written(first, key))))));
   }
-  const notes = app.runs.flatMap((run) => run.notes.map((note) => el('li', {}, runLabel(run), ' ', note)));
   if (notes.length) body.append(el('ul', { class: 'notes' }, notes));
   return {};
 }
 
-function progressOf(run) {
-  if (run.kind === 'evaluation') return 'evaluation';
-  const last = run.steps[run.steps.length - 1].toLocaleString('en');
-  return typeof run.options.steps === 'number' ? `${last} of ${run.options.steps.toLocaleString('en')} steps` : `${last} steps`;
+function progressOf({ kind, steps, options }) {
+  if (kind === 'evaluation') return 'evaluation';
+  return `${count(steps.at(-1))}${typeof options.steps === 'number' ? ` of ${count(options.steps)}` : ''} steps`;
 }
 
 function makeCoverage(body, app) {
-  let mode = 'ends';
-  let set = ''; // the mean over the held-out sets, or the only one
-  const sets = [...new Set(app.runs.flatMap((run) => Object.keys(run.sets)))];
+  const state = { mode: 'ends', set: '' }; // '': the mean over the held-out sets, or the only one
+  const sets = unique(app.runs.flatMap((run) => Object.keys(run.sets)));
   const host = el('div', { class: 'plot' });
-  const numbers = el('div', {});
-  const ofSet = (run) => (set ? run.sets[set] ?? [] : run.coverage);
-  const chooser = select('held-out set', 'set', [['', 'mean over sets'], ...sets.map((name) => [name, name])], set, (value) => {
-    set = value;
-    render();
-  });
-  const choice = segmented('Evaluations', [['ends', 'First and last'], ['step', 'At the step']], mode, (value) => {
-    mode = value;
-    render();
-  });
-  body.append(...(app.hasSteps ? [choice] : []), ...(sets.length ? [chooser] : []), host, numbers);
+  const numbers = el('div');
+  body.append(controlsOf(state, () => [
+    app.hasSteps && [segmented, 'mode', 'Evaluations', [['ends', 'First and last'], ['step', 'At the step']]],
+    sets.length && [select, 'set', 'held-out set', [['', 'mean over sets'], ...sets.map((name) => [name, name])]],
+  ], render), host, numbers);
+
+  function evaluationsOf(run) {
+    const all = state.set ? run.sets[state.set] ?? [] : run.coverage;
+    if (state.mode === 'step') return all.filter(({ step }) => step === null || step <= app.step).slice(-1);
+    return all.length > 1 ? [all[0], all.at(-1)] : all;
+  }
 
   function chosen() {
     return app.lines().flatMap((line) => {
-      const picked = line.runs.map(ofSet).filter((coverage) => coverage.length).map((coverage) => {
-        const until = coverage.filter(({ step }) => step === null || step <= app.step);
-        return mode === 'step' ? until.slice(-1) : coverage.length > 1 ? [coverage[0], coverage[coverage.length - 1]] : coverage;
-      });
-      const places = [...Array(Math.max(0, ...picked.map((evaluations) => evaluations.length))).keys()];
-      return places.map((i) => ({
-        run: line, role: i === 0 && places.length > 1 ? 'first' : '', evaluation: mergedEvaluation(picked.map((evaluations) => evaluations[i]).filter(Boolean)),
-      }));
+      const found = line.runs.map(evaluationsOf);
+      const [first, last] = [0, 1].map((i) => found.map((own) => own[i]).filter(Boolean));
+      return [[first, last.length && 'first'], [last, '']].filter(([own]) => own.length)
+        .map(([own, role]) => ({ run: line, role: role || '', ...mergedEvaluation(own) }));
     });
   }
 
   function render() {
     const shown = chosen();
-    const ks = [...new Set(shown.flatMap(({ evaluation }) => evaluation.rows.map(([k]) => k)))].sort((a, b) => a - b);
+    const ks = ascending(shown.flatMap(({ rows }) => rows.map(([k]) => k)));
     if (!shown.length) {
       clearChart(host);
       numbers.replaceChildren(empty('The visible runs have no evaluation up to this step.'));
       return;
     }
-    const marks = shown.flatMap(({ run, evaluation: { rows }, role }) => {
+    const marks = shown.flatMap(({ run, rows, role }) => {
       const column = (i) => rows.map((row) => row[i]);
       const line = { run: run.index, role, xs: column(0), ys: column(1) };
       return [{ ...line, type: 'band', ys: column(2), highs: column(3) }, { ...line, type: 'line' }, { ...line, type: 'dots' }];
     });
-    const values = shown.flatMap(({ evaluation }) => evaluation.rows.flatMap((row) => row.slice(1))).filter((value) => value !== null);
+    const values = shown.flatMap(({ rows }) => rows.flatMap((row) => row.slice(1))).filter((value) => value !== null);
     const [, high] = niceRange(0, Math.max(...values, 0));
     drawChart(host, {
       label: `${score} by k`, height: 300, marks,
-      x: { kind: 'binary', low: ks[0], high: Math.max(ks[ks.length - 1], ks[0] * 2), title: 'k, samples per prompt', ticks: ks.filter((_, i) => i % Math.ceil(ks.length / 12) === 0) },
+      x: { kind: 'binary', low: ks[0], high: Math.max(ks.at(-1), ks[0] * 2), title: 'k, samples per prompt', ticks: ks.filter((_, i) => i % Math.ceil(ks.length / 12) === 0) },
       y: { kind: 'linear', low: Math.min(0, ...values), high: Math.min(high, Math.max(1, ...values)), title: score },
       find: (x) => {
         const k = ks[nearest(ks.map(Math.log2), Math.log2(x))];
-        const rows = shown.flatMap(({ run, evaluation }) => {
-          const row = evaluation.rows.find((row) => row[0] === k);
-          if (!row) return [];
-          const interval = row[2] === null ? '' : `  [${short(row[2])}, ${short(row[3])}]`;
-          return [{ run: run.index, name: `${run.name}${whenOf(evaluation)}`, text: exact(row[1]) + interval }];
-        });
-        return { title: scoreName(k), rows };
+        const found = shown.map((own) => ({ ...own, row: own.rows.find((row) => row[0] === k) })).filter(({ row }) => row);
+        return { title: scoreName(k), rows: found.map(({ run, when, row: [, value, low, high] }) => (
+          { run: run.index, name: run.name + when, text: exact(value) + (low === null ? '' : `  [${short(low)}, ${short(high)}]`) })) };
       },
     });
-    numbers.replaceChildren(table(['run', 'evaluation', ...ks.map(scoreName)], shown.map(({ run, evaluation, role }) =>
-      el('tr', {}, el('th', { scope: 'row' }, runLabel(run)), el('td', { class: role }, whenOf(evaluation).replace(', ', '') || '–'),
+    numbers.replaceChildren(table(['run', 'evaluation', ...ks.map(scoreName)], shown.map(({ run, when, rows, role }) =>
+      el('tr', {}, el('th', { scope: 'row' }, runLabel(run)), el('td', { class: role }, when.replace(', ', '') || '–'),
         ks.map((k) => {
-          const row = evaluation.rows.find((row) => row[0] === k) ?? [k, null, null, null];
-          const interval = row[2] === null ? '' : ` ${row[2].toFixed(3)}–${row[3]?.toFixed(3)}`;
-          return el('td', { class: 'number', title: exact(row[1]) }, row[1] === null ? '–' : row[1].toFixed(3), el('small', {}, interval));
+          const [, value, low, high] = rows.find((row) => row[0] === k) ?? [k, null, null, null];
+          return el('td', { class: 'number', title: exact(value) }, value === null ? '–' : value.toFixed(3), el('small', {}, low === null ? '' : ` ${low.toFixed(3)}–${high.toFixed(3)}`));
         }))), { class: 'numbers', label: `${score} as numbers` }));
   }
-  return { render, moveStep: () => mode === 'step' && render() };
+  return { render, moveStep: () => state.mode === 'step' && render() };
 }
 
 /** Returns one evaluation as it is; those of several seeds as their mean, with a standard error to each side. */
 function mergedEvaluation(evaluations) {
-  if (evaluations.length === 1) return evaluations[0];
-  const ks = [...new Set(evaluations.flatMap(({ rows }) => rows.map(([k]) => k)))].sort((a, b) => a - b);
-  const rows = ks.map((k) => {
+  if (evaluations.length === 1) return { rows: evaluations[0].rows, when: whenOf(evaluations[0]) };
+  const rows = ascending(evaluations.flatMap(({ rows }) => rows.map(([k]) => k))).map((k) => {
     const { mean, error } = meanAndError(evaluations.map(({ rows }) => rows.find((row) => row[0] === k)?.[1] ?? null));
-    return [k, mean, error === null ? null : mean - error, error === null ? null : mean + error];
+    return error === null ? [k, mean, null, null] : [k, mean, mean - error, mean + error];
   });
   const [from, to] = extent(evaluations.map(({ step }) => step));
-  return { step: from === to ? from : null, when: from < to ? `, steps ${count(from)} to ${count(to)}` : undefined, rows };
+  return { rows, when: from < to ? `, steps ${count(from)} to ${count(to)}` : whenOf(evaluations[0]) };
 }
 
-const whenOf = ({ step, when }) => when ?? (step === null ? '' : `, step ${step.toLocaleString('en')}`);
+const whenOf = ({ step }) => (step === null ? '' : `, step ${count(step)}`);
 
 function makeWeights(body, app) {
   const host = el('div', { class: 'plot' });
   const reasons = el('ul', { class: 'reasons' });
   const rates = app.data.pass_rates;
+  const likelihood = rates.map((p) => 1 / p);
   body.append(host, el('p', { class: 'caption' }, 'Dashed: 1/p, the weight of maximum likelihood. The weights are exact for each run’s N and k.'), reasons);
   function render() {
-    const runs = app.lines().filter((line) => line.kind === 'run').map((line) => ({ ...line, weight: line.runs[0].weight }));
-    const known = runs.filter((run) => run.weight.values);
-    const lines = known.map((run) => ({ type: 'line', run: run.index, xs: rates, ys: run.weight.values }));
-    const likelihood = rates.map((p) => 1 / p);
-    const most = Math.max(1, ...known.flatMap((run) => run.weight.values));
+    const lines = app.lines().filter(({ kind }) => kind === 'run').map(({ index, name, runs }) => ({ index, name, ...runs[0].weight }));
+    const known = lines.filter(({ values }) => values);
     drawChart(host, {
       label: 'Weight of a prompt’s gradient by its pass rate', height: 300,
-      marks: [{ type: 'line', run: 'none', role: 'reference', xs: rates, ys: likelihood }, ...lines],
+      marks: [{ type: 'line', run: 'muted', role: 'reference', xs: rates, ys: likelihood }, ...known.map(({ index, values }) => ({ type: 'line', run: index, xs: rates, ys: values }))],
       x: { kind: 'log', low: rates[0], high: 1, title: 'pass rate p' },
-      y: { kind: 'log', low: 0.01, high: 3 * most, title: 'W_N(p)' },
+      y: { kind: 'log', low: 0.01, high: 3 * Math.max(1, ...known.flatMap(({ values }) => values)), title: 'W_N(p)' },
       find: (x) => {
         const i = nearest(rates, x);
-        const rows = known.map((run) => ({ run: run.index, name: run.name, text: short(run.weight.values[i]) }));
-        return { title: `p = ${short(rates[i])}`, rows: [...rows, { run: 'none', name: '1/p', text: short(likelihood[i]) }] };
+        const rows = [...known, { index: 'muted', name: '1/p', values: likelihood }];
+        return { title: `p = ${short(rates[i])}`, rows: rows.map(({ index, name, values }) => ({ run: index, name, text: short(values[i]) })) };
       },
     });
-    reasons.replaceChildren(...runs.filter((run) => !run.weight.values).map((run) => el('li', {}, runLabel(run), ` no weight: ${run.weight.reason}`)));
+    reasons.replaceChildren(...lines.filter(({ values }) => !values).map((line) => el('li', {}, runLabel(line), ` no weight: ${line.reason}`)));
   }
   return { render };
 }
@@ -144,106 +128,85 @@ function makeWeights(body, app) {
 const MOST_DRAWN = 20000; // points drawn per run; the pointer finds all points
 
 function makeNorms(body, app) {
-  let mode = 'all';
+  const state = { mode: 'all' };
   const host = el('div', { class: 'plot' });
   const caption = el('p', { class: 'caption' });
-  body.append(segmented('Steps', [['all', 'All steps'], ['step', 'At the step']], mode, (value) => {
-    mode = value;
-    render();
-  }), host, caption);
+  body.append(controlsOf(state, () => [[segmented, 'mode', 'Steps', STEPS]], render), host, caption);
+
+  function pointsOf(run) {
+    const { step: steps, id, pass_rate: rates, grad_norm: norms } = run.points;
+    const points = steps.map((step, i) => ({ run, step, id: id[i], rate: rates[i], norm: norms[i] }));
+    return state.mode === 'all' ? points : atStep(points, app.step);
+  }
 
   function render() {
-    const sets = app.lines().map((line) => ({ line, points: line.runs.flatMap(chosenPoints) })).filter(({ points }) => points.length);
+    const sets = app.lines().map((line) => ({ line, points: line.runs.flatMap(pointsOf) })).filter(({ points }) => points.length);
     const [, most] = extent(sets.flatMap(({ points }) => points.map(({ norm }) => norm)));
-    const marks = sets.flatMap(({ line, points }) => {
-      const every = Math.ceil(points.length / MOST_DRAWN);
-      const drawn = points.filter((_, i) => i % every === 0);
+    const marks = sets.flatMap(({ line: { index: run }, points }) => {
+      const drawn = points.filter((_, i) => i % Math.ceil(points.length / MOST_DRAWN) === 0);
       const means = meansByRate(points);
       return [
-        { type: 'scatter', run: line.index, xs: drawn.map(({ rate }) => rate), ys: drawn.map(({ norm }) => norm) },
-        { type: 'line', run: line.index, xs: means.map(([rate]) => rate), ys: means.map(([, mean]) => mean) },
+        { type: 'scatter', run, xs: drawn.map(({ rate }) => rate), ys: drawn.map(({ norm }) => norm) },
+        { type: 'line', run, xs: means.map(([rate]) => rate), ys: means.map(([, mean]) => mean) },
       ];
     });
     drawChart(host, {
       label: 'Gradient norm of each prompt by its pass rate', height: 300, marks,
       x: { kind: 'linear', low: 0, high: 1, title: 'pass rate of the prompt' },
       y: { kind: 'linear', low: 0, high: niceRange(0, Math.max(0, most))[1], title: 'gradient norm' },
-      find: (x, y, pointer) => findPoint(sets, pointer),
+      find: (x, y, pointer) => findPoint(sets.flatMap(({ points }) => points), pointer),
     });
-    const when = sets.map(({ line, points }) => `${line.name}: ${plural(points.length, 'prompt')}${mode === 'all' ? '' : ` at step ${points[0].step}`}`);
+    const when = sets.map(({ line, points }) => `${line.name}: ${plural(points.length, 'prompt')}${state.mode === 'all' ? '' : ` at step ${points[0].step}`}`);
     caption.textContent = when.length ? `Line: mean by pass rate. ${when.join('; ')}.` : 'The visible runs have no diagnosed prompts.';
   }
-
-  /** Returns the points of all diagnosed steps, or those of the last diagnosed step up to the slider. */
-  function chosenPoints(run) {
-    const { step: steps, id, pass_rate: rates, grad_norm: norms } = run.points;
-    const points = steps.map((step, i) => ({ run, step, id: id[i], rate: rates[i], norm: norms[i] }));
-    if (mode === 'all') return points;
-    const last = steps.reduce((last, step) => (step <= app.step && step > last ? step : last), -1);
-    return points.filter(({ step }) => step === last);
-  }
-  return { render, moveStep: () => mode === 'step' && render() };
+  return { render, moveStep: () => state.mode === 'step' && render() };
 }
 
 /** Returns the mean norm at each pass rate, or in 20 bins if there are many rates. */
 function meansByRate(points) {
-  const isMany = new Set(points.map(({ rate }) => rate)).size > 65;
-  const sums = new Map();
-  for (const { rate, norm } of points) {
-    const at = isMany ? (Math.min(19, Math.floor(rate * 20)) + 0.5) / 20 : rate;
-    const [sum, number] = sums.get(at) ?? [0, 0];
-    sums.set(at, [sum + norm, number + 1]);
-  }
-  return [...sums].map(([rate, [sum, number]]) => [rate, sum / number]).sort((a, b) => a[0] - b[0]);
+  const isMany = unique(points.map(({ rate }) => rate)).length > 65;
+  const groups = Map.groupBy(points, ({ rate }) => (isMany ? (Math.min(19, Math.floor(rate * 20)) + 0.5) / 20 : rate));
+  return [...groups].map(([rate, own]) => [rate, meanOf(own.map(({ norm }) => norm))]).sort((a, b) => a[0] - b[0]);
 }
 
-function findPoint(sets, { px, py, toX, toY }) {
-  let best = null;
-  let least = 24 ** 2; // pixels
-  for (const { points } of sets) {
-    for (const point of points) {
-      const distance = (toX(point.rate) - px) ** 2 + (toY(point.norm) - py) ** 2;
-      if (distance < least) [best, least] = [point, distance];
-    }
+function findPoint(points, { px, py, toX, toY }) {
+  let [best, least] = [null, 24 ** 2]; // pixels
+  for (const point of points) {
+    const distance = (toX(point.rate) - px) ** 2 + (toY(point.norm) - py) ** 2;
+    if (distance < least) [best, least] = [point, distance];
   }
   if (!best) return null;
-  const { run, step, id, rate, norm } = best;
-  const row = (name, value) => ({ run: run.index, name, text: exact(value) });
-  return { title: `${run.name}, step ${step}${id === null ? '' : `, prompt ${id}`}`, rows: [row('pass rate', rate), row('gradient norm', norm)] };
+  const { run: { index: run, name }, step, id, rate, norm } = best;
+  return { title: `${name}, step ${step}, prompt ${id}`, rows: [{ run, name: 'pass rate', text: exact(rate) }, { run, name: 'gradient norm', text: exact(norm) }] };
 }
 
 function makeTimings(body, app) {
-  const host = el('div', {});
+  const host = el('div');
   const caption = el('p', { class: 'caption' });
   body.append(host, caption);
   function render() {
-    const lines = app.lines().map((line) => ({ ...line, runs: line.runs.filter((run) => Object.keys(run.seconds).length) })).filter(({ runs }) => runs.length);
-    const mean = (line, stage) => meanOf(line.runs.map((run) => run.seconds[stage] ?? 0));
-    const stages = [...new Set(lines.flatMap(({ runs }) => runs.flatMap((run) => Object.keys(run.seconds))))];
-    const total = new Map(lines.map((line) => [line, stages.reduce((sum, stage) => sum + mean(line, stage), 0)]));
+    const timed = ({ seconds }) => Object.keys(seconds).length;
+    const lines = app.lines().map((line) => ({ ...line, runs: line.runs.filter(timed) })).filter(({ runs }) => runs.length);
+    const mean = ({ runs }, stage) => meanOf(runs.map(({ seconds }) => seconds[stage] ?? 0));
+    const stages = unique(lines.flatMap(({ runs }) => runs.flatMap(({ seconds }) => Object.keys(seconds))));
+    const total = (line) => stages.reduce((sum, stage) => sum + mean(line, stage), 0);
     host.replaceChildren(drawBars('Seconds by stage', stages.map((stage) => ({
       label: stage,
-      bars: lines.filter(({ runs }) => runs.some((run) => stage in run.seconds)).map((line) => {
-        const seconds = mean(line, stage);
-        const share = total.get(line) ? Math.round((100 * seconds) / total.get(line)) : 0;
-        return { run: line, value: seconds, text: `${seconds < 1e4 ? seconds.toFixed(1) : short(Math.round(seconds))} s · ${share}%` };
+      bars: lines.filter((line) => mean(line, stage)).map((line) => {
+        const value = mean(line, stage);
+        return { run: line, value, text: `${value < 1e4 ? value.toFixed(1) : short(Math.round(value))} s · ${Math.round((100 * value) / total(line))}%` };
       }),
     }))));
-    const partial = lines.flatMap(({ runs }) => runs.filter((run) => run.seconds_from === 'metrics.jsonl').map((run) => run.name));
-    const totals = lines.map((line) => `${line.name} ${short(total.get(line))} s`);
-    caption.textContent = !lines.length ? 'The visible runs have no timings.' :
-      `Total: ${totals.join('; ')}.${partial.length ? ` Sums of metrics.jsonl only, because timings.json is missing: ${partial.join(', ')}.` : ''}`;
+    const totals = lines.map((line) => `${line.name} ${short(total(line))} s`);
+    caption.textContent = lines.length ? `Total: ${totals.join('; ')}.` : 'The visible runs have no timings.';
   }
   return { render };
 }
 
 function makeWarnings(body, app) {
-  const host = el('div', {});
-  body.append(host);
   function render() {
-    const found = app.visible().flatMap((run) => run.warnings.map((warning) => ({ run, ...warning })));
-    found.sort((a, b) => (a.step ?? 0) - (b.step ?? 0));
-    host.replaceChildren(found.length ? el('ul', { class: 'warnings' }, found.map(({ run, step, kind, message }) =>
+    const found = app.visible().flatMap((run) => run.warnings.map((warning) => ({ run, ...warning }))).sort((a, b) => a.step - b.step);
+    body.replaceChildren(found.length ? el('ul', { class: 'warnings' }, found.map(({ run, step, kind, message }) =>
       el('li', {}, el('span', { class: 'number' }, `step ${exact(step)}`), runLabel(run), el('code', {}, kind), el('p', {}, message)))) : empty('No warnings.'));
   }
   return { render };

@@ -17,40 +17,36 @@ function makeSamples(body, app) {
   const state = { source: app.sources[0][0], left: null, right: null, step: '', outcome: 'all', text: '' };
   const list = el('div', { class: 'samples' });
   const number = el('span', { class: 'count', role: 'status' });
-  const controls = el('div', { class: 'filters' });
-  const search = el('label', { class: 'search' }, 'text', el('input', { type: 'search', name: 'text', placeholder: 'in prompt or response', oninput: ({ target }) => set('text')(target.value) }));
   const pages = pager(() => {
     render();
     body.scrollIntoView({ block: 'start' });
   });
-  body.append(controls, number, list, pages.node);
-  const having = () => app.runs.filter((run) => run.lazy[state.source].length);
-  const stepsOf = (runs) => [...new Set(runs.flatMap((run) => run.lazy[state.source].map(({ step }) => step)))].filter((step) => step !== null).sort((a, b) => a - b);
-  const set = (name) => (value) => {
-    state[name] = value;
-    if (name === 'source') [state.left, state.right, state.step] = [null, null, ''];
+  const stepsOf = (runs) => ascending(runs.flatMap((run) => run.lazy[state.source].map(({ step }) => step)).filter((step) => step !== null));
+  const choose = (name) => {
+    if (name === 'source') [state.left, state.step] = [null, ''];
     pages.first();
-    if (name !== 'text') fillControls(); // which would take the cursor out of the field
     render();
   };
 
-  function fillControls() {
-    const runs = having();
-    const place = (run) => (run ? String(run.index) : '');
+  function controls() {
+    const runs = app.runs.filter((run) => run.lazy[state.source].length);
     const groupOf = (run) => app.data.groups.find((group) => group.runs.includes(run.index)) ?? run;
-    if (state.left === null) [state.left, state.right] = [place(runs[0]), place(runs.find((run) => groupOf(run) !== groupOf(runs[0])) ?? runs[1])];
-    const names = runs.map((run) => [run.index, run.name]);
-    controls.replaceChildren(...[
-      app.sources.length > 1 ? segmented('Samples', app.sources, state.source, set('source')) : null,
-      select('run', 'run', names, state.left, set('left')),
-      runs.length > 1 ? select('beside', 'beside', [['', 'none'], ...names], state.right, set('right')) : null,
-      stepsOf(runs).length > 0 && select('step', 'step', [['', 'all'], ['slider', 'at the slider'], ...stepsOf(runs).map((step) => [step, count(step)])], state.step, set('step')),
-      select('reward', 'outcome', Object.entries(OUTCOMES).map(([value, [text]]) => [value, text]), state.outcome, set('outcome')),
-      search,
-    ].filter(Boolean));
+    const place = (run) => (run ? String(run.index) : '');
+    if (!runs.some((run) => place(run) === state.left)) {
+      state.left = place(runs[0]);
+      state.right = place(runs.find((run) => groupOf(run) !== groupOf(runs[0])) ?? runs[1]);
+    }
+    const [names, steps] = [runs.map((run) => [run.index, run.name]), stepsOf(runs)];
+    return [
+      app.sources.length > 1 && [segmented, 'source', 'Samples', app.sources],
+      [select, 'left', 'run', names],
+      runs.length > 1 && [select, 'right', 'beside', [['', 'none'], ...names]],
+      steps.length && [select, 'step', 'step', [['', 'all'], ['slider', 'at the slider'], ...steps.map((step) => [step, count(step)])]],
+      [select, 'outcome', 'reward', Object.entries(OUTCOMES).map(([value, [text]]) => [value, text])],
+    ];
   }
 
-  const shownRuns = () => [...new Set([state.left, state.right])].filter((place) => place !== '').map((place) => app.runs[Number(place)]);
+  const shownRuns = () => unique([state.left, state.right]).filter((place) => place !== '').map((place) => app.runs[Number(place)]);
 
   function chosen(run) {
     const text = state.text.toLowerCase();
@@ -64,33 +60,33 @@ function makeSamples(body, app) {
 
   function render() {
     const columns = shownRuns().map((run) => ({ run, samples: chosen(run) }));
-    const prompts = new Map();
-    columns.forEach(({ samples }, i) => samples.forEach((sample) => {
-      if (!prompts.has(sample.prompt)) prompts.set(sample.prompt, columns.map(() => []));
-      prompts.get(sample.prompt)[i].push(sample);
-    }));
-    const total = columns.reduce((sum, { run }) => sum + (run.in_files[state.source] ?? 0), 0);
-    const found = columns.reduce((sum, { samples }) => sum + samples.length, 0);
-    const inPage = columns.reduce((sum, { run }) => sum + run.lazy[state.source].length, 0);
-    number.textContent = `${plural(prompts.size, 'prompt')}, ${count(found)} of ${plural(total, 'sample')}${inPage < total ? `; this page has ${count(inPage)} of them` : ''}`;
-    const page = pages.show(Math.ceil(prompts.size / PER_PAGE));
-    const cards = [...prompts].slice(page * PER_PAGE, (page + 1) * PER_PAGE).map(([prompt, parts]) => promptCard(prompt, columns.map(({ run }, i) => ({ run, samples: parts[i] }))));
+    const byPrompt = columns.map(({ samples }) => Map.groupBy(samples, ({ prompt }) => prompt));
+    const prompts = unique(byPrompt.flatMap((own) => [...own.keys()]));
+    const sum = (number) => columns.reduce((sum, column) => sum + number(column), 0);
+    const [found, inPage] = [sum(({ samples }) => samples.length), sum(({ run }) => run.lazy[state.source].length)];
+    const total = sum(({ run }) => run.in_files[state.source]);
+    number.textContent = `${plural(prompts.length, 'prompt')}, ${count(found)} of ${plural(total, 'sample')}${inPage < total ? `; this page has ${count(inPage)} of them` : ''}`;
+    const shown = pages.show(prompts, PER_PAGE);
+    const cards = shown.map((prompt) => promptCard(prompt, columns.map(({ run }, i) => ({ run, samples: byPrompt[i].get(prompt) ?? [] }))));
     list.replaceChildren(...(cards.length ? cards : [empty('No sample matches.')]));
   }
-  fillControls();
+  const search = el('label', { class: 'search' }, 'text', el('input', { type: 'search', name: 'text', placeholder: 'in prompt or response', oninput: ({ target }) => {
+    state.text = target.value;
+    choose();
+  } }));
+  body.append(el('div', { class: 'filters' }, controlsOf(state, controls, choose), search), number, list, pages.node);
   return { render, moveStep: () => state.step === 'slider' && render() };
 }
 
 function promptCard(prompt, columns) {
   const first = columns.flatMap(({ samples }) => samples)[0];
   const maze = mazeOf(prompt);
-  const ids = [...new Set(columns.flatMap(({ samples }) => samples.map(({ id }) => id)))].filter((id) => id !== null); // of one text
-  const about = [`prompt ${ids.slice(0, 8).map(count).join(', ')}${ids.length > 8 ? ' …' : ''}`, first.answer ? `answer ${first.answer}` : null];
+  const ids = unique(columns.flatMap(({ samples }) => samples.map(({ id }) => id))); // of one text
   return el('article', { class: maze ? 'sample with-maze' : 'sample', 'data-id': exact(first.id) },
-    el('header', {}, el('h3', {}, about[0]), el('span', { class: 'facts' }, about[1]), first.columns ? folded('columns', () => el('pre', {}, first.columns)) : null),
+    el('header', {}, el('h3', {}, `prompt ${ids.slice(0, 8).map(count).join(', ')}${ids.length > 8 ? ' …' : ''}`), el('span', { class: 'facts' }, first.answer && `answer ${first.answer}`), first.columns && folded('columns', () => el('pre', {}, first.columns))),
     el('div', { class: 'text prompt' }, maze ? [drawMaze(maze), folded('prompt as text', () => el('pre', {}, prompt))] : textCell(prompt)),
     el('div', { class: 'columns' }, columns.map(({ run, samples }) => el('div', { class: 'column' },
-      el('header', {}, runLabel(run), samples.length ? el('span', { class: 'facts' }, meanReward(samples)) : null),
+      el('header', {}, runLabel(run), samples.length > 0 && el('span', { class: 'facts' }, meanReward(samples))),
       samples.length ? byStep(samples).map(([step, own], i, all) => stepPart(step, own, maze, i === 0 || i === all.length - 1)) : empty('no sample of this prompt')))));
 }
 
@@ -101,11 +97,7 @@ function folded(name, make, isOpen = false) {
   return node;
 }
 
-function byStep(samples) {
-  const steps = new Map();
-  samples.forEach((sample) => steps.set(sample.step, [...(steps.get(sample.step) ?? []), sample]));
-  return [...steps].sort(([a], [b]) => (a ?? 0) - (b ?? 0));
-}
+const byStep = (samples) => [...Map.groupBy(samples, ({ step }) => step)].sort(([a], [b]) => a - b);
 
 function meanReward(samples) {
   const known = samples.map(({ reward }) => reward).filter((reward) => reward !== null);
@@ -124,15 +116,16 @@ function stepPart(step, samples, maze, isOpen) {
 }
 
 function response(sample, maze) {
-  const kind = sample.reward === null ? ['unscored', 'not scored'] : isRight(sample) ? ['right', `✓ ${short(sample.reward)}`] : ['wrong', `✗ ${short(sample.reward)}`];
+  const value = short(sample.reward);
+  const [kind, mark, path] = sample.reward === null ? ['unscored', 'not scored', 'muted'] : isRight(sample) ? ['right', `✓ ${value}`, 'good'] : ['wrong', `✗ ${value}`, 'bad'];
   const facts = [
-    sample.tokens === null ? null : plural(sample.tokens, 'token'), sample.turns && plural(sample.turns, 'turn'), sample.advantage === null ? null : `advantage ${short(sample.advantage)}`,
+    sample.tokens !== null && plural(sample.tokens, 'token'), sample.turns && plural(sample.turns, 'turn'), sample.advantage !== null && `advantage ${short(sample.advantage)}`,
     ...Object.entries(sample.components).map(([name, value]) => `${name} ${short(value)}`),
   ].filter(Boolean);
-  const tags = [sample.truncated ? 'truncated' : null, sample.left_out ? `${count(sample.left_out)} characters left out` : null].filter(Boolean);
-  return el('div', { class: `response ${kind[0]}` },
-    el('p', {}, el('span', { class: 'reward', title: `reward ${exact(sample.reward)}` }, kind[1]), tags.map((tag) => el('span', { class: 'tag' }, tag)), el('span', { class: 'facts' }, facts.join(' · '))),
-    maze ? [drawMaze(maze, sample.response, kind[0]), folded('moves', () => el('pre', {}, sample.response || ' '))] : textCell(sample.response, sample.turns ? turnsOf : undefined));
+  const tags = [sample.truncated && 'truncated', sample.left_out && `${count(sample.left_out)} characters left out`].filter(Boolean);
+  return el('div', { class: `response ${kind}` },
+    el('p', {}, el('span', { class: 'reward', title: `reward ${exact(sample.reward)}` }, mark), tags.map((tag) => el('span', { class: 'tag' }, tag)), el('span', { class: 'facts' }, facts.join(' · '))),
+    maze ? [drawMaze(maze, sample.response, path), folded('moves', () => el('pre', {}, sample.response || ' '))] : textCell(sample.response, sample.turns ? turnsOf : undefined));
 }
 
 /** Returns the parts of an episode; ⟦ and ⟧ are only around what an environment inserted (tasks/texts.py). */

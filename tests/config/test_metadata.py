@@ -28,6 +28,7 @@ OPTIONS = {name: x for g in Config.groups().values() for name, x in options_of(g
         ("max_reward_error_rate", (0, 1), (-1e-9, 1.001)),
         ("top_p", (1e-9, 1), (0, 1.001)),
         ("temperature", (1e-9, None), (0,)),
+        ("kv_cache_gb", (1e-9, None), (0,)),
         ("beta2", (0, BELOW), (-1e-9, 1)),
     ],
 )

@@ -40,7 +40,8 @@ def describe_run(
         sizes = [f"order={sampling.rollouts}"]
         counts = f"{sampling.first_rollouts} to {counts}, until {m} succeed"
     method = f"{' '.join([explain_name(chosen.objective), *sizes])}, loss {chosen.loss}"
-    where = f"cpu ({config.run.threads} threads, {torch.backends.cpu.get_cpu_capability()})"
+    threads = f"{config.run.threads} thread{'s' * (config.run.threads != 1)}"
+    where = f"cpu ({threads}, {torch.backends.cpu.get_cpu_capability()})"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     if ranks.size > 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxrl_fast.config.options import Config, as_list
-from maxrl_fast.config.read import NAMES_CODE
+from maxrl_fast.config.resolve import NAMES_CODE
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import HUB
 from maxrl_fast.rewards.models import CLASSIFIER

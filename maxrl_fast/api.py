@@ -9,9 +9,12 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, time, timedelta
+from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from rich.console import Console
 
@@ -35,7 +38,6 @@ from maxrl_fast.runtime.loading import check_members, naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.jsonl import json_value
 from maxrl_fast.tasks.names import OBJECT
 
 Reward = str | Callable[..., Any]
@@ -251,7 +253,10 @@ def _stored(option: str, rows: list[Any], folder: Path) -> Path:
 
 def _plain(value: Any) -> Any:
     """Return a value of a row that JSON has no type for, as files of Parquet have it."""
-    return None if isinstance(value, bytes) else json_value(value) or value.tolist()
+    if isinstance(value, bytes):
+        return None
+    is_text = isinstance(value, (date, time, timedelta, Decimal, UUID))
+    return str(value) if is_text else value.tolist()
 
 
 def _name_of(value: Any) -> str:

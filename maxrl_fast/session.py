@@ -205,9 +205,11 @@ class Session:
         return prompts_of(ids, range(len(ids)), [{}] * len(ids)), given
 
     def _checked(self, samples: Any) -> SessionSamples:
+        wanted = "samples must have responses, of sample or encode of this session"
         if isinstance(samples, SessionSamples) and len(samples.rollouts):
-            return samples
-        wanted = "samples must have responses, of sample or encode"
+            tokens = torch.cat([samples.prompts.tokens, samples.rollouts.all_tokens])
+            if int(tokens.max()) < self.learner.model.config.vocab_size:
+                return samples
         raise InputError(f"{wanted}, got {samples!r:.80}")
 
     def sample(
@@ -262,7 +264,8 @@ class Session:
         values, shape = torch.empty(0), [len(samples.prompts), samples.num_rollouts]
         device = samples.rollouts.tokens.device
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # of what is no tensor
-            values = torch.as_tensor(advantages, dtype=torch.float32, device=device).detach()
+            given = torch.as_tensor(advantages, device=device).detach()
+            values = values if given.is_complex() else given.float()
         if [*values.shape] != shape or not values.isfinite().all():
             raise InputError(f"advantages must be finite, {shape}, got {advantages!r:.80}")
         if (found := samples.temperature) != settings.temperature:

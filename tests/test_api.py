@@ -218,7 +218,7 @@ def test_rows_are_data_which_a_resumed_run_reads_again(tmp_path, monkeypatch):
     [more] = set(tmp_path.glob("data-*.jsonl")) - {file}
     assert read(more)[0] == rows[0] | {"a": [0, 1], "b": "1.5", "c": None}
     image = [{"role": "user", "content": [{"type": "image", "image": {"bytes": b"c"}}]}]
-    with pytest.raises(InputError, match=r"line 1: prompt must have .* text as content"):
+    with pytest.raises(InputError, match=r"line 1: prompt must have .* each as text"):
         maxrl_fast.run(data=[{"prompt": image}], out="other", **options)
 
 

@@ -32,11 +32,10 @@ BENCHMARKS = [
 ]
 # which scripts import
 NO_SCRIPTS = {"maze_progress.py", "partial_credit.py", "runner.py", "trl_pacs.py"}
-NO_SCRIPTS |= {"chain.py", "guess.py"}
+NO_SCRIPTS |= {"chain.py", "guess.py", "tiny.py"}
 # which --rollout, --task, --environment, --loss and --reward load
 NO_SCRIPTS |= {
     *"naive_engine.py sort_task.py calculator_environment.py custom_loss.py judge.py".split(),
-    *"chain.py guess.py".split(),
     "word_problems.py",
 }
 

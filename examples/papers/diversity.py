@@ -1,5 +1,5 @@
 """S_div of PACS (Table 3): 1 minus the mean pairwise cosine similarity of the embeddings of a
-problem's correct responses, averaged over the problems that have at least two.
+problem's correct responses, averaged over the problems that have at least two: minutes on a CPU.
 
 It reads the samples of an evaluation, and embeds them by a local model (the paper's is
 Qwen3-Embedding-0.6B). The vector of a text is made of the last hidden states as the model's file

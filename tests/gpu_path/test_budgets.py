@@ -135,7 +135,7 @@ def test_packing_launches_the_same_for_any_number_of_sequences(gpu):
     counts = []
     for shape in ((2, 4), (32, 8)):
         batch = samples(gpu, *shape)
-        packer = Packer(batch.prompts, batch.rollouts, rewards(gpu, *shape, (-1,)), 1.0)
+        packer = Packer(batch.prompts, batch.rollouts, rewards(gpu, *shape, (-1,)), False)
         with gpu.watch():
             packed = packer.pack(packer.split(packer.share(batch.sequences, 1)[0], 10**6)[0])
             for spec in specs(packed.forest):

@@ -99,9 +99,9 @@ def test_a_problem_has_its_starter_code_and_its_tests(tmp_path):
     empty = {"question": "?", "input_output": '{"inputs": [], "outputs": []}'}
     data = written(tmp_path / "taco.jsonl", [{**row, "question": f"{i}"} for i in range(30)])
     policy = save_byte_level_policy(tmp_path)
-    task = DatasetTask(DATASETS["code"], 0, policy, data=(data,))
+    task = DatasetTask("code", 0, policy, data=(data,))
     text = task.decode(task.prompts("test", 0, 1).tokens.tolist())
     assert "\n\n```python\ndef f\n```\n\nWrite" in text
     assert task.answer("```\n1\n```\nor\n```python\n2\n```") == "2"
     with refused("each line must have tests in the form of TACO or LiveCodeBench"):
-        DatasetTask(DATASETS["code"], 0, policy, data=(written(data, [empty]),))
+        DatasetTask("code", 0, policy, data=(written(data, [empty]),))

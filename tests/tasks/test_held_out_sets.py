@@ -144,7 +144,7 @@ def test_a_recipe_trains_on_all_of_its_data_and_evaluates_on_its_papers_sets(pol
     assert rates["ids"] == [*range(14)]
     shown = read_folder(tmp_path / "run", "run").sets
     assert {name: len(x) for name, x in shown.items()} == dict.fromkeys(sets, 2)
-    more = "--test-hub aime24=3 minerva run --samples 2 --bootstrap 20 --threads 1 --dtype float32"
+    more = "run --test-hub aime24=3 minerva --samples 2 --bootstrap 20 --threads 1 --dtype float32"
     assert evaluate.main(f"{more} --reward-workers 1 --device cpu --out out".split()) == 0
     for name, samples in {"aime24": 3, "minerva": 2}.items():
         result = json.loads((tmp_path / "out" / name / "eval.json").read_text())

@@ -11,6 +11,7 @@ from maxrl_fast.tasks.dataset_specs import NAMED_SETS, UNNAMED, DatasetSpec, Nam
 from maxrl_fast.tasks.jsonl import Line, read_hub, read_lines
 
 TEST_SHARE = 10  # about one prompt in this many is held out if no test prompts are given
+MOST_LINES = 10_000_000  # of a file in an epoch, or samples, by =INT
 TEST = "test"  # the name of a held-out set without others
 
 
@@ -60,6 +61,10 @@ def read_sources(
     names = [part.name for part in held_out]
     if len({*names}) < len(names):
         raise InputError(f"held-out sets must have different names, got {', '.join(names)}")
+    for part in (*train, *held_out):
+        if (part.number or 0) * len(part.lines) > MOST_LINES:
+            wanted = f"{part.shown}=INT must give at most {MOST_LINES:,} lines or samples"
+            raise InputError(f"{wanted}, got {part.number:,} x {len(part.lines):,}")
     return train, held_out
 
 

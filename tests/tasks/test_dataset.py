@@ -270,10 +270,11 @@ def test_options_that_do_not_fit_the_task_are_refused(tmp_path, policy):
     table("""
     x.csv | x.csv, line 1: .* got b'prompt.*; pandas.read_csv or read_json.* converts a CSV file or
     x.json | x.json, line 1: it must be a JSON object in UTF-8, got .*; pandas.read_csv or read_json
+    x.jsonl=10000000000 | x.jsonl=INT must give at most 10,000,000 lines or samples, got 10,000,000,
     """),
 )
 @pytest.mark.parametrize("option", ["data", "test_data"])
-def test_other_kinds_of_files_are_refused(tmp_path, policy, option, name, message):
+def test_other_kinds_of_files_and_huge_numbers_are_refused(tmp_path, policy, option, name, message):
     rows = [{"prompt": f"{i}?"} for i in range(60)]
     (tmp_path / "x.json").write_text(json.dumps(rows))
     (tmp_path / "x.csv").write_text("prompt\n1?\n")

@@ -3,24 +3,20 @@
 import hashlib
 import importlib.util
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from maxrl_fast.config.options import Config, as_list
 from maxrl_fast.config.resolve import NAMES_CODE
 from maxrl_fast.errors import InputError
+from maxrl_fast.job.resume import Saved
 from maxrl_fast.model.hub import HUB
 from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.files import check_regular
 from maxrl_fast.runtime.loading import is_code, is_file
 from maxrl_fast.tasks import Task
 
-if TYPE_CHECKING:
-    from maxrl_fast.job.resume import Saved
 
-
-def fingerprints(config: Config, task: Task, saved: "Saved | None") -> dict[str, str]:
+def fingerprints(config: Config, task: Task, saved: Saved | None) -> dict[str, str]:
     """Return SHA-256 hashes by name.
 
     Of a function only its own file is read, not its imports. A resumed run has the weights of its
@@ -76,11 +72,3 @@ def source_file(name: str) -> Path | None:
     except ImportError:
         return None
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
-
-
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    return [
-        f"{name}: {'new' if name not in before else 'changed' if name in now else 'missing'}"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
-    ]

@@ -15,7 +15,6 @@ from maxrl_fast.config.changes import (
 )
 from maxrl_fast.config.options import SHAPE
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.fingerprints import differences
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.model.decoder import DecoderConfig, RopeScaling
 from maxrl_fast.runtime.device import versions
@@ -118,7 +117,12 @@ def check_same(
         )
     mathematics = changes(saved.options, options)
     rounding = [text for name, text in said.items() if name in ROUNDING]
-    mathematics += differences(saved.fingerprints, fingerprints)
+    before = saved.fingerprints
+    mathematics += [
+        f"{x}: {'new' if x not in before else 'changed' if x in fingerprints else 'missing'}"
+        for x in sorted({*before, *fingerprints})
+        if before.get(x) != fingerprints.get(x)
+    ]
     if mathematics and not allow_changes:
         raise InputError(
             f"{saved.directory} was trained with other options or files "

@@ -41,6 +41,8 @@ def check_model(model: str, wanted: str = FOLDER) -> str | None:
                 f"{wanted}, got the adapters in {model}: merge them into their model first; the "
                 "folder around a run's adapters has them merged"
             )
+        if not (path / "config.json").exists():
+            raise InputError(f"{wanted}, got {model}, which has no config.json")
         return None
     if os.path.lexists(path):
         raise InputError(f"{wanted}, got {model}, which is not a directory")

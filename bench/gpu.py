@@ -66,6 +66,7 @@ TRAIN = (
     "train --steps 3 --lr-schedule constant --sft-steps 10 --sft-batch 8 --eval-prompts 32 "
     "--eval-samples 4 --prompts 8 --reward $OUT/reward.py:of_length"
 )
+EPISODES = TRAIN.partition(" --reward")[0] + " --task examples/guess.py:GuessTask"
 CHAINS = (
     (
         f"{TRAIN} --objective maxpo --k 4 --out $OUT/run",
@@ -76,6 +77,7 @@ CHAINS = (
     (f"{TRAIN} --objective pacs --top-p .9 --out $OUT/pacs",),
     (f"{TRAIN} --objective ppo --kl-coef .01 --updates-per-step 2 --out $OUT/ppo",),
     (f"{TRAIN} --objective grpo --diagnose-every 1 --compile --out $OUT/compile",),
+    (f"{EPISODES} --objective maxrl --out $OUT/episodes",),
 )
 
 

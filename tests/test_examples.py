@@ -66,6 +66,7 @@ def lines_of(capsys, monkeypatch, script, *arguments):
     monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     capsys.readouterr()
+    monkeypatch.syspath_prepend(EXAMPLES)
     codes = [0]
     monkeypatch.setattr(sys, "exit", codes.append)
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")

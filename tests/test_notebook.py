@@ -29,7 +29,7 @@ def test_the_notebook_runs_and_shows_its_results(tmp_path):
         for cell in notebook.cells
         if cell.cell_type == "code"
     ]
-    assert "maxpo k=4, task maze 7x7" in shown[0]
+    assert "maxpo k=4, loss ppo, task maze 7x7" in shown[0]
     assert "image/png" in shown[2]
     metrics, *others = sorted(tmp_path.glob("runs/*/metrics.jsonl"))
     assert len(others) == 2

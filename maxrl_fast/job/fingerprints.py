@@ -67,8 +67,12 @@ def source_file(name: str) -> Path | None:
     place = name.rpartition(":")[0]
     if is_file(name):
         return Path(place) if Path(place).is_file() else None
-    try:
-        spec = importlib.util.find_spec(place) if is_code(name) else None
-    except ImportError:
+    root, *rest = place.split(".")  # of a module in a package, find_spec would run the package
+    spec = importlib.util.find_spec(root) if is_code(name) else None
+    if spec is None:
         return None
-    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+    if not rest:
+        return Path(spec.origin) if spec.has_location and spec.origin else None
+    places = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
+    files = [file for x in places for file in (x.with_suffix(".py"), x / "__init__.py")]
+    return next(filter(Path.is_file, files), None)

@@ -149,7 +149,8 @@ def _read_pass_rates(run: RunFolder, folder: Folder) -> None:
 
 def _take_counts(records: list[Record], ids: list[int], total: int, folder: Folder) -> None:
     """Keep the correct samples of each prompt, or its rewards, at each evaluation."""
-    kinds = ("num_correct",) if "num_correct" in records[0] else ("reward_mean", "reward_max")
+    has_rewards = "reward_mean" in records[0]  # eval.json has both
+    kinds = ("reward_mean", "reward_max") if has_rewards else ("num_correct",)
     names = ("step", "num_samples", *kinds)
     evaluations = [{name: x[name] for name in names} for x in records]
     folder.prompts = {"ids": ids, "num_prompts": total, "evaluations": evaluations}

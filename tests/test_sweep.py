@@ -41,13 +41,13 @@ def after(words, flag):
 def test_options_with_several_values_are_the_sides_of_the_grid(capsys, tmp_path):
     config = tmp_path / "shared.toml"
     config.write_text(f"steps = 7\ntask = '{CHAIN_TASK}'\n")
-    sides = "--seeds 0 1 --objective maxrl grpo --lr 1e-3 2e-3 --compile".split()
+    sides = "--seeds 0 1 --objective maxrl grpo --lr 1e-3 2e-3 --checkpoint-activations".split()
     commands = printed(capsys, "--config", str(config), *sides)
     shown = [(after(x, "--objective"), after(x, "--lr"), after(x, "--seed")) for x in commands]
     assert shown == [*itertools.product(("maxrl", "grpo"), ("1e-3", "2e-3"), ("0", "1"))]
     for x in commands:
         assert (after(x, "--config"), after(x, "--resume")) == (str(config), "auto")
-        assert "--compile" in x
+        assert "--checkpoint-activations" in x
     assert after(commands[3], "--out") == "runs/sweep-shared/maxrl_lr-2e-3_seed-1"
 
 

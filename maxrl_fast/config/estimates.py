@@ -51,7 +51,6 @@ def describe_run(
     kernels = kernels_for(device), kernel_name(device, dtype, model.config.head_dim)
     how = "; ops: {}; attention: {}".format(*kernels)
     how += "; checkpointed activations" * config.optimizer.checkpoint_activations
-    how += "; torch.compile" * config.run.compile
     start = f"from {saved or config.model.model}" if saved or config.model.model else "new"
     lines = [
         f"maxrl_fast {maxrl_fast.__version__}: {method}, task {task.name}, seed {config.run.seed}",

@@ -164,9 +164,6 @@ RULES: Rules = {
     "--resume writes into the run's own folder, {resume}, got --out {out}": (
         lambda c: c.resume and c.out and c.out.absolute() != c.resume.absolute()
     ),
-    "--compile is for the native decoder, got --model-backend {model_backend}": (
-        lambda c: c.compile and c.model_backend == "transformers"
-    ),
     "dynamic_sampling leaves out groups whose rewards are equal, from which {objective} learns": (
         lambda c: c.dynamic_sampling and c.method.learns_from_equal_rewards(c.rollouts)
     ),

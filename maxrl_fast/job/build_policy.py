@@ -83,8 +83,6 @@ def build_policy(
     dtype = torch.promote_types(DTYPES[model.config.dtype], dtype_of(config))
     model.config = dataclasses.replace(model.config, dtype=str(dtype).removeprefix("torch."))
     model.checkpoint_activations = config.optimizer.checkpoint_activations
-    if config.run.compile and not is_empty:
-        model.compile_layers()
     return model
 
 
@@ -162,10 +160,9 @@ def _native(
     model: PolicyModel,
     dtype: torch.dtype,
     longest: tuple[int, int],
-    compiled: bool,
     cache_bytes: int | None = None,
 ) -> Engine:
-    engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
+    engine = NativeEngine(model, dtype, cache_bytes=cache_bytes)
     engine.sequence_bytes(*longest)  # refuses a cache that is too small
     return engine
 
@@ -202,7 +199,6 @@ def build_engine(
     task: Task,
     dtype: torch.dtype,
     max_batch: int,
-    compiled: bool = False,
     ranks: Ranks | None = None,
 ) -> CheckedEngine:
     """Build the engine `name`, with its own options and the model's weights. vLLM samples
@@ -215,7 +211,7 @@ def build_engine(
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
         engine = build_from_code("rollout", name, Engine, offered, own, hint)
     else:
-        offered |= {"compiled": compiled, "filters_tokens": sampling.top_p < 1}
+        offered |= {"filters_tokens": sampling.top_p < 1}
         offered |= {"longest": (task.prompt_length, sampling.max_new_tokens)}
         engine = make_part(ENGINES[name], offered, own)
     return CheckedEngine(engine, name, model.config.vocab_size)
@@ -240,7 +236,7 @@ def build_run_engine(
     processes = 1 if ranks is None else ranks.size
     max_batch = config.sampling.samples_of_engine(processes, tensor_parallel(config))
     name, own = config.chosen.rollout, own_options(config, "rollout")
-    how = dtype_of(config), max_batch, config.run.compile, ranks
+    how = dtype_of(config), max_batch, ranks
     return build_engine(name, own, config.sampling, model, task, *how)
 
 

@@ -41,9 +41,9 @@ def _rounded(n: int) -> int:
 class DeviceDecoder:
     """A copy of the policy in the compute dtype, and slots, which grow to hold the largest call."""
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, compiled: bool = False):
-        self.dtype, self.device, self.compiled = dtype, model.lm_head.weight.device, compiled
-        self.model = DecodeModel(model.config, self.device, dtype, compiled)
+    def __init__(self, model: Decoder, dtype: torch.dtype):
+        self.dtype, self.device = dtype, model.lm_head.weight.device
+        self.model = DecodeModel(model.config, self.device, dtype)
         # whether attention runs in the CUDA kernel
         self.in_kernel = has_kernel(model.config, dtype, self.device)
         # PyTorch's default is a stream of the first capture's device; each keeps 32 MiB for cuBLAS
@@ -55,7 +55,7 @@ class DeviceDecoder:
 
     def describe(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        how = f"native (PyTorch, {dtype}{', compiled' if self.compiled else ''}"
+        how = f"native (PyTorch, {dtype}"
         if self.device.type == "cuda":
             own_kernels = {"attention": self.in_kernel, "layers": self.model.ops is KERNELS}
             how += ", CUDA graphs" + "".join(

@@ -25,8 +25,8 @@ class NativeEngine:
 
     cache_bytes: KV-cache limit, in the PyTorch decoder including a step's tensors; samples beyond
     it wait. max_batch: samples decoded at a time. in_cpp: use the C++ decoder; None: on every CPU.
-    It computes in bfloat16 only if the CPU has instructions for it. compiled: torch.compile the
-    PyTorch decoder. Policies of transformers have a decoder of their own.
+    It computes in bfloat16 only if the CPU has instructions for it. Policies of transformers have a
+    decoder of their own.
     """
 
     def __init__(
@@ -37,7 +37,6 @@ class NativeEngine:
         cache_bytes: int | None = None,
         max_batch: int | None = None,
         in_cpp: bool | None = None,
-        compiled: bool = False,
     ):
         device = model.lm_head.weight.device
         self.config = model.config
@@ -52,7 +51,7 @@ class NativeEngine:
             if in_cpp or (in_cpp is None and device.type == "cpu"):
                 self.decoder = CpuDecoder(model.config, arithmetic_of(dtype))
             else:
-                self.decoder = DeviceDecoder(model, dtype, compiled)
+                self.decoder = DeviceDecoder(model, dtype)
             self.load_weights(model)
 
     def describe(self) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from maxrl_fast.model.attention import Forest, tree_attention
 from maxrl_fast.model.decoder import DecoderConfig
-from maxrl_fast.model.tiling import tile
+from maxrl_fast.model.flash import padded_rows
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling, decode_sample
 from maxrl_fast.rollout.decode_attention import Groups, Step
@@ -233,11 +233,11 @@ class DecodeSlots:
         (-1: none)."""
         lengths = prompts.lengths
         forest = Forest.roots(lengths)
-        tiling = tile(lengths)
+        tile = padded_rows(prompts.cu_seqlens[:-1], lengths)[0]  # [g, longest]
 
         def prefill(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for cache, x in zip(self.prompts[layer], (k, v), strict=True):
-                cache[slots, : tiling.width] = tiling.pad(x)
+                cache[slots, : tile.shape[1]] = x[tile]
             return tree_attention(q, k, v, forest)
 
         starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)

@@ -50,8 +50,8 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout import Engine, NativeEngine, RolloutRequest, Sampling
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.runtime.device import resolve_dtype
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.maze import MazeTask
@@ -182,7 +182,7 @@ def measure(
             raise RuntimeError(f"{side} sampled {got} tokens instead of {tokens}")
         return call
 
-    engine = NativeEngine(model, dtype)
+    engine = native_engine(model, dtype)
     native = checked("native", lambda: sampler("native", lambda: engine))
     sides = Sides("native", native, lambda x: milliseconds(x, rounds, device), device)
     sides.add({"native": native})
@@ -238,9 +238,9 @@ def other_engines(
     engines: dict[str, Callable[[], Engine]] = {}
     on_cpu = model.lm_head.weight.device.type == "cpu"
     if other_forms and on_cpu:
-        engines["native, PyTorch"] = lambda: NativeEngine(model, dtype, in_cpp=False)
+        engines["native, PyTorch"] = lambda: native_engine(model, dtype, in_cpp=False)
         if dtype != torch.float32:
-            engines["native, float32"] = lambda: NativeEngine(model, torch.float32)
+            engines["native, float32"] = lambda: native_engine(model, torch.float32)
     if "vllm" in peers:
         from maxrl_fast.rollout.vllm import VllmEngine
 

@@ -14,9 +14,8 @@ from maxrl_fast.config.rules import objective_of
 from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops.dispatch import kernels_for
-from maxrl_fast.rollout.names import ENGINES
-from maxrl_fast.rollout.native import MAX_BATCH
-from maxrl_fast.rollout.vllm_shared import MAX_SEQUENCES
+from maxrl_fast.rollout import ENGINES, MAX_BATCH
+from maxrl_fast.rollout.vllm import MAX_SEQUENCES
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.tuning import chunk_bytes

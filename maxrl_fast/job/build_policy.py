@@ -31,7 +31,7 @@ from maxrl_fast.model.policy import check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.rollout import Engine, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.validation import CheckedEngine
 from maxrl_fast.runtime.files import read_json
 from maxrl_fast.runtime.loading import build_from_code
@@ -162,8 +162,8 @@ def _native(
     longest: tuple[int, int],
     cache_bytes: int | None = None,
 ) -> Engine:
-    engine = NativeEngine(model, dtype, cache_bytes=cache_bytes)
-    engine.sequence_bytes(*longest)  # refuses a cache that is too small
+    engine = native_engine(model, dtype, cache_bytes=cache_bytes)
+    engine.check_fits(*longest)  # refuses a cache that is too small
     return engine
 
 
@@ -200,7 +200,7 @@ def build_engine(
     dtype: torch.dtype,
     max_batch: int,
     ranks: Ranks | None = None,
-) -> CheckedEngine:
+) -> Engine:
     """Build the engine `name`, with its own options and the model's weights. vLLM samples
     `max_batch` responses at once."""
     own = part_options("rollout", name, own)
@@ -214,7 +214,7 @@ def build_engine(
         offered |= {"filters_tokens": sampling.top_p < 1}
         offered |= {"longest": (task.prompt_length, sampling.max_new_tokens)}
         engine = make_part(ENGINES[name], offered, own)
-    return CheckedEngine(engine, name, model.config.vocab_size)
+    return engine if name == "native" else CheckedEngine(engine, name, model.config.vocab_size)
 
 
 def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
@@ -232,7 +232,7 @@ def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
 
 def build_run_engine(
     config: Config, model: PolicyModel, task: Task, ranks: Ranks | None = None
-) -> CheckedEngine:
+) -> Engine:
     processes = 1 if ranks is None else ranks.size
     max_batch = config.sampling.samples_of_engine(processes, tensor_parallel(config))
     name, own = config.chosen.rollout, own_options(config, "rollout")

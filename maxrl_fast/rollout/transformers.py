@@ -5,6 +5,8 @@ its own. All samples of a pass decode together until the last one has ended. In 
 waits for the reply to each turn before its next step, so that its samples have the same length.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,21 +22,21 @@ from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.recurrence import Run, States, over_forest
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
+from maxrl_fast.rollout import NativeEngine, RolloutRequest
 from maxrl_fast.rollout.episodes import Turns, finished
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
 
-class TransformersDecoder:
-    """A copy of the policy in the compute dtype."""
-
-    def __init__(self, model: HuggingFacePolicy, dtype: torch.dtype):
-        self.dtype, self.model = dtype, model.copy_in(dtype)
+class TransformersEngine(NativeEngine):
+    def __init__(self, model: HuggingFacePolicy, dtype: torch.dtype, **limits: Any):
+        super().__init__(model, dtype, **limits)
+        self.model = model.copy_in(dtype)
 
     def describe(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"plain ({self.model.backend}, {name}, key/value cache"
+        most = f"of at most {self.cache_bytes / 1e9:.3g} GB"
+        return f"plain ({self.model.backend}, {name}, key/value cache {most})"
 
     def load_weights(self, model: PolicyModel) -> None:
         assert isinstance(model, HuggingFacePolicy)
@@ -49,13 +51,9 @@ class TransformersDecoder:
         return token * prompt_length, token * max_new_tokens
 
     @torch.no_grad()
-    def generate(
-        self, request: RolloutRequest, budget: int, max_batch: int
-    ) -> tuple[Rollouts, RolloutStatistics]:
-        """Serve a checked request; prompts beyond `budget` bytes of KV cache wait."""
+    def serve(self, request: RolloutRequest, prompt: int, own: int) -> Rollouts:
         prompts, num_samples = request.prompts, request.num_samples
-        limit = request.sampling.max_new_tokens
-        prompt, own = self.sequence_bytes(int(prompts.lengths.max()), limit)
+        budget, max_batch = self.cache_bytes, self.max_batch
         # of a prompt, in one pass
         samples = max(1, min(num_samples, max_batch, (budget - prompt) // own))
         groups = max(1, min(max_batch // samples, budget // (prompt + samples * own)))
@@ -69,7 +67,7 @@ class TransformersDecoder:
             for part in index[i : i + groups].split(samples, 1):
                 request.beat()
                 passes.run(prompts.take(i, groups), part)
-        return passes.rollouts(), RolloutStatistics()
+        return passes.rollouts()
 
 
 class _Passes:

@@ -10,7 +10,7 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.correction import CORRECTIONS, ImportanceWeights
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.group import GroupObjective
@@ -33,7 +33,7 @@ def sampled(model):
     """Return four responses to each prompt, of different lengths."""
     sampling = Sampling(1.0, 9, (3, 8, 12, 20, 25))
     request = RolloutRequest(PROMPTS, 4, sampling, 1, 1)
-    rollouts = NativeEngine(model, torch.float32).generate(request)
+    rollouts = native_engine(model, torch.float32).generate(request)
     assert len(rollouts.lengths.unique()) > 3
     return rollouts
 
@@ -111,7 +111,7 @@ class Collector:
 def step(model, rollouts, correction, updates=1, lr=0.0, **options):
     settings = LossSettings(**{"loss": "ppo", "aggregation": "token_mean", **options})
     learning = learner(model, settings, optimizer=torch.optim.SGD(model.parameters(), lr=lr))
-    engine = NativeEngine(model, torch.float32)
+    engine = native_engine(model, torch.float32)
     batch = collected(Samples(PROMPTS, rollouts), REWARDS)
     rate = LearningRate(lr, 10, 0)
     trainer = Trainer(

@@ -10,7 +10,7 @@ import torch
 from maxrl_fast.ops import group_advantage, log_ratio_reward, pacs_loss, token_logprobs
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.pacs import PacsObjective, PacsPaperObjective
@@ -35,7 +35,7 @@ def make_learner(model, reference=None, lr=0.05):
 
 
 def sampled(model):
-    return NativeEngine(model, torch.float32).generate(
+    return native_engine(model, torch.float32).generate(
         RolloutRequest(PROMPTS, N, Sampling(0.9, 9, (3,)), 1, 1)
     )
 

@@ -1,20 +1,9 @@
 """Attention over a forest of prefixes, whose keys and values are computed once.
 
-A prompt with its responses is a tree of depth 2; what several responses begin with is a segment
-between. A token attends to the segments above its own and, causally, to its segment. On a CPU one
-kernel does this (csrc/cpu/attention.cpp), for float32, bfloat16, float64 and heads of at most 256.
-Elsewhere, and for others, the segments and each level of the forest are ordinary FlashAttention
-calls that also return their log-sum-exp, and they merge exactly:
-
-    l = logaddexp(l1, l2)        o = o1 exp(l1 - l) + o2 exp(l2 - l)
-
-In the backward pass, each part's FlashAttention backward is called with the *merged* o and l. It
-then recomputes the probabilities exp(s - l) over all keys together, so the gradients are exact and
-the parts add up.
-
-With a sliding window, a soft cap or sinks, each segment gets a copy of the keys and values above
-it, or of the part of them that its window reaches, in front of its own. Its attention is then one
-causal FlashAttention call. The copies exist only while a layer computes.
+A token attends to the segments above its own and, causally, to its segment: on a CPU in one kernel
+(csrc/cpu/attention.cpp), elsewhere in FlashAttention calls for the segments and for each level,
+whose results merge exactly. With a sliding window, a soft cap or sinks, each segment gets a copy of
+the keys and values above it (docs/prefix_trees.md).
 """
 
 from dataclasses import dataclass, field
@@ -246,11 +235,8 @@ class _TreeAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, parents: Tensor
     ) -> Tensor:
-        """Return the attention [U, Hq, D], for q [U, Hq, D] and k and v [U, Hkv, D].
-
-        lengths [M] and parents [M] int64 as in Forest. Raises ValueError if lengths do not add up
-        to U or are below 1, or segments are not in depth-first order.
-        """
+        """Raises ValueError if lengths [M] do not add up to U, or parents [M] are not those of
+        segments in depth-first order."""
         call, q, k, v = KernelLaunch(q.device), q.contiguous(), k.contiguous(), v.contiguous()
         o = torch.empty_like(q)
         # the log-sum-exp to base 2

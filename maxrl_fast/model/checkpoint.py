@@ -243,25 +243,16 @@ def _open(path: Path) -> dict[str, StoredTensor]:
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The headers of the files count; an index that assigns a tensor to another file is refused."""
-    path = directory / INDEX
-    listed: Any = {"": WEIGHTS}
-    if path.exists():
-        listed = read_json(path).get("weight_map")
-        files = listed.values() if isinstance(listed, dict) else [".."]
-        if any(type(x) is not str or x == ".." or Path(x).name != x for x in files):
-            raise InputError(
-                f"{path}: weight_map must map tensors to files of the same directory, got "
-                f"{listed!r:.80}"
-            )
+    """Return the tensors of the files model*.safetensors, whose headers count, not their index."""
+    files = sorted(directory.glob("model*.safetensors"))
     stored: dict[str, StoredTensor] = {}
-    for file in sorted({*listed.values()}):
-        tensors = _open(directory / file)
-        for name in tensors:
-            if listed.get(name, file) != file or name in stored:
-                raise InputError(
-                    f"{directory / file} has {printable(name)}, which {INDEX} must assign to it"
-                )
+    for file in files or [directory / WEIGHTS]:
+        tensors = _open(file)
+        if twice := min(stored.keys() & tensors.keys(), default=None):
+            raise InputError(
+                f"{stored[twice].path} and {file} both have {printable(twice)}: keep the files of "
+                "one checkpoint"
+            )
         stored |= tensors
     # Old checkpoints store inv_freq, a constant.
     return {name: x for name, x in stored.items() if not name.endswith(".rotary_emb.inv_freq")}

@@ -173,22 +173,11 @@ class HuggingFacePolicy(PolicyModel):
             yield from revert_weight_conversion(self.hf, dict(group)).items()
 
     @torch.no_grad()
-    def copy_weights(self, policy: "HuggingFacePolicy") -> None:
+    def copy_weights(self, policy: Any) -> None:
         """Adapters are merged."""
         own = dict(itertools.chain(self.hf.named_parameters(), self.hf.named_buffers()))
         for name, weight in merged_weights(policy.hf):
             own[name].copy_(weight)
-
-    def copy_in(self, dtype: torch.dtype) -> "HuggingFacePolicy":
-        """Return a frozen copy, for `copy_weights`; buffers keep their dtype. With sharded weights
-        all ranks must call this."""
-        device, (own,) = self.lm_head.weight.device, self.bare or (self,)
-        other: HuggingFacePolicy = own.copied(
-            lambda x: torch.zeros_like(x, dtype=dtype, device=device)
-        )
-        other.requires_grad_(False).to(device).checkpoint_activations = False
-        other.copy_weights(self)
-        return other
 
 
 def _block_names(model: Any) -> list[str]:

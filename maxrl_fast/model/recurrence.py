@@ -70,6 +70,23 @@ class States:
         conv = {k: x[index] for k, x in self.conv_states.items()}
         return States(conv, {k: x[index] for k, x in self.recurrent_states.items()}, mask)
 
+    def zeros(self, num_rows: int) -> "States":
+        conv, recurrent = (
+            {k: x.new_zeros(num_rows, *x.shape[1:]) for k, x in own.items()}
+            for own in (self.conv_states, self.recurrent_states)
+        )
+        return States(conv, recurrent, None)
+
+    def store(self, index: Tensor, other: "States", chosen: Tensor | None = None) -> None:
+        """Copy the rows of another to the rows `index` [n], or those of them that are `chosen`."""
+        for own, new in (
+            (self.conv_states, other.conv_states),
+            (self.recurrent_states, other.recurrent_states),
+        ):
+            for k, x in new.items():
+                keep = None if chosen is None else chosen.view(-1, *[1] * (x.dim() - 1))
+                own[k][index] = x if keep is None else torch.where(keep, x, own[k][index])
+
     @classmethod
     def joined(cls, parts: list["States"]) -> "States":
         """Return the rows of all parts, one after another."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.model import flash
-from maxrl_fast.model.attention import merge
+from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant, merge
 from maxrl_fast.model.decoder import DecoderConfig
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch
@@ -74,38 +74,59 @@ class Step:
         place = torch.arange(rows, device=self.lengths.device) - groups.starts[groups.prompt]
         return tile, groups.prompt * groups.size + place.clamp(0, groups.size - 1)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, prompt: Cache, own: Cache) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prompt: Cache,
+        own: Cache,
+        variant: AttentionVariant = PLAIN_ATTENTION,
+    ) -> Tensor:
         """Write the newest tokens' k and v to the cache, and return the attention of q.
 
         q and the result [A, Hq, D], k and v [A, Hkv, D], `prompt` [G, prompt_width, Hkv, D], `own`
         [A, limit, Hkv, D]. Rows of q, k and v may have any stride.
         """
-        o, lse = self._to_prompts(q, prompt)
-        return (self._to_own_in_kernel if self.in_kernel else self._to_own)(q, k, v, own, o, lse)
+        o, lse = self._to_prompts(q, prompt, variant)
+        if self.in_kernel and variant.is_plain:
+            return self._to_own_in_kernel(q, k, v, own, o, lse)
+        o, lse = merge(o, lse, *self._to_own(q, k, v, own, variant))
+        if variant.sinks is not None:  # as a part of the keys with the value 0
+            o = o * torch.sigmoid(lse - variant.sinks)[..., None].to(o.dtype)
+        return o
 
-    def _to_prompts(self, q: Tensor, prompt: Cache) -> tuple[Tensor, Tensor]:
+    def _to_prompts(
+        self, q: Tensor, prompt: Cache, variant: AttentionVariant
+    ) -> tuple[Tensor, Tensor]:
         """Return the attention to the prompts [A, Hq, D] and its log-sum-exp [A, Hq]."""
         groups, width = self.groups, prompt[0].shape[1]
         kernel = flash.kernel_for(q.device, q.dtype, q.shape[-1])
-        if kernel is not flash.REFERENCE:
+        if kernel is not flash.REFERENCE and variant.is_plain:
             k, v = (x.flatten(0, 1) for x in prompt)
             sizes = groups.starts, groups.cache_starts, groups.size, width
             return flash.attend_prompts(q, k, v, *sizes, groups.prompt_lengths)
         tile, place = self.tile
-        mask = torch.arange(width, device=q.device) < groups.prompt_lengths[:, None, None]
-        o, lse = flash.attend(q[tile], *prompt, mask)  # [G, size, Hq, D]
+        keys, lengths = torch.arange(width, device=q.device), groups.prompt_lengths[:, None, None]
+        mask = keys < lengths
+        if variant.window:
+            mask = mask & (keys >= lengths + self.lengths[tile][..., None] - variant.window)
+        o, lse = flash.attend(q[tile], *prompt, mask, variant.softcap)  # [G, size, Hq, D]
         return o.flatten(0, 1)[place], lse.flatten(0, 1)[place]
 
     def _to_own(
-        self, q: Tensor, k: Tensor, v: Tensor, own: Cache, prompt_o: Tensor, prompt_lse: Tensor
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, own: Cache, variant: AttentionVariant
+    ) -> tuple[Tensor, Tensor]:
         rows = torch.arange(len(q), device=q.device)
         for cache, x in zip(own, (k, v), strict=True):
             cache[rows, self.lengths - 1] = x
         keys, values = (cache[:, : self.width] for cache in own)
-        mask = torch.arange(self.width, device=q.device) < self.lengths[:, None, None]
-        o, lse = flash.attend(q[:, None], keys, values, mask)  # [A, 1, Hq, D]
-        return merge(prompt_o, prompt_lse, o[:, 0], lse[:, 0])[0]
+        places, lengths = torch.arange(self.width, device=q.device), self.lengths[:, None, None]
+        mask = places < lengths
+        if variant.window:
+            mask = mask & (places >= lengths - variant.window)
+        o, lse = flash.attend(q[:, None], keys, values, mask, variant.softcap)  # [A, 1, Hq, D]
+        return o[:, 0], lse[:, 0]
 
     def _to_own_in_kernel(
         self, q: Tensor, k: Tensor, v: Tensor, own: Cache, prompt_o: Tensor, prompt_lse: Tensor

@@ -4,7 +4,7 @@ A layer is one matrix multiplication for q, k and v, rotary embedding, attention
 norm, one multiplication for gate and up, SwiGLU, down, and addition with the next layer's norm.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maxrl_fast.model.decoder import Attention, Decoder, DecoderConfig, Layer, RMSNorm, rotary_table
+from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.layer_kernels import KERNELS, HeadNorms, Rotary, layer_ops
+from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.model.recurrence import Recurrence
 from maxrl_fast.ops.logit_chunks import output_product
 
 
@@ -46,7 +49,12 @@ class DecodeModel:
         self.tables = rotary_table(c, torch.arange(c.max_position_embeddings, device=device))
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        rows: Tensor | None = None,
+        recurrence: Recurrence | None = None,
     ) -> Tensor:
         """See PolicyModel.forward. Without `rows` all are computed."""
         ops, eps, (cos, sin) = self.ops, self.config.rms_norm_eps, self.tables
@@ -70,6 +78,34 @@ class DecodeModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return output_product(hidden, self.output)
+
+    def load_weights(self, model: PolicyModel) -> None:
+        for name, weight in model.weights():
+            self.weights[name].copy_(weight)
+
+
+class HuggingFaceModel:
+    """A copy of a policy that transformers runs, as a DecodeModel."""
+
+    def __init__(self, policy: HuggingFacePolicy, dtype: torch.dtype):
+        self.config, self.dtype = policy.config, dtype
+        self.device = device = policy.lm_head.weight.device
+        (own,) = policy.bare or (policy,)
+        copied = own.copied(lambda x: torch.zeros_like(x, dtype=dtype, device=device))
+        self.policy = copied.requires_grad_(False).to(device)  # buffers keep their dtype
+        self.policy.checkpoint_activations = False
+        self.logits, self.load_weights = self.policy.logits, self.policy.copy_weights
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Callable[..., Tensor],
+        rows: Tensor | None = None,
+        recurrence: Recurrence | None = None,
+    ) -> Tensor:
+        rows = torch.arange(len(tokens), device=self.device) if rows is None else rows
+        return self.policy(tokens, positions, attention, rows, self.dtype, recurrence)
 
 
 def packed_layer(layer: nn.Module) -> DecodeLayer:

@@ -6,14 +6,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.attention import Forest, tree_attention
-from maxrl_fast.model.decoder import DecoderConfig
+from maxrl_fast.model.attention import (
+    PLAIN_ATTENTION,
+    AttentionVariant,
+    Forest,
+    tree_attention,
+)
 from maxrl_fast.model.flash import padded_rows
+from maxrl_fast.model.policy_model import PolicySizes
+from maxrl_fast.model.recurrence import Run, States, over_forest
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout import sampling as sampler
-from maxrl_fast.rollout.decode_attention import Groups, Step
-from maxrl_fast.rollout.decode_model import DecodeModel
+from maxrl_fast.rollout.decode_attention import Cache, Groups, Step
+from maxrl_fast.rollout.decode_model import DecodeModel, HuggingFaceModel
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import ROWS, sample
 
@@ -43,7 +49,7 @@ class Shape(NamedTuple):
             sizes.append((sizes[-1] + 1) // 2)
         return sizes
 
-    def cache_bytes(self, config: DecoderConfig, dtype: torch.dtype) -> int:
+    def cache_bytes(self, config: PolicySizes, dtype: torch.dtype) -> int:
         """A step's tensors are included, which the CUDA graphs keep."""
         element = torch.empty((), dtype=dtype).element_size()
         token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -93,7 +99,7 @@ class DecodeSlots:
 
     def __init__(
         self,
-        model: DecodeModel,
+        model: DecodeModel | HuggingFaceModel,
         shape: Shape,
         dtype: torch.dtype,
         in_kernel: bool,
@@ -105,19 +111,14 @@ class DecodeSlots:
         device = model.device
         self.bytes = shape.cache_bytes(c, dtype)
 
-        # zeros: masked keys and values must be finite
-        def caches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
-            def zeros() -> Tensor:
-                shape = (*sizes, c.num_key_value_heads, c.head_dim)
-                return torch.zeros(shape, dtype=dtype, device=device)
-
-            return [(zeros(), zeros()) for _ in range(c.num_hidden_layers)]
-
         def integers(*sizes: int, value: int = 0) -> Tensor:
             return torch.full(sizes, value, dtype=torch.int64, device=device)
 
         slots, batch = torch.arange(shape.slots + 1, device=device), shape.rows
-        self.prompts, self.own = caches(shape.slots, shape.prompt_width), caches(batch, shape.limit)
+        # of each layer, made with its first tokens: keys and values of prompts and of samples
+        self.caches: dict[int, tuple[Cache, Cache]] = {}
+        # of each layer with a state, of all rows
+        self.states: dict[tuple[int, int], States] = {}
         self.prompt_lengths = torch.ones(shape.slots, dtype=torch.int32, device=device)
         self.starts, self.cache_starts = slots.int(), (slots * shape.prompt_width).int()
         # the sample's index in the job; -1: none, or its result is stored
@@ -159,7 +160,16 @@ class DecodeSlots:
 
     @property
     def has_graphs(self) -> bool:
-        return uses_graphs(self.last.device)
+        return isinstance(self.model, DecodeModel) and uses_graphs(self.last.device)
+
+    def cache(self, layer: int, k: Tensor, v: Tensor) -> tuple[Cache, Cache]:
+        if layer not in self.caches:
+            s = self.shape
+            sizes = (s.slots, s.prompt_width), (s.rows, s.limit)
+            # zeros: masked keys and values must be finite
+            prompts, own = (tuple(x.new_zeros(*n, *x.shape[1:]) for x in (k, v)) for n in sizes)
+            self.caches[layer] = (prompts[0], prompts[1]), (own[0], own[1])
+        return self.caches[layer]
 
     def fitting(self, rows: int) -> int:
         """Return the smallest batch size that holds so many rows."""
@@ -188,11 +198,22 @@ class DecodeSlots:
         )
         step = Step(groups, length, width, self.in_kernel)
 
-        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k_own, v_own = self.own[layer]
-            return step.attend(q, k, v, self.prompts[layer], (k_own[rows], v_own[rows]))
+        def attention(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
+        ) -> Tensor:
+            prompt, (k_own, v_own) = self.cache(layer, k, v)
+            return step.attend(q, k, v, prompt, (k_own[rows], v_own[rows]), variant)
 
-        hidden = self.model(self.last[rows], self.shift[rows] + length, attention)
+        def recurrence(layer: tuple[int, int], run: Run, hidden: Tensor) -> Tensor:
+            after = self.states[layer].rows(self.all_rows[rows])
+            out = run(hidden[:, None], after, None)[:, 0]
+            # a sample that waits for a reply keeps the state before its newest token
+            self.states[layer].store(self.all_rows[rows], after, ~self.done[rows])
+            return out
+
+        hidden = self.model(
+            self.last[rows], self.shift[rows] + length, attention, recurrence=recurrence
+        )
         logits = self.model.logits(hidden)
         if sampling.max_turns > 1:
             at = length.clamp_max(self.shape.limit - 1)  # [rows], a copy
@@ -236,16 +257,27 @@ class DecodeSlots:
         forest = Forest.roots(lengths)
         tile = padded_rows(prompts.cu_seqlens[:-1], lengths)[0]  # [g, longest]
 
-        def prefill(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for cache, x in zip(self.prompts[layer], (k, v), strict=True):
+        def prefill(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
+        ) -> Tensor:
+            for cache, x in zip(self.cache(layer, k, v)[0], (k, v), strict=True):
                 cache[slots, : tile.shape[1]] = x[tile]
-            return tree_attention(q, k, v, forest)
+            return tree_attention(q, k, v, forest, variant)
+
+        def recurrence(layer: tuple[int, int], run: Run, hidden: Tensor) -> Tensor:
+            out, states = over_forest(run, hidden, forest.padded)
+            own = states.rows(torch.arange(len(slots), device=slots.device).repeat_interleave(n))
+            if layer not in self.states:
+                self.states[layer] = own.zeros(self.shape.rows)
+            self.states[layer].store(rows, own)
+            return out
 
         starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
         positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts
-        hidden = self.model(prompts.tokens, positions, prefill, prompts.cu_seqlens[1:] - 1)
-        members = torch.arange(self.group_size, device=slots.device)
-        rows = (slots[:, None] * self.group_size + members).flatten()  # [g * group_size]
+        members, n = torch.arange(self.group_size, device=slots.device), self.group_size
+        rows = (slots[:, None] * n + members).flatten()  # [g * group_size]
+        ends = prompts.cu_seqlens[1:] - 1
+        hidden = self.model(prompts.tokens, positions, prefill, ends, recurrence)
         samples = samples.flatten()
         self.prompt_lengths[slots] = lengths.int()
         self.shift[rows] = lengths.repeat_interleave(self.group_size) - 1
@@ -284,8 +316,10 @@ class DecodeSlots:
         for name in self.STATE:
             state = getattr(self, name)
             state[:rows] = state[kept]
-        for caches in self.own:
-            for cache in caches:
+        for _, own in self.caches.values():
+            for cache in own:
                 cache[:rows, :longest] = cache[kept, :longest]
+        for states in self.states.values():
+            states.store(self.all_rows[:rows], states.rows(kept))
         self.starts.copy_(torch.searchsorted(kept.int(), self.starts))
         self.rows = rows

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
 from maxrl_fast.rollout import NativeEngine, RolloutRequest, RolloutStatistics, decode_slots
 from maxrl_fast.rollout import sampling as sampler
 from maxrl_fast.rollout.decode_attention import has_kernel
-from maxrl_fast.rollout.decode_model import DecodeModel
+from maxrl_fast.rollout.decode_model import DecodeModel, HuggingFaceModel
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.episodes import Turns, finished
 from maxrl_fast.rollout.sampling import LOGIT_BYTES, ROWS
@@ -40,13 +41,17 @@ def _rounded(n: int) -> int:
 
 
 class DeviceEngine(NativeEngine):
-    """A copy of a policy of ours, and slots, which grow to hold the largest call."""
+    """A copy of any policy, and slots, which grow to hold the largest call."""
 
     def __init__(self, model: PolicyModel, dtype: torch.dtype, **limits: Any):
         super().__init__(model, dtype, **limits)
-        self.model = DecodeModel(model.config, self.device, dtype)
-        # whether attention runs in the CUDA kernel
-        self.in_kernel = has_kernel(model.config, dtype, self.device)
+        self.model: DecodeModel | HuggingFaceModel
+        self.in_kernel = False  # whether attention runs in the CUDA kernel
+        if isinstance(model, HuggingFacePolicy):
+            self.model = HuggingFaceModel(model, dtype)
+        else:
+            self.model = DecodeModel(model.config, self.device, dtype)
+            self.in_kernel = has_kernel(model.config, dtype, self.device)
         # PyTorch's default is a stream of the first capture's device; each keeps 32 MiB for cuBLAS
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.batch: DecodeSlots | None = None
@@ -58,7 +63,9 @@ class DeviceEngine(NativeEngine):
     def describe(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         how = f"native (PyTorch, {dtype}"
-        if self.device.type == "cuda":
+        if isinstance(self.model, HuggingFaceModel):
+            how = f"native ({self.model.policy.backend}, {dtype}"
+        elif self.device.type == "cuda":
             own_kernels = {"attention": self.in_kernel, "layers": self.model.ops is KERNELS}
             how += ", CUDA graphs" + "".join(
                 f", {x} in {'CUDA' if yes else 'PyTorch'}" for x, yes in own_kernels.items()
@@ -78,8 +85,7 @@ class DeviceEngine(NativeEngine):
             self.batch = None
 
     def load_weights(self, model: PolicyModel) -> None:
-        for name, weight in model.weights():
-            self.model.weights[name].copy_(weight)
+        self.model.load_weights(model)
 
     @torch.no_grad()
     def serve(self, request: RolloutRequest, prompt: int, own: int) -> Rollouts:

@@ -4,12 +4,11 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.model.huggingface import HuggingFacePolicy
+from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rollout import NativeEngine
 from maxrl_fast.rollout.cpu_decoder import CpuEngine
 from maxrl_fast.rollout.device_decoder import DeviceEngine
-from maxrl_fast.rollout.transformers import TransformersEngine
 
 
 def native_engine(
@@ -17,11 +16,9 @@ def native_engine(
 ) -> NativeEngine:
     """Return the engine that samples from a policy, with its weights.
 
-    in_cpp: use the C++ decoder; None: on every CPU. It computes in bfloat16 only if the CPU has
-    instructions for it. limits: cache_bytes and max_batch of NativeEngine.
+    in_cpp: use the C++ decoder, which policies of ours have; None: on every CPU. It computes in
+    bfloat16 only if the CPU has instructions for it. limits: NativeEngine's others.
     """
-    if isinstance(model, HuggingFacePolicy):
-        return TransformersEngine(model, dtype, **limits)
     is_cpu = model.lm_head.weight.device.type == "cpu"
-    kind = CpuEngine if in_cpp or (in_cpp is None and is_cpu) else DeviceEngine
-    return kind(model, dtype, **limits)
+    in_cpp = isinstance(model, Decoder) and (is_cpu if in_cpp is None else in_cpp)
+    return (CpuEngine if in_cpp else DeviceEngine)(model, dtype, **limits)

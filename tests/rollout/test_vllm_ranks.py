@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 
 JOB = "--rollout vllm --objective grpo --lr 2e-2 --prompts 4 --kv-cache-gb 0.03".split()
 JOB += "--eval-prompts 65 --eval-samples 2".split()
-JOB += "--hidden-size 32 --intermediate-size 64 --layers 2 --heads 2 --kv-heads 2".split()
+JOB += "--hidden-size 64 --intermediate-size 64 --layers 2 --heads 2 --kv-heads 2".split()
 JOB += ["--threads", "1", "--dtype", "float32"]  # the tolerances below are for float32
 
 

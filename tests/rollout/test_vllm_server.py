@@ -163,10 +163,8 @@ def choice(**changes):
 
 
 OTHERS = [
-    *(choice(token_ids=x) for x in ([-1, 3], [10**30, 3], [1.7, 3], ["1", 3], [5], "53")),
-    *(choice(index=x) for x in (1, False)),
-    *(choice(logprobs={"content": [{"logprob": x}] * 2}) for x in (True, 10**400)),
-    *(choice(logprobs=None), choice(finish_reason="abort"), "[" * 100_000, "[]", "\\x00"),
+    *(choice(token_ids=x) for x in ([1.7, 3], ["1", 3], [5], "53")),
+    *(choice(index=1), choice(logprobs=None), choice(finish_reason="abort"), "[]", "\\x00"),
     '{"choices": [' + choice()[13:-2] + "," + choice()[13:-2] + "]}",
 ]
 

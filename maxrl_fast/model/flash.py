@@ -179,10 +179,10 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype, heads: tuple[int
     """Activate an implementation; return what it does wrong, "" if nothing."""
     try:
         registry.activate_flash_attention_impl(name)
-        error, most = _probe(device, dtype, heads), 2 * torch.finfo(dtype).eps
+        off, most = _probe(device, dtype, heads), 2 * torch.finfo(dtype).eps
     except Exception as error:  # third-party import and kernels: anything; reported at the start
         return f"{type(error).__name__}: {error}".partition("\n")[0]
-    return "" if error <= most else f"it is off by {error:.2g}, relative, at most {most:.2g}"
+    return "" if off <= most else f"it is off by {off:.2g}, relative, at most {most:.2g}"
 
 
 def _probe(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> float:
@@ -197,14 +197,16 @@ def _probe(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]
     wide_q, wide_k, wide_v = q.float(), k.float(), v.float()
     o, lse = REFERENCE.forward(wide_q, wide_k, wide_v, spec)
     given = o.to(dtype), lse
-    wanted = (o, lse, *REFERENCE.backward(grad.float(), wide_q, wide_k, wide_v, o, lse, spec))
-    found = TORCH_VARLEN.forward(q, k, v, spec) + TORCH_VARLEN.backward(grad, q, k, v, *given, spec)
+    wanted = [o, lse, *REFERENCE.backward(grad.float(), wide_q, wide_k, wide_v, o, lse, spec)]
+    found = [*TORCH_VARLEN.forward(q, k, v, spec)]
+    found += TORCH_VARLEN.backward(grad, q, k, v, *given, spec)
     # as rollout/decode_attention.py: four queries to the first keys of each of three prompts
     counts, starts = torch.tensor([64, 1, 40]), torch.arange(4, dtype=torch.int32, device=device)
     seen = (torch.arange(64) < counts[:, None]).flatten().nonzero()[:, 0].to(device)
     spec = VarlenSpec(torch.full((3,), 4), counts, device)
-    wanted += (REFERENCE.forward(wide_q[:12], wide_k[seen], wide_v[seen], spec)[0],)
-    found += (attend_prompts(q[:12], k[:192], v[:192], starts * 4, starts * 64, 4, 64, counts)[0],)
+    wanted.append(REFERENCE.forward(wide_q[:12], wide_k[seen], wide_v[seen], spec)[0])
+    sizes = starts * 4, starts * 64, 4, 64, counts
+    found.append(attend_prompts(q[:12], k[:192], v[:192], *sizes)[0])
     errors = [(a.float() - b).norm() / b.norm() for a, b in zip(found, wanted, strict=True)]
     return float(torch.stack(errors).max())
 

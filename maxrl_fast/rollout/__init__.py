@@ -183,7 +183,7 @@ class Engine(Protocol):
         """
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """What our own engines share: a copy of the policy in the compute dtype, which serves requests.
 
     cache_bytes: KV-cache limit, in PyTorch including a step's tensors; samples beyond it wait.

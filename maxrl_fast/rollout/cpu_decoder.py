@@ -99,7 +99,8 @@ class CpuEngine(NativeEngine):
         return f"native (C++, {self.arithmetic}, key/value cache {most})"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        return tuple(map(self._decoder.cache_bytes, (prompt_length, max_new_tokens)))
+        size = self._decoder.cache_bytes
+        return size(prompt_length), size(max_new_tokens)
 
     def sleep(self) -> None:
         """Forget the prompts that were kept; the other caches exist only while samples are

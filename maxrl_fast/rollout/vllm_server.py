@@ -239,7 +239,8 @@ def _remove_abandoned(parent: Path) -> None:
 
 def _samples(answer: Any, num_samples: int) -> list[Sample]:
     """Return the samples in an answer; raise ValueError where they are not what was asked for."""
-    choices, samples = sorted(answer["choices"], key=lambda choice: choice["index"]), []
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    samples = list[Sample]()
     if [choice["index"] for choice in choices] != [*range(num_samples)]:
         raise ValueError("samples are missing")
     for choice in choices:

@@ -205,7 +205,7 @@ def _probe(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]
     seen = (torch.arange(64) < counts[:, None]).flatten().nonzero()[:, 0].to(device)
     spec = VarlenSpec(torch.full((3,), 4), counts, device)
     wanted.append(REFERENCE.forward(wide_q[:12], wide_k[seen], wide_v[seen], spec)[0])
-    sizes = starts * 4, starts * 64, 4, 64, counts
+    sizes = starts * 4, starts * 64, 4, 64, counts.to(device, torch.int32)
     found.append(attend_prompts(q[:12], k[:192], v[:192], *sizes)[0])
     errors = [(a.float() - b).norm() / b.norm() for a, b in zip(found, wanted, strict=True)]
     return float(torch.stack(errors).max())
@@ -222,11 +222,11 @@ def attend_prompts(
     lengths: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return `forward` of queries starts[g] to starts[g + 1] - 1, at most `most`, to the first
-    lengths [G] keys from cache_starts[g] on, of which there are `width`."""
+    lengths [G] (int32) keys from cache_starts[g] on, of which there are `width`."""
     # With a maximum query length of 1 the kernel reorders heads.
-    sizes, used = (starts, cache_starts, max(most, 2), width), lengths.to(q.device, torch.int32)
+    sizes = starts, cache_starts, max(most, 2), width
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *sizes, 0.0, False, False, seqused_k=used
+        q, k, v, *sizes, 0.0, False, False, seqused_k=lengths
     )
     return o, lse.t()
 

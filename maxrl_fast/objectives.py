@@ -17,6 +17,7 @@ from maxrl_fast.algorithms.known import explain_name, method_hint
 from maxrl_fast.algorithms.losses import ALIASES as LOSS_ALIASES
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.method import Method
+from maxrl_fast.errors import InputError
 from maxrl_fast.job.screen import show
 from maxrl_fast.runtime.output import CommandParser, command
 from maxrl_fast.training.correction import CORRECTIONS
@@ -55,7 +56,7 @@ KINDS: dict[str, tuple[Mapping[str, Method], Mapping[str, Method], str, str]] = 
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    """Run the command. Return 0, or 2 for an unknown name."""
+    """Run the command."""
     parser = CommandParser(
         prog="python -m maxrl_fast.objectives",
         description="List the objectives, the token losses of --loss and the corrections of "
@@ -69,8 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in names:
         if name not in known:
             said = "no objective, loss or correction has the name"
-            print(f"error: {said} {name!r:.80}{method_hint(name, known)}", file=sys.stderr)
-            return 2
+            raise InputError(f"{said} {name!r:.80}{method_hint(name, known)}")
     for kind, (methods, aliases, title, notation) in KINDS.items():
         if names:
             for name in (x for x in names if x in methods or x in aliases):

@@ -67,11 +67,11 @@ STOPS = "import os, time\ntry: os.kill(os.getpid(), 2); time.sleep(9)\nfinally: 
 LACKS = "raise ModuleNotFoundError(name='torch')"
 
 
-@pytest.mark.parametrize("words", ["train", " evaluate", " sweep", "objectives"])
+@pytest.mark.parametrize("words", ["train", " sweep"])
 @pytest.mark.parametrize(
     ("content", "code", "message"),
     [
-        (STOPS, 130, "error: stopped by Ctrl-C before the command started"),
+        (STOPS, -signal.SIGINT, ""),
         (LACKS, 2, "error: .* has no package torch: activate .*source .venv/bin/activate.*"),
     ],
 )

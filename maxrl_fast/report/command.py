@@ -15,7 +15,7 @@ MOST_RUNS = 24
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    """Write the page. Return 0, 1 if writing fails, or 2 on bad input."""
+    """Write the page. Return 0, or 1 if writing fails."""
     screen = Screen()
     parser = CommandParser(
         prog="python -m maxrl_fast.report",
@@ -39,23 +39,20 @@ def main(arguments: Sequence[str]) -> int:
         metavar="FILE.html",
         help="the file to write; an existing file is replaced (default: %(default)s)",
     )
+    options = parser.parse_args(arguments)
+    paths, out = options.runs, options.out
+    if not 1 <= len(paths) <= MOST_RUNS:
+        raise InputError(f"RUN must be 1 to {MOST_RUNS} folders, got {len(paths)}")
+    if out.suffix != ".html":  # a typing error must not replace a run's log
+        raise InputError(f"--out must be a file that ends in .html, got {printable(out)}")
+    names = [path.absolute().name for path in paths]
+    folders = [
+        read_folder(path, name if names.count(name) == 1 else str(path))
+        for path, name in zip(paths, names, strict=True)
+    ]
     try:
-        options = parser.parse_args(arguments)
-        paths, out = options.runs, options.out
-        if not 1 <= len(paths) <= MOST_RUNS:
-            raise InputError(f"RUN must be 1 to {MOST_RUNS} folders, got {len(paths)}")
-        if out.suffix != ".html":  # a typing error must not replace a run's log
-            raise InputError(f"--out must be a file that ends in .html, got {printable(out)}")
-        names = [path.absolute().name for path in paths]
-        folders = [
-            read_folder(path, name if names.count(name) == 1 else str(path))
-            for path, name in zip(paths, names, strict=True)
-        ]
         with atomic_file(out) as temporary:
             temporary.write_text(render(folders), encoding="utf-8")
-    except InputError as error:
-        screen.error(str(error))
-        return 2
     except OSError as error:
         screen.error(f"cannot write --out {printable(out)}: {error}")
         return 1

@@ -61,12 +61,6 @@ class StorageError(RuntimeError):
     advice = "Free some disk space, or remove what is in the way; then continue with --resume."
 
 
-class RemovedError(StorageError):
-    """Somebody removed or replaced a file that the run has open, or its folder."""
-
-    advice = "Start the run again, or continue with --resume if its checkpoints are still there."
-
-
 class EngineError(RuntimeError):
     """A rollout engine or its server does not answer, or returned what cannot be true. The message
     says which and how; exit code 1.

@@ -13,6 +13,7 @@ OUT/latest, OUT/best            links to the newest checkpoint and to the best o
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -39,8 +40,7 @@ from maxrl_fast.model.linear import save_adapters
 from maxrl_fast.model.policy_model import PolicySizes, find_nonfinite
 from maxrl_fast.runtime.background import Background
 from maxrl_fast.runtime.files import (
-    atomic_directory,
-    replace_symlink,
+    atomic_file,
     storing,
     temporary_path,
     write_checksums,
@@ -84,8 +84,10 @@ def write_checkpoint(
     wait_for_others = ranks.wait_for_all if saved.is_sharded else lambda: None
     # the first rank renames it when all have written into it
     partial = temporary_path(directory)
-    own = atomic_directory(directory) if ranks.is_first else nullcontext(partial)
+    own = atomic_file(directory) if ranks.is_first else nullcontext(partial)
     with storing(f"the checkpoint {directory}"), own as folder:
+        if ranks.is_first:
+            folder.mkdir(parents=True)
         wait_for_others()
         if not folder.is_dir():
             wanted = f"{directory.parent} must be a folder that all processes share"
@@ -229,8 +231,8 @@ class Checkpoints:
                 self._background.submit(lambda: self._link("best", directory))  # after the save
 
     def _link(self, name: str, directory: Path) -> None:
-        with storing(str(self.out / name)):
-            replace_symlink(self.out / name, directory)
+        with storing(str(self.out / name)), atomic_file(self.out / name) as link:
+            link.symlink_to(os.path.relpath(directory, self.out))
 
     def _remove_old(self) -> None:
         best = self.out / "best"
@@ -239,5 +241,4 @@ class Checkpoints:
             if directory.name not in spared:
                 # a file may be open on a network disk; that must not end the run
                 with suppress(OSError):
-                    directory.rename(temporary_path(directory))
-                    shutil.rmtree(temporary_path(directory))
+                    shutil.rmtree(directory.rename(temporary_path(directory)))

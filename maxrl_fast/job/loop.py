@@ -136,7 +136,7 @@ class RunLoop:
             self.files.write("diagnostics", record)
 
     def _warn(self, n: int, warning: HealthWarning) -> None:
-        self.files.write("warnings", {"step": n, **vars(warning)})
+        self.files.write("warnings", {"step": n, **warning._asdict()})
         self.screen.warning(f"step {n}: {warning.message}")
 
     def _evaluate_if_due(self) -> None:

@@ -137,7 +137,7 @@ def test_hostile_options_are_refused_at_once(flags, message, tmp_path, monkeypat
     (tmp_path / "long.toml").write_text(f"steps = {'9' * 4300}\n")
     (tmp_path / "some.yaml").write_text("lr: 1\n")
     start = time.monotonic()
-    assert train.main([*flags.replace("LONG", "x" * 300).split(), "--dry-run"]) == 2
+    assert train.main([*flags.split(), "--dry-run"]) == 2
     assert time.monotonic() - start < 10
     error = capsys.readouterr().err
     assert " ".join(message.split()) in " ".join(error.split())

@@ -10,19 +10,19 @@ EQUAL = {"frac_groups_zero_variance": 1.0}
 UNHEALTHY = {  # metrics, the value of the warning, and its words
     "no_reward": (
         {"reward_mean": 0.0, "pass_at_1": 0.0, **EQUAL},
-        *(0.0, "every reward of the last 10 steps was 0"),
+        *(0.0, "every reward of 10 steps was 0"),
     ),
     "all_solved": (
         {"reward_mean": 1.0, "pass_at_1": 1.0, **EQUAL},
-        *(1.0, "every rollout of the last 10 steps"),
+        *(1.0, "every rollout of 10 steps"),
     ),
-    "truncated": ({"truncated": 0.75}, 0.75, "75% of the responses of the last 10 steps were"),
+    "truncated": ({"truncated": 0.75}, 0.75, "75% of the responses of 10 steps were"),
     "zero_variance_groups": (
         {"frac_groups_zero_variance": 0.95},
-        *(0.95, "95% of the groups of the last 10 steps"),
+        *(0.95, "95% of the groups of 10 steps"),
     ),
-    "entropy": ({"entropy": 0.05}, 0.05, "fell to 0.05 nats per token from 1 in the first steps"),
-    "logprob_diff": ({"logprob_diff": 0.04}, 0.04, "by 0.04 nats per token, 0.001 in the first"),
+    "entropy": ({"entropy": 0.05}, 0.05, "fell to 0.05 nats per token from 1"),
+    "logprob_diff": ({"logprob_diff": 0.04}, 0.04, "by 0.04 nats per token, 0.001 at first"),
 }
 
 

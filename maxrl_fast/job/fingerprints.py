@@ -67,5 +67,5 @@ def source_file(name: str) -> Path:
     spec = importlib.util.find_spec(root)  # that of a module would run its package
     if spec is None or not rest:
         return Path(spec.origin or "") if spec else Path()
-    module = Path([*(spec.submodule_search_locations or [""])][0], *rest)
+    module = Path(next(iter(spec.submodule_search_locations or [""])), *rest)
     return module / "__init__.py" if module.is_dir() else module.with_suffix(".py")

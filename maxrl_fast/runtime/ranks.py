@@ -113,8 +113,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def connected(self, device: torch.device) -> Iterator[None]:
-        """Connect the ranks. Of one that fails torchrun ends the others; where one has failed first,
-        this process ends with a sentence."""
+        """Connect the ranks. Torchrun ends the others of one that fails; where one has failed
+        before, this process ends with a sentence."""
         if self.size == 1:
             yield
             return
@@ -144,8 +144,8 @@ class Ranks:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit after the atexit functions, without tearing down the interpreter: a gloo thread may still
-    release a Python tensor, which aborts the process (pytorch issue 190489), and FSDP2's caches keep
+    """Exit after the atexit functions, without tearing down the interpreter: a gloo thread may
+    still release a Python tensor, which aborts it (pytorch issue 190489), and FSDP2's caches keep
     its process group alive."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -87,18 +87,14 @@ def _cut(value: Any) -> Any:
 
 
 def sample_lines(record: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Yield lines for a terminal of this width that show a sample: its reward, the end of its
-    prompt, where the question stands, and its response without its middle."""
+    """Yield lines for a terminal of this width that show a sample: its reward, and the ends of its
+    prompt and response, where the question and the answer stand."""
     reward = "failed" if record["reward"] is None else f"{record['reward']:g}"
     yield f"  sample    prompt {record['id']}, reward {reward}"
-    for name, share in ("prompt", 0.0), ("response", 0.5):
+    for name in ("prompt", "response"):
+        text = " ".join(record[name].split())[-max(width - 12, 20) :]
         # a text of a model may hold what a terminal would obey
-        text = "".join(x if x.isprintable() else "?" for x in " ".join(record[name].split()))
-        room = max(width - 12, 20)
-        if len(text) > room:
-            start = int(share * room)
-            text = f"{text[:start]} ... {text[start + 5 - room :]}".strip()
-        yield f"  {name:<10}{text}"
+        yield f"  {name:<10}{''.join(x if x.isprintable() else '?' for x in text)}"
 
 
 class KeptSamples:

@@ -73,9 +73,9 @@ class StopSignal:
 
 
 class StallWatchdog(threading.Thread):
-    """Ends this process when a stage makes no progress for `limit` seconds, after the stacks of all
-    threads have been written to standard error. Time in which the process itself was stopped does
-    not count. `ends_process` is False in a notebook, which outlives the run."""
+    """Writes the stacks of all threads and ends this process, or only writes them unless
+    `ends_process`, when a stage makes no progress for `limit` seconds. Time in which the process
+    itself was stopped does not count."""
 
     def __init__(self, clock: Stopwatch, limit: float, ends_process: bool = True):
         super().__init__(name="watchdog", daemon=True)
@@ -98,8 +98,7 @@ class StallWatchdog(threading.Thread):
                 return
         write_directly(
             f"\nerror: the run is stuck in {self._clock.stage}: no progress for {silence:.0f} s, "
-            f"--stall-limit is {self._limit:g} s. --resume continues from the last checkpoint; the "
-            "stacks show where it waits.\n"
+            f"--stall-limit is {self._limit:g} s; the stacks show where, --resume continues it\n"
         )
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
         if self._ends_process:  # the main thread is blocked: an exception would not reach it

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 from maxrl_fast.evaluation.scores import PASS, label_of, score_of
 
@@ -31,14 +31,6 @@ SENTENCES = {  # by kind, of the value and the number that it is compared with
 Record = dict[str, float]
 
 
-class HealthWarning(NamedTuple):
-    """One line of warnings.jsonl."""
-
-    kind: str  # the rule's name
-    value: float
-    message: str
-
-
 @dataclass
 class Health:
     """Checks the last ten steps of metrics.jsonl, in some rules against the first ten."""
@@ -49,23 +41,24 @@ class Health:
     _records: list[Record] = field(default_factory=list)  # the first ten and the last twenty
     _absent: dict[str, int] = field(default_factory=dict)  # steps since a condition last held
 
-    def observe(self, record: Record) -> list[HealthWarning]:
-        """Return the warnings that start at this step, after ten steps without them."""
+    def observe(self, record: Record) -> list[dict[str, Any]]:
+        """Return the warnings that start at this step, after ten steps without them, as in
+        warnings.jsonl."""
         self._records.append(record)
         del self._records[STEPS : -2 * STEPS]
         first, recent = self._records[:STEPS], self._records[-2 * STEPS :]
         present = broken_rules(first, recent, self.clip_grad)
         if self.needs_no_rewards:
-            present = [x for x in present if x.kind not in OF_REWARDS]
-        begun = [x for x in present if self._absent.get(x.kind, STEPS) >= STEPS]
+            present = [x for x in present if x["kind"] not in OF_REWARDS]
+        begun = [x for x in present if self._absent.get(x["kind"], STEPS) >= STEPS]
         self._absent = {kind: steps + 1 for kind, steps in self._absent.items()}
-        self._absent |= {x.kind: 0 for x in present}
+        self._absent |= {x["kind"]: 0 for x in present}
         return begun
 
 
 def broken_rules(
     first: list[Record], recent: list[Record], clip_grad: float = float("inf")
-) -> list[HealthWarning]:
+) -> list[dict[str, Any]]:
     """Return the warnings whose conditions hold at the last of the recent steps, up to 20."""
     last, norms = recent[-STEPS:], [record["grad_norm"] for record in recent]
 
@@ -92,7 +85,7 @@ def broken_rules(
             ("grad_clipped", clipped / clip_grad, clip_grad, clipped > 50 * clip_grad),
         ]
     return [
-        HealthWarning(kind, value, SENTENCES[kind].format(value, other))
+        {"kind": kind, "value": value, "message": SENTENCES[kind].format(value, other)}
         for kind, value, other, is_broken in rules
         if is_broken
     ]

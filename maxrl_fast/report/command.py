@@ -20,8 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = CommandParser(
         prog="python -m maxrl_fast.report",
         description="Show runs and evaluations as one web page: curves, pass@k, weights, samples "
-        "with their rewards. The page is a single file that needs no network: open it in any "
-        "browser, send it, or keep it with the run. It can be made while a run is in progress.",
+        "with rewards, in a single file that needs no network.",
         epilog="Example: python -m maxrl_fast.report runs/maxpo runs/grpo --out compared.html",
     )
     parser.add_argument(

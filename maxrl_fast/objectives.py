@@ -1,13 +1,14 @@
 """The command `python -m maxrl_fast.objectives [NAME ...]`: list objectives, token losses and
 corrections, a line each, or print all that is known of those that are named."""
 
-from maxrl_fast.__main__ import run_command
+from maxrl_fast.runtime.output import run_command
 
 if __name__ == "__main__":
     run_command("objectives")
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +19,6 @@ from maxrl_fast.algorithms.losses import ALIASES as LOSS_ALIASES
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.method import Method
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.screen import show
 from maxrl_fast.runtime.output import CommandParser, command
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES
@@ -66,6 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="an objective, loss or correction")
     names = parser.parse_args(arguments).names
     console = Console() if sys.stdout.isatty() else Console(width=200)
+    show = partial(console.print, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     known = {x for methods, aliases, *_ in KINDS.values() for x in (*methods, *aliases)}
     for name in names:
         if name not in known:
@@ -75,8 +76,8 @@ def main(arguments: Sequence[str]) -> int:
         if names:
             for name in (x for x in names if x in methods or x in aliases):
                 method = methods.get(name) or aliases[name]
-                show(console, f"--{kind} {explain_name(name)}\n{_details(method, title)}")
-                show(console, f"  {notation}\n")
+                show(f"--{kind} {explain_name(name)}\n{_details(method, title)}")
+                show(f"  {notation}\n")
             continue
         table = Table(f"--{kind}", "needs", "from", box=None, pad_edge=False)
         for column in table.columns:
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
             table.add_row(name, method.needs, method.source)
         console.print(table)
         others = "; ".join(map(explain_name, aliases))
-        show(console, f"Other names: {others}.\n" if others else "")
+        show(f"Other names: {others}.\n" if others else "")
     return 0
 
 

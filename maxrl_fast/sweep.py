@@ -1,7 +1,7 @@
 """The command `python -m maxrl_fast.sweep`: the runs of a grid of options, one after another, and
 one table of them."""
 
-from maxrl_fast.__main__ import run_command
+from maxrl_fast.runtime.output import run_command
 
 if __name__ == "__main__":
     run_command("sweep")
@@ -20,17 +20,14 @@ from typing import Any
 
 from rich.console import Console
 
-from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.changes import differing
-from maxrl_fast.config.options import Config
-from maxrl_fast.config.read import parse, read_flags
+from maxrl_fast.config.read import names_of_lists, parse, read_flags
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.scores import label_of, score_of
 from maxrl_fast.evaluation.tables import new_table, shown
 from maxrl_fast.runtime.output import command
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.run_folder import RunFolder
-from maxrl_fast.tasks.dataset import DatasetOptions
 
 HELP = """usage: python -m maxrl_fast.sweep --seeds INT ... [OPTIONS OF maxrl_fast.train]
 
@@ -87,8 +84,7 @@ def main(arguments: Sequence[str]) -> int:
 def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     """Return the runs of all combinations of values, the seeds of one combination one after
     another. Options that a run refuses are refused here, before the first run."""
-    groups = (*Config.groups().values(), DatasetOptions)
-    several = {name for own in groups for name, x in options_of(own).items() if x.takes_several}
+    several = names_of_lists()
     sides = [name for name, values in options.items() if len(values) > 1 and name not in several]
     sides.sort(key=lambda name: name == "seed")
     runs: dict[Path, Run] = {}

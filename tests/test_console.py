@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from maxrl_fast import __main__ as console
+from maxrl_fast.runtime import output as console
 
 
 @pytest.mark.parametrize("name", console.COMMANDS)

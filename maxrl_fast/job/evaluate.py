@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import maxrl_fast
 from maxrl_fast.config.evaluation import EvaluationConfig, resolve, set_configs
 from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
@@ -299,7 +298,7 @@ def _introduction(
 ) -> Iterator[str]:
     sampling, measure, task = config.sampling, config.measure, evaluator.task
     what = f"{source.describe()}; task {task.name}, seed {sampling.seed}"
-    yield f"maxrl_fast {maxrl_fast.__version__}: {what}"
+    yield f"maxrl_fast {versions()['maxrl_fast']}: {what}"
     if source.run is not None:
         whose = f"those of the run {source.run}, unless a flag overrides them"
         yield f"the task's options and seed are {whose}"

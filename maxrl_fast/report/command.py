@@ -1,10 +1,10 @@
 """The command `python -m maxrl_fast.report`."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxrl_fast.errors import InputError
-from maxrl_fast.job.screen import Screen
+from maxrl_fast.errors import InputError, warn
 from maxrl_fast.report.page import render
 from maxrl_fast.report.reading import read_folder
 from maxrl_fast.runtime.files import atomic_file, printable
@@ -16,7 +16,6 @@ MOST_RUNS = 24
 @command
 def main(arguments: Sequence[str]) -> int:
     """Write the page. Return 0, or 1 if writing fails."""
-    screen = Screen()
     parser = CommandParser(
         prog="python -m maxrl_fast.report",
         description="Show runs and evaluations as one web page: curves, pass@k, weights, samples "
@@ -53,10 +52,10 @@ def main(arguments: Sequence[str]) -> int:
         with atomic_file(out) as temporary:
             temporary.write_text(render(folders), encoding="utf-8")
     except OSError as error:
-        screen.error(f"cannot write --out {printable(out)}: {error}")
+        print(f"error: cannot write --out {printable(out)}: {error}", file=sys.stderr)
         return 1
     for folder in folders:
         for note in folder.notes:
-            screen.warning(f"{printable(folder.name)}: {note}")
-    screen.info(f"report {out}")
+            warn(f"{printable(folder.name)}: {note}")
+    print(f"report {out}")
     return 0

@@ -22,12 +22,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Ragged
 
 COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # longest wait for other ranks to finish a stage
 # seconds for a first rank that started later to find and print the same error
 FIRST_RANK_GRACE_SECONDS = 15.0
-R = TypeVar("R", bound=Ragged)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -108,8 +107,11 @@ class Ranks:
         return torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)])
 
     def gather(self, record: R) -> R:
-        """Concatenate the records of all ranks; tuples, such as prompts' columns, are left out."""
-        return record if self.size == 1 else type(record).concatenate([record], self.concatenate)
+        """Concatenate the records (Ragged) of all ranks; tuples, such as prompts' columns, are left
+        out."""
+        kind: Any = type(record)
+        whole: R = record if self.size == 1 else kind.concatenate([record], self.concatenate)
+        return whole
 
     @contextlib.contextmanager
     def connected(self, device: torch.device) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """`--log-to tensorboard`, `wandb` or `trackio`: they get the numbers of the logs."""
 
 import importlib
-import json
 import textwrap
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +20,7 @@ class Tracker:
         self._warn = warn
         try:
             if name == "tensorboard":
-                self._target: Any = _TensorBoard(out / name, options, step)
+                self._target: Any = _TensorBoard(out / name, step)
                 return
             # folders of the same name in different places are different runs
             identity = f"{out.name}-{zlib.crc32(str(out).encode()):08x}"
@@ -46,11 +45,10 @@ class Tracker:
 class _TensorBoard:
     """A new event file; TensorBoard drops what earlier files have of later steps."""
 
-    def __init__(self, folder: Path, options: Mapping[str, Any], step: int):
+    def __init__(self, folder: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter  # an extra
 
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
-        self._writer.add_text("options", _block(json.dumps(options, indent=2)), 0)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         for name, number in numbers.items():
@@ -61,16 +59,13 @@ class _TensorBoard:
         texts = list[str]()
         for x in records:
             shown = (f"{name} {x[name]}" for name in ("id", "reward", "tokens", "truncated"))
-            text = _block(f"{x['prompt']}\n--- response:\n{x['response']}")
-            texts.append(f"##### {', '.join(shown)}\n\n{text}")
+            text = f"{x['prompt']}\n--- response:\n{x['response']}"
+            text = text.encode(errors="backslashreplace").decode()
+            # an indented block of Markdown, which no text can end
+            block = textwrap.indent(text, "    ", lambda line: True)
+            texts.append(f"##### {', '.join(shown)}\n\n{block}")
         self._writer.add_text("samples", "\n\n".join(texts), step)
         self._writer.flush()
 
     def finish(self) -> None:
         self._writer.close()
-
-
-def _block(text: str) -> str:
-    """Return a text as an indented block of Markdown, which no text can end."""
-    text = text.encode(errors="backslashreplace").decode()
-    return textwrap.indent(text, "    ", lambda line: True)

@@ -19,7 +19,7 @@ from maxrl_fast.algorithms.losses import ALIASES as LOSS_ALIASES
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.method import Method
 from maxrl_fast.errors import InputError
-from maxrl_fast.runtime.output import CommandParser, command
+from maxrl_fast.runtime.output import command, show_help
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES
 
@@ -54,17 +54,17 @@ KINDS: dict[str, tuple[Mapping[str, Method], Mapping[str, Method], str, str]] = 
 }
 
 
+HELP = """usage: python -m maxrl_fast.objectives [NAME ...]
+
+List the objectives, the token losses of --loss and the corrections of --correction, a line each
+with what it needs and where it is from; of those that are named print the formula, the weight, the
+options and the notation too."""
+
+
 @command
-def main(arguments: Sequence[str]) -> int:
+def main(names: Sequence[str]) -> int:
     """Run the command."""
-    parser = CommandParser(
-        prog="python -m maxrl_fast.objectives",
-        description="List the objectives, the token losses of --loss and the corrections of "
-        "--correction, a line each with what it needs and where it is from; of those that are "
-        "named print the formula, the weight, the options and the notation too.",
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="an objective, loss or correction")
-    names = parser.parse_args(arguments).names
+    show_help(names, HELP)
     console = Console() if sys.stdout.isatty() else Console(width=200)
     show = partial(console.print, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     known = {x for methods, aliases, *_ in KINDS.values() for x in (*methods, *aliases)}

@@ -25,7 +25,7 @@ from maxrl_fast.config.read import names_of_lists, parse, read_flags
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.scores import label_of, score_of
 from maxrl_fast.evaluation.tables import new_table, shown
-from maxrl_fast.runtime.output import command
+from maxrl_fast.runtime.output import command, show_help
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.run_folder import RunFolder
 
@@ -54,9 +54,7 @@ class Run:
 @command
 def main(arguments: Sequence[str]) -> int:
     """Run the sweep. Return 0, 1 if a run failed, or the exit code of a run that was stopped."""
-    if {"-h", "--help"} & {*arguments}:
-        print(HELP)
-        sys.exit(0)
+    show_help(arguments, HELP)
     given = read_flags(["--seed" if word == "--seeds" else word for word in arguments])
     if len(given) < sum(word.startswith("--") for word in arguments):
         raise InputError("each option must be given once, with all its values after it")
@@ -87,7 +85,7 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     several = names_of_lists()
     sides = [name for name, values in options.items() if len(values) > 1 and name not in several]
     sides.sort(key=lambda name: name == "seed")
-    runs: dict[Path, Run] = {}
+    runs = list[Run]()
     for values in itertools.product(*(options[name] for name in sides)):
         own = dict(zip(sides, values, strict=True))
         words = []
@@ -95,21 +93,15 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
             flag = f"--{name.replace('_', '-')}"
             # a separate word like "-- think" would be an option
             words += [f"{flag}={texts[0]}"] if len(texts) == 1 else [flag, *texts]
-        try:
-            config = parse(words)
-        except InputError as error:
-            said = ", ".join(f"{name} {x}" for name, x in own.items())
-            raise InputError(f"the run of {said}: {error}" if said else str(error)) from error
+        config = parse(words)
         own.setdefault("seed", str(config.run.seed))
         parts = (f"{name.replace('_', '-')}-{x.strip('/')}" for name, x in own.items())
         folder = out / re.sub(r"[^\w.+-]+", "-", "_".join(parts))
-        if folder in runs:
-            raise InputError(f"{folder} is of two runs of the grid: give every value once")
         train = [sys.executable, "-m", "maxrl_fast.train", *words]
         train += ["--out", str(folder), "--resume", "auto"]
         given = {x: y for x, y in config.flat().items() if x in {*options, *config.places}}
-        runs[folder] = Run(folder, train, given)
-    return [*runs.values()]
+        runs.append(Run(folder, train, given))
+    return runs
 
 
 def train_runs(runs: Sequence[Run], is_quiet: bool) -> int:

@@ -60,11 +60,10 @@ def test_a_value_that_begins_with_a_dash_stays_a_value(capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     table("""
-    --objective maxpo maxrl --k 4 | error: the run of objective maxrl: --k is not used by objective
+    --objective maxpo maxrl --k 4 | error: --k is not used by objective
         maxrl
-    --lr 0.1 -0.1 | error: the run of lr -0.1: lr must be a finite number above 0, got -0.1
-    --task maze --model a/b a-b --seeds 0 | model-a-b_seed-0 is of two runs of the grid
-    --seeds 0 1 --length 4 | error: the run of seed 0: unknown option --length
+    --lr 0.1 -0.1 | error: lr must be a finite number above 0, got -0.1
+    --seeds 0 1 --length 4 | error: unknown option --length
     --resume runs/x | a sweep takes no --resume, because the same command resumes it
     --lr 0.1 --lr 0.2 | each option must be given once, with all its values after it
     """),

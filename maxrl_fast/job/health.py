@@ -10,23 +10,20 @@ from maxrl_fast.evaluation.scores import PASS, label_of, score_of
 STEPS = 10  # a condition must hold over this many steps
 OF_REWARDS = ("no_reward", "all_solved", "zero_variance_groups", "equal_rewards")
 SENTENCES = {  # by kind, of the value and the number that it is compared with
-    "equal_rewards": "in each group of the first 3 steps all rewards were equal, so nothing is "
-    "learned yet: look at some responses",
-    "no_reward": "every reward of 10 steps was 0, so nothing is learned: raise --rollouts, or use "
-    "easier prompts or a longer warm start",
-    "all_solved": "every rollout of 10 steps was correct, so nothing is learned: use harder "
-    "prompts",
+    "equal_rewards": "all rewards in each group of 3 steps were equal: look at some responses",
+    "no_reward": "every reward of 10 steps was 0: raise --rollouts, or use easier prompts",
+    "all_solved": "every rollout of 10 steps was correct: use harder prompts",
     "truncated": "{:.0%} of the responses of 10 steps were truncated: raise --max-new-tokens",
     "zero_variance_groups": "{:.0%} of the groups of 10 steps had equal rewards and zero "
     "advantage: raise --rollouts, or use prompts that are neither too easy nor too hard",
-    "entropy": "the entropy fell to {:.3g} nats per token from {:.3g}, so rollouts hardly differ: "
-    "lower --lr, or set --entropy-coef or --kl-coef",
+    "entropy": "the entropy fell to {:.3g} nats per token from {:.3g}: lower --lr, or set "
+    "--entropy-coef or --kl-coef",
     "logprob_diff": "log-probs of rollout and training differ by {:.3g} nats per token, {:.3g} at "
     "first: set --correction tis, or --dtype float32",
     "grad_norm": "the gradient norm is {:.3g}, the median of the steps before is {:.3g}: if this "
     "happens often, lower --lr",
-    "grad_clipped": "in each of 10 steps the gradient norm was at least {:.0f} times --clip-grad "
-    "{:g}, so its size no longer counts: lower --lr, or raise --clip-grad",
+    "grad_clipped": "in 10 steps the gradient norm was at least {:.0f} times --clip-grad {:g}: "
+    "lower --lr, or raise --clip-grad",
 }
 Record = dict[str, float]
 

@@ -8,37 +8,29 @@ from maxrl_fast.errors import InputError, warn
 from maxrl_fast.report.page import render
 from maxrl_fast.report.reading import read_folder
 from maxrl_fast.runtime.files import atomic_file, printable
-from maxrl_fast.runtime.output import CommandParser, command
+from maxrl_fast.runtime.output import command, show_help
 
 MOST_RUNS = 24
+HELP = """usage: python -m maxrl_fast.report RUN ... [--out FILE.html]
+
+Show 1 to 24 folders of training runs (OUT of maxrl_fast.train) or of evaluations (of
+maxrl_fast.evaluate) as one web page: curves, pass@k, weights, samples with rewards, in a single
+file that needs no network. An existing FILE.html (default: report.html) is replaced."""
 
 
 @command
 def main(arguments: Sequence[str]) -> int:
     """Write the page. Return 0, or 1 if writing fails."""
-    parser = CommandParser(
-        prog="python -m maxrl_fast.report",
-        description="Show runs and evaluations as one web page: curves, pass@k, weights, samples "
-        "with rewards, in a single file that needs no network.",
-        epilog="Example: python -m maxrl_fast.report runs/maxpo runs/grpo --out compared.html",
-    )
-    parser.add_argument(
-        "runs",
-        nargs="*",
-        type=Path,
-        metavar="RUN",
-        help="1 to 24 folders of training runs (OUT of `python -m maxrl_fast.train`) or of "
-        "evaluations (of `python -m maxrl_fast.evaluate`), drawn on the same axes",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("report.html"),
-        metavar="FILE.html",
-        help="the file to write; an existing file is replaced (default: %(default)s)",
-    )
-    options = parser.parse_args(arguments)
-    paths, out = options.runs, options.out
+    show_help(arguments, HELP)
+    words = [part for word in arguments for part in word.split("=", word.startswith("--out="))]
+    out = Path("report.html")
+    if "--out" in words[:-1]:
+        at = words.index("--out")
+        out = Path(words.pop(at + 1))
+        del words[at]
+    if wrong := [word for word in words if word.startswith("-")]:
+        raise InputError(f"the options are --out FILE.html and --help, got {wrong[0]:.80}")
+    paths = [*map(Path, words)]
     if not 1 <= len(paths) <= MOST_RUNS:
         raise InputError(f"RUN must be 1 to {MOST_RUNS} folders, got {len(paths)}")
     if out.suffix != ".html":  # a typing error must not replace a run's log

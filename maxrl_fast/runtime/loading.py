@@ -70,13 +70,7 @@ def build_from_code(
     except (TypeError, ValueError) as error:
         takes = f"must take {', '.join([*offered, *arguments])} by name, or some of them"
         raise InputError(f"{who} {takes}: {error}{hint}") from error
-    try:
-        built = cls(**given)
-    except Exception as error:
-        # both are reported by the command
-        if isinstance(error, (InputError, MemoryError)) or "OutOfMemory" in type(error).__name__:
-            raise
-        raise InputError(f"{who} cannot be made: {describe_error(error)}") from error
+    built = cls(**given)
     check_members(who, built, protocol)
     return built
 

@@ -1,6 +1,5 @@
 """The commands, and what each does with its arguments and its output."""
 
-import argparse
 import contextlib
 import functools
 import io
@@ -59,11 +58,11 @@ def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     return main
 
 
-class CommandParser(argparse.ArgumentParser):
-    """The parser of a small command, which raises InputError in place of printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message.removeprefix('argument ')}; --help lists the options")
+def show_help(arguments: Sequence[str], text: str) -> None:
+    """Print the text and exit where the arguments ask for help."""
+    if {"-h", "--help"} & {*arguments}:
+        print(text)
+        sys.exit(0)
 
 
 @command

@@ -55,7 +55,7 @@ def test_rewards_that_are_equal_from_the_start_warn_after_three_steps():
     [(step, warning)] = observed(Health(), [equal] * 5)
     assert observed(Health(needs_no_rewards=True), [equal] * 12) == []
     assert (step, warning["kind"], warning["value"]) == (2, "equal_rewards", 0.3)
-    assert "all rewards were equal" in warning["message"]
+    assert "all rewards in each group of 3 steps were equal" in warning["message"]
     assert observed(Health(), [equal, equal, HEALTHY, equal, equal]) == []
 
 

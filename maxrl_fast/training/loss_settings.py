@@ -18,7 +18,7 @@ class LossSettings(LossTerms):
         top_entropy: fraction of an update's tokens, with the highest entropies, that have a policy
             gradient; 1: all.
         siren: coefficient of SIREN's term; 0: none.
-        sequence_mask: delta of far_responses, whose tokens have no policy gradient; None: no mask.
+        sequence_mask: delta of near_responses, whose tokens have a policy gradient; None: all have.
         seed: of losses that draw tokens.
     """
 
@@ -50,7 +50,7 @@ class LossSettings(LossTerms):
         )
 
     def has_gradient(self, advantages: Tensor) -> Tensor:
-        """Return which sequences [S] have a gradient; not if the loss is over_batch."""
-        if self.divergence_coef or self.needs_every_token:
+        """Return which sequences [S] have a gradient."""
+        if self.divergence_coef or self.siren or self.needs_every_token:
             return torch.ones_like(advantages, dtype=torch.bool)
         return advantages != 0

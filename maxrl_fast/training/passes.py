@@ -16,6 +16,7 @@ from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Samples
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.packing import MicroBatch, Packer
+from maxrl_fast.training.sharding import exchange_gradients
 
 TokenValues = Callable[[PolicyModel, MicroBatch, Tensor], Tensor]  # hidden [T, H] -> [T, n]
 
@@ -37,6 +38,7 @@ def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tenso
 
 class Pass(NamedTuple):
     batch: MicroBatch
+    sequences: Tensor  # int64, on the host
     is_padding: bool  # a dummy pass: keeps collectives in step, with zero gradient
     is_last: bool
 
@@ -76,11 +78,33 @@ class Passes:
         own, num_passes = parts[self.ranks.rank], max(len(part) for part in parts)
         for i in range(num_passes):
             is_padding = i >= len(own)
-            yield Pass(
-                packer.pack(packer.shortest(sequences) if is_padding else own[i]),
-                is_padding,
-                i == num_passes - 1,
-            )
+            chosen = packer.shortest(sequences) if is_padding else own[i]
+            yield Pass(packer.pack(chosen), chosen, is_padding, i == num_passes - 1)
+
+    def accumulate(
+        self,
+        module: nn.Module,
+        packer: Packer,
+        sequences: Tensor,
+        loss_of: Callable[[MicroBatch], tuple[Tensor, Tensor]],
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Add the gradients of the chosen sequences' losses. All ranks must call this.
+
+        loss_of: returns the loss to differentiate, and sums [n] float64 to keep. Returned are the
+        sequences and the sums of this rank's micro-batches.
+        """
+        kept = []
+        for batch, chosen, is_padding, is_last in self.micro_batches(packer, sequences):
+            exchange_gradients(module, is_last)
+            loss, sums = loss_of(batch)
+            (0 * loss if is_padding else loss).backward()
+            if not is_padding:
+                kept.append((chosen, sums))
+        return kept
+
+    def total(self, kept: list[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
+        """Return what `accumulate` kept, added over all micro-batches and ranks; zeros are [n]."""
+        return self.ranks.sum(sum((sums for _, sums in kept), torch.zeros_like(like)))
 
     def logprobs(self, model: PolicyModel, samples: Samples, *shares: Tensor) -> Tensor:
         """Return the log-probs under `model` of the chosen samples' tokens, packed; the samples are
@@ -111,7 +135,7 @@ class Passes:
         batches = (self.micro_batches(packer, share.cpu()) for share in shares)
         device = samples.rollouts.tokens.device
         results = torch.zeros(0, device=device)
-        for batch, is_padding, _ in chain.from_iterable(batches):
+        for batch, _, is_padding, _ in chain.from_iterable(batches):
             if not is_padding or self.shares_weights or not results.numel():
                 computed = values(model, batch, run_batch(model, batch, self.dtype))
                 model.reshard()

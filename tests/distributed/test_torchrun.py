@@ -90,16 +90,11 @@ def test_several_ranks_compute_the_same_as_one_process(one_process, tmp_path):
             result = results[name]
             # it counts a prompt in every micro-batch
             for key in expected["metrics"].keys() - {"num_tokens"}:
-                # After one step the moments' variance is 0, up to rounding.
-                noise = 1e-4 if key == "moment_variance" else 1e-6
-                wanted = pytest.approx(expected["metrics"][key], rel=limit, abs=noise)
+                wanted = pytest.approx(expected["metrics"][key], rel=limit, abs=1e-6)
                 assert result["metrics"][key] == wanted, (name, key)
             if (every_pass := RUNS[name][2].get("every_pass")) is not None:
                 assert (result["exchanges"] == 1) == (not every_pass), name
             assert result["nothing"] == pytest.approx(expected["nothing"], rel=limit), name
-            assert result["prompt_norms"] == pytest.approx(
-                expected["prompt_norms"], rel=max(limit, 1e-3)
-            ), name
             assert result["gradients"].keys() == expected["gradients"].keys()
             for key, gradient in expected["gradients"].items():
                 assert gradient.abs().max() > 1e-4, (name, key)
@@ -128,7 +123,6 @@ def read(out, stream):
 
 JOB = "--steps 6 --sft-steps 3 --eval-prompts 16 --eval-samples 2 --threads 1".split()
 JOB += ["--dtype", "float32"]  # the tolerances below are for float32
-JOB += ["--diagnose-every", "3"]
 
 
 def run(num_ranks, *flags):

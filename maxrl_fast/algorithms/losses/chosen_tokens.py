@@ -19,7 +19,7 @@ _COVARIANCE = "Cui et al. 2025, arXiv:2505.22617, the authors' code; verl"
 def covariance(t: Tokens) -> Tensor:
     """Return (A - mean A)(logp - mean logp) [T] over the update's tokens; -inf for masked ones."""
     n = t.mask.sum().clamp_min(1)
-    a, logp = (torch.where(t.mask, x.detach(), 0.0) for x in (t.advantages, t.logprobs))
+    a, logp = (torch.where(t.mask, x, 0.0) for x in (t.advantages, t.logprobs))
     return ((a - a.sum() / n) * (logp - logp.sum() / n)).masked_fill(~t.mask, -torch.inf)
 
 
@@ -35,29 +35,26 @@ def choose(t: Tokens, index: Tensor) -> Tensor:
     return chosen
 
 
+def greatest_covariances(t: Tokens, share: float) -> Tensor:
+    most = covariance(t).argsort(descending=True, stable=True)
+    return choose(t, most[: max(number_of(share, t.mask), 1)])
+
+
 @token_loss(
     _COVARIANCE,
     weight="rho; on the chosen tokens also a pull of coef towards rho = 1",
-    over_batch=True,
+    statistics=greatest_covariances,
+    all_tokens=True,
 )
 def kl_cov(t: Tokens, *, share: Share = 2e-4, coef: NotNegative = 1.0) -> Tensor:
     """-A rho, and for the chosen tokens -A rho + coef |log rho|; chosen is the share of tokens with
     the greatest covariance (A - mean A)(logp - mean logp)."""
-    most = covariance(t).argsort(descending=True, stable=True)[: max(number_of(share, t.mask), 1)]
-    return -t.advantages * t.ratio + torch.where(choose(t, most), coef * t.log_ratio.abs(), 0.0)
+    assert t.statistics is not None
+    return -t.advantages * t.ratio + torch.where(t.statistics, coef * t.log_ratio.abs(), 0.0)
 
 
-@token_loss(_COVARIANCE, weight="ppo's, and 0 for the chosen tokens", over_batch=True)
-def clip_cov(
-    t: Tokens,
-    *,
-    share: Share = 2e-4,
-    low: float = 1.0,
-    high: float = 5.0,
-    clip_low: NotNegative = 0.2,
-    clip_high: NotNegative = 0.2,
-    dual_clip: NotNegative = math.inf,
-) -> Tensor:
+@token_loss(_COVARIANCE, weight="ppo's, and 0 for the chosen tokens", masks="ppo")
+def clip_cov(t: Tokens, *, share: Share = 2e-4, low: float = 1.0, high: float = 5.0) -> Tensor:
     """ppo, and 0 for the chosen tokens: the share of all, drawn from those whose covariance is
     between low and high.
     """
@@ -67,32 +64,24 @@ def clip_cov(
     candidates = ((between > low) & (between < high)).nonzero()[:, 0]
     shuffled = torch.randperm(len(candidates), generator=t.generator)
     drawn = shuffled[: max(number_of(share, t.mask), 1)]
-    chosen = choose(t, candidates[drawn.to(candidates.device)])
-    value = clipped(t, t.ratio, t.advantages, clip_low, clip_high, dual_clip)
-    t.mark_clipped(
-        torch.where(chosen, t.advantages < 0, t.clipped_low),
-        torch.where(chosen, t.advantages > 0, t.clipped_high),
-    )
-    return value.masked_fill(chosen, 0.0)
+    return ~choose(t, candidates[drawn.to(candidates.device)])
 
 
-def log_proxy(log_p: Tensor, targets: Tensor, *, min_p: Share) -> Tensor:
-    """Return the log-prob [C, 1] of each target after removing tokens below min_p times the
-    greatest probability and renormalising; -inf for removed ones."""
-    least = log_p.detach().amax(-1) + math.log(min_p)  # [C]
-    kept = log_p.detach().masked_fill(log_p < least[:, None], -torch.inf)
-    return kept.log_softmax(-1).gather(-1, targets[:, None])
+def lowest_logprobs(t: Tokens, share: float) -> Tensor:
+    negative = t.mask & (t.advantages < 0)
+    ascending = t.logprobs.masked_fill(~negative, torch.inf).argsort(stable=True)
+    return choose(t, ascending[: number_of(share, negative)])
 
 
 @token_loss(
     "Lp-Reg, Huang et al. 2025, arXiv:2510.03222, the authors' code",
     weight="rho, and 0 where the clip is active; on protected tokens also a pull of proxy / pi - 1 "
     "upwards",
-    over_batch=True,
-    rows=log_proxy,
+    statistics=lowest_logprobs,
 )
 def lp_reg(
     t: Tokens,
+    logits: Tensor,
     *,
     share: Share = 0.01,
     min_p: Share = 0.02,
@@ -103,14 +92,13 @@ def lp_reg(
     clip(rho, 1 - low, 1 + high)); protected is the share of the tokens with A < 0 that has the
     lowest log-probs; the proxy is pi without the tokens below min_p times its greatest probability,
     renormalised."""
-    assert t.rows is not None
-    proxy = t.rows[:, 0]  # [T]
-    negative = t.mask & (t.advantages < 0)
-    ascending = t.logprobs.detach().masked_fill(~negative, torch.inf).argsort(stable=True)
-    lowest = ascending[: number_of(share, negative)]
-    # min-p leaves the others out: they have no protection
-    lowest = lowest[proxy[lowest] > -torch.inf]
-    is_protected = choose(t, lowest) & (t.logprobs < proxy)
+    assert t.statistics is not None
+    assert t.targets is not None
+    log_p = logits.detach().log_softmax(-1)
+    least = log_p.amax(-1, keepdim=True) + math.log(min_p)  # [T, 1]
+    kept = log_p.masked_fill(log_p < least, -torch.inf).log_softmax(-1)
+    proxy = kept.gather(-1, t.targets[:, None])[:, 0].double()  # -inf: without protection
+    is_protected = t.statistics & (t.logprobs < proxy)
     value = clipped(t, t.ratio, t.advantages, low, high)
     t.mark_clipped(t.clipped_low & ~is_protected, t.clipped_high & ~is_protected)
     to_proxy = limited(t.logprobs - torch.where(is_protected, proxy, t.logprobs.detach()))
@@ -118,21 +106,20 @@ def lp_reg(
     return torch.where(is_protected, pulled, value)
 
 
-def most_probable(log_p: Tensor, targets: Tensor, *, k: TopK) -> Tensor:
-    """Return the log-probs of the k most probable tokens, and whether the target is the first:
-    [C, k + 1]."""
-    top = log_p.topk(min(int(k), log_p.shape[-1]), dim=-1)  # values and indices [C, k]
-    return torch.cat([top.values, (top.indices[:, :1] == targets[:, None]).to(log_p.dtype)], -1)
+def high_entropies(t: Tokens, tau: float) -> Tensor:
+    is_high = t.mask & (t.advantages != 0) & (t.entropy > t.sequence_quantile(t.entropy, tau))
+    t.metrics["tokens_chosen"] = is_high.sum()
+    return is_high
 
 
 @token_loss(
     "SimKO, Peng et al. 2025, arXiv:2510.14807, the authors' code",
     weight="ppo's; of it alpha / k goes to each of the k tokens, and 1 - alpha to the sampled one",
-    over_batch=True,
-    rows=most_probable,
+    statistics=high_entropies,
 )
 def simko(
     t: Tokens,
+    logits: Tensor,
     *,
     alpha: UnitInterval = 0.01,
     k: TopK = 3.0,
@@ -146,13 +133,13 @@ def simko(
     A > 0, j over the k most probable tokens; penalty A in place of A where A < 0 and the token is
     the most probable one; both only for tokens whose entropy is above the quantile tau of their
     response, the others have ppo."""
-    assert t.rows is not None
-    entropy, is_top = t.entropy.detach(), t.rows[:, -1] > 0  # [T] each
-    is_high = t.mask & (entropy > t.sequence_quantile(entropy, tau))
-    rewarded, punished = is_high & (t.advantages > 0), is_high & (t.advantages < 0) & is_top
-    t.metrics["tokens_chosen"] = (rewarded | punished).sum()
+    assert t.statistics is not None
+    assert t.targets is not None
+    top = logits.log_softmax(-1).topk(min(int(k), logits.shape[-1]))  # [T, k]
+    rewarded = t.statistics & (t.advantages > 0)
+    punished = t.statistics & (t.advantages < 0) & (top.indices[:, 0] == t.targets)
     # The value is rho; of its gradient the part alpha goes to the most probable tokens.
-    moved = torch.where(rewarded, alpha * (t.rows[:, :-1].mean(-1) - t.logprobs), 0.0)
+    moved = torch.where(rewarded, alpha * (top.values.double().mean(-1) - t.logprobs), 0.0)
     ratio = limited(t.logprobs - t.old_logprobs + moved - moved.detach()).exp()
     advantages = torch.where(punished, penalty * t.advantages, t.advantages)
     return clipped(t, ratio, advantages, clip_low, clip_high, dual_clip)

@@ -53,16 +53,3 @@ def vespo(
 def topr(t: Tokens) -> Tensor:
     """-A logp for A > 0, -sg(min(w, 1)) A logp below, w = prod_t rho_t."""
     return tapered(t, t.sequence_ratio(t.sequence_sum(t.log_ratio)).detach())
-
-
-def far_responses(t: Tokens, delta: float) -> Tensor:
-    """Return which tokens [T] are of responses with A < 0 and mean log(pi_old / pi) above delta.
-
-    DeepSeek-V3.2's off-policy sequence masking (2025, eq. 9): such a response has advantage 0. The
-    loss's denominator still counts it, and its divergence and entropy terms stay.
-    """
-    is_far = (t.advantages < 0) & (t.sequence_mean(t.old_logprobs - t.logprobs.detach()) > delta)
-    lengths = t.cu_seqlens.diff()
-    num_masked = is_far[t.cu_seqlens[:-1][lengths > 0]].sum()
-    t.metrics["frac_sequences_masked"] = num_masked.double() / max(len(lengths), 1)
-    return is_far

@@ -25,6 +25,7 @@ def sapo(t: Tokens, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.
     "DPPO 2026, arXiv:2602.04879, with the KL term of Kimi K2.5, as prime-rl's default loss",
     weight="rho, and 0 where the probability has moved too far; and the pull of (log rho)^2 on "
     "every token",
+    all_tokens=True,
 )
 def dppo(
     t: Tokens, *, low: NotNegative = 0.2, high: NotNegative = 0.2, kl: NotNegative = 1e-3

@@ -266,19 +266,19 @@ from pathlib import Path
 from maxrl_fast import train
 from maxrl_fast.training.learner import Learner
 
-update, marker = Learner.update, Path(sys.argv.pop(1))
+step, marker = Learner.optim_step, Path(sys.argv.pop(1))
 checkpoint = Path(sys.argv[-1]) / "checkpoints" / "step-000003"  # which a thread writes
 KILLS = {"warm start step 2": "1", "step 4": "0"}  # the rank that is killed in each
 
-def killed(self, *arguments, when, **options):
+def killed(self, *, when, lr):
     if KILLS.get(when) == os.environ["RANK"] and not (marker / when).exists():
         (marker / when).touch()
         while when == "step 4" and not checkpoint.exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
-    return update(self, *arguments, when=when, **options)
+    return step(self, when=when, lr=lr)
 
-Learner.update = killed
+Learner.optim_step = killed
 sys.exit(train.main(sys.argv[1:]))
 """
 

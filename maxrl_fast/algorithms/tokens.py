@@ -1,6 +1,7 @@
 """What a token loss is given: vectors [T] of packed responses, and sums over unmasked tokens."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,8 @@ class Tokens:
     # [S+1] int64: response s has the tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1
     cu_seqlens: Tensor
     importance_weights: Tensor | float = 1.0  # [T], or 1 for all; the advantages have them already
-    targets: Tensor | None = None  # [T] int64, for losses that ask for logits
-    statistics: Tensor | None = None  # [T, ...], of the loss's `statistics`
+    targets: Any = None  # Tensor [T] int64, for losses that ask for logits
+    statistics: Any = None  # Tensor [T, ...], of the loss's `statistics`
     generator: torch.Generator | None = None  # on a CPU, for draws
     metrics: dict[str, Tensor] = field(default_factory=dict)
     clipped_low: Tensor = field(init=False)

@@ -139,25 +139,24 @@ def token_loss(
     return _REGISTRY.register(source, weight=weight, **fields)
 
 
-def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
-    """Return what a loss function has returned; raise ValueError where it is not a loss of each
-    token.
-
-    On a CPU a user's loss must be finite for tokens that are not masked.
-    """
-    wanted = f"loss {loss.name} must return {tokens.logprobs.dtype} [T] = [{len(tokens.logprobs)}]"
-    if not isinstance(values, Tensor):
-        raise InputError(f"{wanted}, got {type(values).__name__}")
-    if values.shape != tokens.logprobs.shape or values.dtype != tokens.logprobs.dtype:
-        raise InputError(f"{wanted}, got {values.dtype} of shape {tuple(values.shape)}")
-    if tokens.logprobs.requires_grad and torch.is_grad_enabled() and not values.requires_grad:
+def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Any:
+    """Return what a loss function has returned; raise InputError where it is not a loss of each
+    token. On a CPU a user's loss must be finite for tokens that are not masked."""
+    like = tokens.logprobs
+    got = type(values).__name__
+    if isinstance(values, Tensor):
+        got = f"{values.dtype} of shape {tuple(values.shape)}"
+    if got != f"{like.dtype} of shape {tuple(like.shape)}":
+        wanted = f"{like.dtype} [T] = [{len(like)}]"
+        raise InputError(f"loss {loss.name} must return {wanted}, got {got}")
+    if like.requires_grad and torch.is_grad_enabled() and not values.requires_grad:
         raise InputError(
             f"loss {loss.name} must have a gradient in the logprobs or the entropy of its tokens, "
             "got none"
         )
     if loss.is_users and is_host_readable(values):
         # Where the policy is NaN, so are the log-probs, and the loss of any function.
-        is_wrong = tokens.mask & ~values.isfinite() & ~tokens.logprobs.isnan()
+        is_wrong = tokens.mask & ~values.isfinite() & ~like.isnan()
         if bool(is_wrong.any()):
             first = int(is_wrong.nonzero()[0])
             got = f"{values[first].item()} at token {first}"

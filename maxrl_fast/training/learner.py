@@ -9,12 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from maxrl_fast.algorithms.losses.masks import (
-    highest_entropies,
-    near_responses,
-    nucleus_entropy,
-    siren,
-)
+from maxrl_fast.algorithms.losses.masks import nucleus_entropy, siren
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.errors import NonFiniteError, TeacherError
 from maxrl_fast.model.attention import has_kernel
@@ -143,7 +138,7 @@ class Learner:
         plans, self.accumulated = self.accumulated, []
         device = self.model.lm_head.weight.device
         like = torch.zeros(1 + len(LossSums._fields), dtype=torch.float64, device=device)
-        sums = sum((self.passes.total(x.done, like) for x in plans), like)
+        sums = self.passes.total([done for x in plans for done in x.done], like)
         of_loss, refuse = plans[-1].own, partial(self._refuse, plans, when)
         how = self.model, self.optimizer, lr, self.clip_grad, refuse
         grad_norm, read = take_step(*how, sums[1], sums, *of_loss.values())
@@ -174,8 +169,7 @@ class Learner:
     ) -> Plan:
         """All ranks must call this."""
         sequences, settings = sequences.cpu(), self.settings
-        found: dict[str, Tensor] = {}
-        own = dict[str, Tensor]()
+        found, own = dict[str, Tensor](), dict[str, Tensor]()
         if settings.over_batch:
             samples, advantages, found, own = self._compare(samples, advantages, sequences, draw)
             settings = settings.of_masked if settings.spec.masks else settings
@@ -200,8 +194,7 @@ class Learner:
         if not len(index):  # which keeps SIREN's anchor
             return samples, advantages, {}, {}
         values = self.passes.compute(self._values, self.model, samples, sequences).double()
-        device = values.device
-        index, cu_seqlens, chosen = to_device(device, index, cu_seqlens, sequences)
+        index, cu_seqlens, chosen = to_device(values.device, index, cu_seqlens, sequences)
         lengths, weights = cu_seqlens.diff(), rollouts.importance_weights
         of_tokens = advantages[chosen].double().repeat_interleave(lengths, output_size=len(index))
         old = rollouts.logprobs[index].double()
@@ -215,18 +208,12 @@ class Learner:
             cu_seqlens=cu_seqlens,
             generator=torch.Generator().manual_seed(_seed(settings.seed, *draw)),
         )
-        keeps, of_loss = tokens.mask, settings.spec.masks
-        if settings.sequence_mask is not None:
-            keeps = near_responses(tokens, settings.sequence_mask)
+        keeps, found = tokens.mask, dict[str, Tensor]()
+        for mask in settings.masks:
+            keeps = keeps & mask(tokens)
             tokens.advantages = tokens.advantages * keeps
-        if settings.top_entropy < 1:
-            keeps = keeps & highest_entropies(tokens, settings.top_entropy)
-            tokens.advantages = tokens.advantages * keeps
-        found = dict[str, Tensor]()
-        if settings.spec.over_batch:
-            compared = settings.spec.compare(tokens, dict(settings.options))
-            keeps = keeps & compared if of_loss else keeps
-            found = {} if of_loss else {"statistics": compared}
+        if settings.spec.statistics is not None:
+            found["statistics"] = settings.spec.compare(tokens, dict(settings.options))
         if settings.siren:
             anchor = self.objective_state["siren_anchor"]
             found["siren"] = siren(tokens, values[:, 2], settings.siren, anchor)
@@ -378,20 +365,17 @@ class Learner:
             several = "one of the prompts" if len(ids) > 1 else "prompt"
             return f"for {several} {', '.join(map(str, ids.tolist()))}"
 
-        given = {"a log-prob of the rollouts is": rollouts.logprobs}
+        given = {
+            "an advantage is": packer.advantages,
+            "a log-prob of the rollouts is": sequence_sums(rollouts.logprobs, rollouts.lengths),
+        }
         if plan.settings.kl_coef and rollouts.ref_logprobs is not None:
-            given[REFERENCE] = rollouts.ref_logprobs
-        broken = (~packer.advantages.isfinite()).nonzero()[:, 0]
-        if len(broken):
-            return f"an advantage is not finite {prompts(broken[:1])}"
+            given[REFERENCE] = sequence_sums(rollouts.ref_logprobs, rollouts.lengths)
         for what, values in given.items():
-            broken = (~values.isfinite()).nonzero()[:, 0]
-            if len(broken):
-                found = torch.searchsorted(rollouts.cu_seqlens, broken[:1], right=True) - 1
-                return f"{what} not finite {prompts(found)}"
+            if len(broken := (~values.isfinite()).nonzero()[:, 0]):
+                return f"{what} not finite {prompts(broken[:1])}"
         for sequences, sums in plan.done:
-            _, *row = sums.tolist()
-            of_batch = LossSums(*row)
+            of_batch = LossSums(*sums[1:].tolist())
             if not math.isfinite(of_batch.loss):
                 is_policy = math.isfinite(of_batch.kl) or not math.isfinite(of_batch.logprob_diff)
                 own = f"the loss is {of_batch.loss:g}" if is_policy else f"{REFERENCE} not finite"

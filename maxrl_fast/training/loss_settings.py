@@ -1,8 +1,12 @@
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.losses.masks import highest_entropies, near_responses
+from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.ops.loss_terms import LossTerms
 
 
@@ -40,14 +44,21 @@ class LossSettings(LossTerms):
         return float(len(lengths) * per_response)
 
     @property
+    def masks(self) -> list[Callable[[Tokens], Tensor]]:
+        """What returns which tokens [T] bool keep their advantage."""
+        found = list[Callable[[Tokens], Tensor]]()
+        if self.sequence_mask is not None:
+            found.append(partial(near_responses, delta=self.sequence_mask))
+        if self.top_entropy < 1:
+            found.append(partial(highest_entropies, share=self.top_entropy))
+        if self.spec.masks:
+            found.append(partial(self.spec.compare, options=dict(self.options)))
+        return found
+
+    @property
     def over_batch(self) -> bool:
         """Whether a token's loss depends on other responses of the update."""
-        return (
-            self.spec.over_batch
-            or self.top_entropy < 1
-            or self.siren != 0
-            or self.sequence_mask is not None
-        )
+        return bool(self.masks or self.spec.statistics or self.siren)
 
     def has_gradient(self, advantages: Tensor) -> Tensor:
         """Return which sequences [S] have a gradient."""

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant, tree_attention
 from maxrl_fast.model.layer_kernels import choose_rows
@@ -16,7 +17,6 @@ from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Samples
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.packing import MicroBatch, Packer
-from maxrl_fast.training.sharding import exchange_gradients
 
 TokenValues = Callable[[PolicyModel, MicroBatch, Tensor], Tensor]  # hidden [T, H] -> [T, n]
 
@@ -34,6 +34,14 @@ def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tenso
 
     hidden = module(batch.tokens, batch.positions, attention, batch.rows, dtype, recurrence)
     return choose_rows(hidden, batch.target_rows, batch.by_row)
+
+
+def exchange_gradients(module: Any, now: bool) -> None:
+    """Let the next pass exchange gradients between the ranks, or add to this rank's if they fit."""
+    if isinstance(module, DistributedDataParallel):
+        module.require_backward_grad_sync = now
+    elif module.keeps_gradients:
+        module.set_requires_gradient_sync(now)
 
 
 class Pass(NamedTuple):

@@ -188,7 +188,7 @@ def test_a_run_that_fails_raises_with_the_last_checkpoint(tmp_path, monkeypatch,
         pass_(self, samples, advantages + poison, sequences, draw)
 
     monkeypatch.setattr(Learner, "forward_backward", poisoned)
-    wanted = r"step 2: an advantage is not finite for prompt \d+; .*step-000001\. A lower --lr"
+    wanted = r"step 2: the loss is nan for one of the prompts [\d, ]+; .*step-000001\. A lower --lr"
     with pytest.raises(NonFiniteError, match=wanted):
         maxrl_fast.run(OPTIONS, save_every=1, out=tmp_path / "run")
     assert capsys.readouterr().err == ""  # what is raised is not printed too

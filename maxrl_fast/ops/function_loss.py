@@ -5,7 +5,6 @@ with the output matrix than fused losses.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -66,17 +65,15 @@ def function_loss(
 ) -> Tensor:
     """Return the LossSums [10] of a loss that is a function, with the gradient of the first.
     logits: [T, V] divided by the temperature, for a loss that reads them."""
-    loss = terms.spec
-    function = loss.bind(dict(terms.options), **terms.clips)
-    # A function may change what it is given, but neither the caller's tensors nor what counts here.
-    own = ("mask", "cu_seqlens", "advantages", "old_logprobs", "ref_logprobs")
-    given = replace(tokens, **{name: getattr(tokens, name).clone() for name in own})
-    values = checked(loss, function(given, *(() if logits is None else (logits,))), tokens)
-    has_advantage = tokens.mask & (tokens.advantages != 0)
+    function = terms.spec.bind(dict(terms.options), **terms.clips)
     # tokens in the loss and the metrics; the others' values may be NaN
-    counts = tokens.mask if terms.needs_every_token else has_advantage
+    counts = tokens.mask
+    if not terms.needs_every_token:
+        counts = counts & (tokens.advantages != 0)
+    values = function(tokens) if logits is None else function(tokens, logits)
+    values = checked(terms.spec, values, tokens)
     difference = (tokens.logprobs - tokens.old_logprobs).detach()
-    log_ratio = difference if given.metric_log_ratio is None else given.metric_log_ratio
+    log_ratio = difference if tokens.metric_log_ratio is None else tokens.metric_log_ratio
     is_limited = log_ratio.abs() > MAX_LOG_RATIO
     divergence = torch.zeros_like(difference)
     if batch.ref_logprobs is not None:
@@ -96,8 +93,8 @@ def function_loss(
         dropped_tokens=(tokens.mask & ~counts).sum().double(),
         ratio=total(limited(log_ratio).exp()),
         ratio_clamped=total(is_limited),
-        clipped_low=total(given.clipped_low),
-        clipped_high=total(given.clipped_high),
+        clipped_low=total(tokens.clipped_low),
+        clipped_high=total(tokens.clipped_high),
         kl=total(divergence.detach()),
         entropy=total(tokens.entropy.detach()),
         logprob_diff=total(difference.abs()),

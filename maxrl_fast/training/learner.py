@@ -344,43 +344,30 @@ class Learner:
             self.reference.load_state_dict(self.model.state_dict())
 
     def _refuse(self, plans: list[Plan], when: str, loss: float, grad_norm: float) -> NoReturn:
-        """Raise NonFiniteError, which says what was not finite; TeacherError if it came from the
-        reference policy. All ranks must call this."""
+        """Raise NonFiniteError, which says what was not finite and for which prompts; TeacherError
+        if it came from the reference policy. All ranks must call this."""
         name = find_nonfinite(dict(self.model.named_parameters()))
         wrong = "" if name is None else f"the weight {name} is not finite"
-        wrong = wrong or next(filter(None, map(self._find_wrong, plans)), "")
+        wrong = wrong or next(filter(None, map(_wrong_loss, plans)), "")
         found = next(filter(None, self.ranks.values(wrong)), "")
         if found.startswith(REFERENCE):
             raise TeacherError(f"{when}: {found}")
         none = f"the loss is {loss:g} and the norm of its gradient {grad_norm:g}"
         raise NonFiniteError(f"{when}: {found or none}")
 
-    def _find_wrong(self, plan: Plan) -> str:
-        """Return what is not finite of the inputs and the losses of this rank's micro-batches, and
-        for which prompt, or ""."""
-        packer, rollouts = plan.packer, plan.packer.rollouts
 
-        def prompts(sequences: Tensor) -> str:
-            ids = packer.prompts.ids.cpu()[(sequences.cpu() // packer.num_rollouts).unique()]
-            several = "one of the prompts" if len(ids) > 1 else "prompt"
-            return f"for {several} {', '.join(map(str, ids.tolist()))}"
-
-        given = {
-            "an advantage is": packer.advantages,
-            "a log-prob of the rollouts is": sequence_sums(rollouts.logprobs, rollouts.lengths),
-        }
-        if plan.settings.kl_coef and rollouts.ref_logprobs is not None:
-            given[REFERENCE] = sequence_sums(rollouts.ref_logprobs, rollouts.lengths)
-        for what, values in given.items():
-            if len(broken := (~values.isfinite()).nonzero()[:, 0]):
-                return f"{what} not finite {prompts(broken[:1])}"
-        for sequences, sums in plan.done:
-            of_batch = LossSums(*sums[1:].tolist())
-            if not math.isfinite(of_batch.loss):
-                is_policy = math.isfinite(of_batch.kl) or not math.isfinite(of_batch.logprob_diff)
-                own = f"the loss is {of_batch.loss:g}" if is_policy else f"{REFERENCE} not finite"
-                return f"{own} {prompts(sequences)}"
-        return ""
+def _wrong_loss(plan: Plan) -> str:
+    """Return which micro-batch of this rank has a loss that is not finite, or ""."""
+    for sequences, sums in plan.done:
+        of_batch = LossSums(*sums[1:].tolist())
+        if math.isfinite(of_batch.loss):
+            continue
+        is_policy = math.isfinite(of_batch.kl) or not math.isfinite(of_batch.logprob_diff)
+        wrong = f"the loss is {of_batch.loss:g}" if is_policy else f"{REFERENCE} not finite"
+        ids = plan.packer.prompts.ids.cpu()[(sequences // plan.packer.num_rollouts).unique()]
+        several = "one of the prompts" if len(ids) > 1 else "prompt"
+        return f"{wrong} for {several} {', '.join(map(str, ids.tolist()))}"
+    return ""
 
 
 def _seed(*numbers: int) -> int:

@@ -150,10 +150,10 @@ class Trainer:
         metrics = step_metrics(batch, advantages, updates, lr, train_seconds) | own_metrics
         if not self.ahead:
             self.load_engine()
-            return StepRecord(batch, advantages, updates, metrics | batch.metrics)
-        if batch.sampled_after is not None:  # a checkpoint of an earlier version
-            metrics["lag"] = (n - 1 - batch.sampled_after) * self.updates_per_step
-        metrics["wait_seconds"] = clock.total("wait for samples") - before
-        metrics["sampler_wait_seconds"] = idle
-        metrics["tokens_per_second"] = batch.num_tokens / (time.perf_counter() - start)
+        else:
+            if batch.sampled_after is not None:  # a checkpoint of an earlier version
+                metrics["lag"] = (n - 1 - batch.sampled_after) * self.updates_per_step
+            metrics["wait_seconds"] = clock.total("wait for samples") - before
+            metrics["sampler_wait_seconds"] = idle
+            metrics["tokens_per_second"] = batch.num_tokens / (time.perf_counter() - start)
         return StepRecord(batch, advantages, updates, metrics | batch.metrics)

@@ -90,28 +90,26 @@ def test_on_policy_metrics():
 
 
 @pytest.mark.parametrize(
-    ("poisoned", "message"),
+    ("poisoned", "budget", "message"),
     [
-        ("weight", r"step 7: the weight model.norm.weight is not finite"),
-        ("advantage", r"step 7: an advantage is not finite for prompt 1"),
-        ("logprob", r"step 7: a log-prob of the rollouts is not finite for prompt 2"),
-        ("loss", r"step 7: the loss is nan for one of the prompts 0, 1, 2"),
+        ("weight", 1, r"step 7: the weight model.norm.weight is not finite"),
+        ("advantage", 1, r"step 7: the loss is -?inf for prompt 1"),
+        ("logprob", 1, r"step 7: the loss is nan for prompt 2"),
+        ("logprob", 10_000, r"step 7: the loss is nan for one of the prompts 0, 1, 2"),
     ],
 )
-def test_non_finite_values_stop_the_update_and_are_named(poisoned, message):
+def test_non_finite_values_stop_the_update_and_are_named(poisoned, budget, message):
     model = tiny_decoder()
     rollouts, advantages = sampled(model), torch.ones(12)
     if poisoned == "weight":
         model.model.norm.weight.data[3] = float("nan")
     elif poisoned == "advantage":
         advantages[5] = float("inf")
-    elif poisoned == "loss":
-        torch.nn.init.constant_(model.model.norm.weight, 1e38)
     else:
         rollouts.logprobs[rollouts.cu_seqlens[9]] = float("nan")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(NonFiniteError, match=message):
-        update(model, rollouts, advantages)
+        update(model, rollouts, advantages, budget=budget)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
 
@@ -120,7 +118,7 @@ def test_a_teacher_that_overflows_is_named():
     model, teacher = tiny_decoder(), tiny_decoder()
     torch.nn.init.constant_(teacher.model.norm.weight, 1e38)
     settings = dataclasses.replace(PPO, kl_coef=0.1)
-    with pytest.raises(TeacherError, match=r"step 7: the reference policy's .* for prompt 0"):
+    with pytest.raises(TeacherError, match=r"step 7: the reference policy's .* for one of"):
         update(model, sampled(model), torch.ones(12), settings=settings, reference=teacher)
 
 

@@ -17,7 +17,7 @@ from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, UpdateMetrics
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
+from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.sharding import distribute, shard
 from tests.batches import collected, make_prompts
@@ -79,7 +79,7 @@ def one_update(
     state = {"siren_anchor": torch.tensor([0.2]).double()}
     learner = Learner(model, optimizer, settings, 1e9, 24, dtype, reference, ranks, module, state)
     samples = Samples(samples.prompts, learner.with_reference(samples))
-    objective = OffPolicyObjective("maxpo_off_policy", {"k": 2})
+    objective = GroupObjective("maxpo_off_policy", {"k": 2})
     # advantages as rewards, one group alike
     step = objective.begin(collected(samples, advantages.view(5, 4)), learner)
     off_policy = step.advantages(torch.arange(20))

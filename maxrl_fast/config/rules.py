@@ -16,8 +16,8 @@ from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.objective import OBJECTIVE_CLASSES, Objective, has_teacher
-from maxrl_fast.training.objectives.registry import make_objective
+from maxrl_fast.training.objectives.objective import Objective, has_teacher
+from maxrl_fast.training.objectives.registry import find_objective, make_objective
 from maxrl_fast.training.policy_reward import LIKELIHOODS
 
 
@@ -250,7 +250,7 @@ def check(config: Config) -> None:
     objective, loss = objective_of(config), loss_of(c.loss)
     c |= {"method": objective, "needs": objective.needs, "token_loss": loss}
     c["fixed"] = objective.aggregation if objective.owns_loss else loss.aggregation
-    refuse({**RULES, **getattr(OBJECTIVE_CLASSES.get(c.objective), "refuses", {})}, c)
+    refuse({**RULES, **getattr(find_objective(c.objective), "refuses", {})}, c)
     config.sampling.stopping()  # or an error
     try:
         learns_without_advantage(loss, tuple(loss_options(config).items()))

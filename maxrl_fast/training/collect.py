@@ -89,7 +89,8 @@ class RolloutBatch(Samples):
     term_weights: tuple[float, ...] = ()  # [R]
     # [S] int64, tokens of the reference answer at the end of each response; 0: no answer
     answer_lengths: Annotated[Tensor | None, SEQUENCE] = None
-    texts: tuple[str, ...] = ()  # [S], where the objective needs them
+    # [S], where the objective needs them
+    texts: Annotated[tuple[str, ...] | None, SEQUENCE] = None
     # [G, N] int64, rollouts of the prompt after the round of each; 0 if it was not drawn
     drawn_by: Annotated[Tensor | None, PROMPT] = None
     masks_truncated: bool = False  # their tokens are not in the loss

@@ -23,7 +23,7 @@ from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.pacs import PacsObjective
+from maxrl_fast.training.objectives.registry import make_objective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.trainer import Trainer
@@ -174,7 +174,7 @@ def test_an_update_launches_the_same_for_any_number_of_sequences(gpu):
     assert update(gpu, ONE_LAYER, 2, 4) == update(gpu, ONE_LAYER, 16, 16), str(gpu)
 
 
-OBJECTIVES = {"grpo": GroupObjective("grpo", {}), "pacs": PacsObjective()}
+OBJECTIVES = {"grpo": GroupObjective("grpo", {}), "pacs": make_objective("pacs", {}, 8)}
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

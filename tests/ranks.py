@@ -13,7 +13,7 @@ from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.model.linear import add_adapters, full_tensor
 from maxrl_fast.records import Inserted, Rollouts, Samples, cumulative
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.training.correction import ImportanceWeights
+from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.diagnostics import prompt_gradient_norms
 from maxrl_fast.training.learner import Learner, UpdateMetrics
 from maxrl_fast.training.loss_settings import LossSettings
@@ -84,8 +84,8 @@ def one_update(
     step = objective.begin(collected(samples, advantages.view(5, 4)), learner)
     off_policy = step.advantages(torch.arange(20))
     rewards = advantages.view(5, 4)
-    correction = ImportanceWeights(0.05, 20.0, of_sequence=False, masks=True)
-    weighted = correction.apply(collected(samples, rewards), learner)
+    correction = make_correction("icepop", {"low": 0.05, "high": 20.0})
+    weighted = correction(collected(samples, rewards), learner)
     learner.settings = dataclasses.replace(settings, sequence_mask=1.0)
     packer = learner.passes.packer(samples, advantages)
     kept = learner.plan(packer, samples, torch.arange(20)).sequences

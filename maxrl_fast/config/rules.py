@@ -289,6 +289,10 @@ def correction_of(config: Config) -> tuple[str, dict[str, float]]:
     """Return the name and the numbers of the correction."""
     name = config.chosen.correction
     try:
-        return name, CORRECTIONS[name].resolve(own_options(config, "correction"))
+        numbers = CORRECTIONS[name].resolve(own_options(config, "correction"))
+        if "low" in numbers and numbers["low"] >= numbers["high"]:
+            bounds = f"{numbers['low']:g} and {numbers['high']:g}"
+            raise ValueError(f"low of {name} must be below high, got {bounds}")
+        return name, numbers
     except ValueError as error:
         raise InputError(str(error), *config.parts["correction"]) from error

@@ -12,6 +12,7 @@ ones are options, and a `Size` in the annotation of one makes it the k of max@k.
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -245,3 +246,20 @@ estimator, find_estimator = _REGISTRY.register, _REGISTRY.find
 # those that ask for what only a run has, so that ops.group_advantage cannot compute them
 _OF_TRAINING = Registry(Estimator)
 TRAINING_ESTIMATORS, training_estimator = _OF_TRAINING.methods, _OF_TRAINING.register
+
+
+def rank_estimator(**fields: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register an estimator by the function of its rank tables [G, 2, N] (estimators/max_at_k.py),
+    of which the kernel and `Group.rank_transform` make advantages."""
+
+    def decorate(table: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        names = [parameter.name for parameter in parameters_of(table)[1:]]  # k, order or nothing
+
+        @wraps(table)
+        def function(g: Group, **size: Any) -> Tensor:
+            return g.rank_transform(table(g, **size))
+
+        kernel = Kernel(lambda g, size: table(g, **dict.fromkeys(names, size)))
+        return estimator(kernel=kernel, **fields)(function)
+
+    return decorate

@@ -13,7 +13,7 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
-from maxrl_fast.algorithms.estimators import ALIASES, ESTIMATORS
+from maxrl_fast.algorithms.estimators import ALIASES
 from maxrl_fast.algorithms.known import explain_name, method_hint
 from maxrl_fast.algorithms.losses import ALIASES as LOSS_ALIASES
 from maxrl_fast.algorithms.losses import LOSSES
@@ -21,13 +21,12 @@ from maxrl_fast.algorithms.method import Method
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.output import command, show_help
 from maxrl_fast.training.correction import CORRECTIONS
-from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES
+from maxrl_fast.training.objectives.registry import METHODS
 
-OBJECTIVES: Mapping[str, Method] = {**ESTIMATORS, **OBJECTIVE_CLASSES}
 # of each kind: the methods, other names of them, the title of the formula, and the notation
 KINDS: dict[str, tuple[Mapping[str, Method], Mapping[str, Method], str, str]] = {
     "objective": (
-        OBJECTIVES,
+        METHODS,
         ALIASES,
         "advantage A_i",
         "N rewards r_i per prompt, C of them correct, F = N - C wrong; mu and std: their mean and "

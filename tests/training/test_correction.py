@@ -11,7 +11,7 @@ from maxrl_fast import ops
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.training.correction import CORRECTIONS, ImportanceWeights
+from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.optimizer import LearningRate
@@ -61,17 +61,13 @@ def by_definition(name, off, lengths, *bounds):
     return torch.tensor(weights, dtype=torch.float64)
 
 
-def made(name, given):
-    return CORRECTIONS[name].function(**CORRECTIONS[name].resolve(given))
-
-
 @pytest.mark.parametrize("name", BOUNDS)
 def test_weights_follow_their_definitions(name):
     model = tiny_decoder()
     rollouts, off = disturbed(model, spread=0.5 if name in ("mis", "tis_sequence") else 1.5)
     given = BOUNDS[name]
     batch = collected(Samples(PROMPTS, rollouts), REWARDS)
-    weighted = made(name, given).apply(batch, learner(model))
+    weighted = make_correction(name, given)(batch, learner(model))
     metrics = weighted.metrics
     expected = by_definition(name, off, rollouts.lengths, *given.values())
     weights = weighted.weighted(weighted.rollouts.logprobs).rollouts.sampler_weights
@@ -91,9 +87,9 @@ def test_weights_follow_their_definitions(name):
 
 def test_weights_that_are_all_0_have_no_sample_size():
     rollouts, _ = disturbed(model := tiny_decoder())
-    correction = ImportanceWeights(1e8, 1e9, of_sequence=False, masks=True)
+    correction = make_correction("icepop", {"low": 1e8, "high": 1e9})
     batch = collected(Samples(PROMPTS, rollouts), REWARDS)
-    metrics = correction.apply(batch, learner(model)).metrics
+    metrics = correction(batch, learner(model)).metrics
     nothing = {"importance_weight": 0.0, "importance_bounded": 1.0, "importance_sample_size": 0.0}
     assert nothing.items() <= metrics.items()
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.errors import printable
 from maxrl_fast.records import Samples, unpack
 from maxrl_fast.rollout import check_finite
 from maxrl_fast.tasks import Task
@@ -107,7 +108,7 @@ def sample_lines(record: Mapping[str, Any], width: int) -> Iterator[str]:
     yield f"  sample    prompt {record['id']}, reward {reward}{f' ({parts})' if parts else ''}"
     for name in ("prompt", "response"):
         # a text of a model may hold what a terminal would obey
-        text = "".join(x if x.isprintable() else "?" for x in " ".join(record[name].split()))
+        text = printable(" ".join(record[name].split()))
         room = max(width - 12, 20)
         if len(text) > room:
             start = 0 if name == "prompt" else room // 2 - 2

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, printable
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.report.page import render
 from maxrl_fast.report.reading import read_folder
-from maxrl_fast.runtime.files import atomic_file, printable
+from maxrl_fast.runtime.files import atomic_file
 from maxrl_fast.runtime.output import CommandParser, command
 
 MOST_RUNS = 24

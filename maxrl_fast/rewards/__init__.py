@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from maxrl_fast.errors import printable
+
 PROGRESS_INTERVAL = 1.0  # seconds between two calls of `on_progress` where nothing else happens
 LONGEST_MESSAGE = 1000  # characters
 
@@ -50,8 +52,7 @@ class Outcome(NamedTuple):
 
 def failure(kind: str, message: str) -> Outcome:
     """Return the outcome of a response that has no reward. The message becomes one short line."""
-    line = "".join(c if c.isprintable() else " " for c in message[:LONGEST_MESSAGE])
-    return Outcome(None, {}, kind, line)
+    return Outcome(None, {}, kind, printable(message, LONGEST_MESSAGE))
 
 
 LEFT = failure("left", "")

@@ -113,7 +113,7 @@ class UserCode(RewardSource):
             raise InputError(f"--reward {self.name}: {sentence}")
 
 
-def as_json(arguments: Any) -> str:
+def _dumped(arguments: Any) -> str:
     try:
         return json.dumps(arguments)
     except (TypeError, ValueError) as error:  # of a task of the user's own
@@ -150,7 +150,7 @@ class InProcess(UserCode):
         self._calls = dict[int, str]()
 
     def request(self, number: int, arguments: Any) -> None:
-        self._calls[number] = as_json(arguments)
+        self._calls[number] = _dumped(arguments)
 
     def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
         for number in [*self._calls]:
@@ -312,7 +312,7 @@ class RewardPool(UserCode):
         return Worker(settings, self._variables, output)
 
     def request(self, number: int, arguments: Any) -> None:
-        self._waiting[number] = as_json(arguments)
+        self._waiting[number] = _dumped(arguments)
         self._queues[number % len(self._queues)].append(number)
 
     def _give(self, i: int) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, printable
 from maxrl_fast.model.hub import why_unreachable
 from maxrl_fast.model.tokenizer import REASONING, Message, Prompt
-from maxrl_fast.runtime.files import check_regular, printable
+from maxrl_fast.runtime.files import check_regular
 from maxrl_fast.tasks.dataset_specs import AsLine, keys_of
 
 ROLES = ("system", "user", "assistant", "tool", "developer")

@@ -53,7 +53,7 @@ FAILURES = {  # of one worker: the kind, the message, and whether the process is
     "segfault": ("crash", "the worker process was killed by SIGSEGV", True),
     "write_to_sockets": ("crash", "the reward code wrote to its worker's connection", True),
     "exit_python": ("exception", "SystemExit: 3 (functions.py, line ", False),
-    "raise_strange": ("exception", "ValueError:  [31m red     ", False),
+    "raise_strange": ("exception", r"'ValueError: \x1b[31m red\n\ud800 \x00 (func", False),
     "raise_unprintable": ("exception", "Unprintable: (its message", False),
 }
 

@@ -99,9 +99,6 @@ class RewardSource:
                     break
         return found
 
-    def check(self, row: dict[str, Any]) -> None:
-        """Raise InputError if it cannot take such a row."""
-
     def lines(self) -> list[str]:
         """Return what the start of a run says about it."""
         return []

@@ -4,7 +4,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards import Outcome, Outcomes, RewardSource, Rows, failure
@@ -47,10 +46,6 @@ class WeightedRewards(RewardSource):
                             components[i][f"{name}.{part}"] = value
         for i in {*range(len(rows))} - failed:
             yield i, outcome_of(sums[i])._replace(components=components[i])
-
-    def check(self, row: dict[str, Any]) -> None:
-        for source in self._sources:
-            source.check(row)
 
     def lines(self) -> list[str]:
         lines = [line for source in self._sources for line in source.lines()]

@@ -183,19 +183,6 @@ class Scorer:
         texts = () if prompts.columns else unpack(prompts.tokens, prompts.lengths)
         return prompts.columns or tuple({"prompt": self._task.decode(x)} for x in texts)
 
-    def check(self, prompts: Prompts) -> None:
-        """Raise InputError if a reward can take the columns of none of these prompts."""
-        if self._source is None:
-            return
-        errors = []
-        for columns in self._columns(prompts):
-            try:
-                self._source.check({**columns, "response": ""})
-            except InputError as error:
-                errors.append(error)
-        if len(errors) == len(prompts):
-            raise errors[0]
-
     def pop_metrics(self) -> MetricAccumulator:
         """Return the components of this rank's rewards since the last call, and with an answer
         limit the fractions of answers that were not compared."""

@@ -10,7 +10,6 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import Message
 from maxrl_fast.records import Prompts
 from maxrl_fast.rewards import Outcome, Progress, failure, no_progress
-from maxrl_fast.rewards.function import mismatch
 from maxrl_fast.rewards.pool import UserCode
 from maxrl_fast.tasks.conversation import Conversation
 from maxrl_fast.tasks.dataset import DatasetTask
@@ -84,11 +83,6 @@ class ToolTask(DatasetTask):
 
     def _observe(self, lines: list[Line]) -> list[str | None]:
         """Return what `reset` says of each line."""
-        signature, name = self._workers.signature, self._workers.name
-        for place, columns in lines:
-            if sentence := mismatch(signature, columns):
-                sentence = sentence.replace("your function", "its reset")
-                raise InputError(f"--environment {name}, {place}: {sentence}")
         numbers = {next(self._numbers): i for i in range(len(lines))}
         for number, i in numbers.items():
             self._workers.request(number, (number, "probe", lines[i][1]))
@@ -97,7 +91,7 @@ class ToolTask(DatasetTask):
             for number, [outcome] in self._workers.results(WAIT_SECONDS):
                 if outcome.kind:
                     self._workers.drop()
-                    where = f"--environment {name}, {lines[numbers[number]][0]}"
+                    where = f"--environment {self._workers.name}, {lines[numbers[number]][0]}"
                     raise InputError(f"{where}: reset fails: {outcome.message}")
                 found[number] = outcome.text
         return [found[number] for number in numbers]

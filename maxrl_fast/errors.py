@@ -11,6 +11,13 @@ def warn(sentence: str) -> None:
     print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
+def printable(text: object, most: int = 300) -> str:
+    """Return a name or a message on one line, without its middle where it is longer than `most`."""
+    line = str(text)
+    line = line if line.isprintable() else repr(line)
+    return line if len(line) <= most else f"{line[: most // 2]}...{line[-most // 2 :]}"
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """Return what a user may have meant, for the end of a message, or nothing."""
     begin = [x for x in words if x[:1] == word[:1]]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.errors import printable
 from maxrl_fast.records import Samples, unpack
 from maxrl_fast.rollout import check_finite
 from maxrl_fast.tasks import Task
@@ -94,7 +95,7 @@ def sample_lines(record: Mapping[str, Any], width: int) -> Iterator[str]:
     for name in ("prompt", "response"):
         text = " ".join(record[name].split())[-max(width - 12, 20) :]
         # a text of a model may hold what a terminal would obey
-        yield f"  {name:<10}{''.join(x if x.isprintable() else '?' for x in text)}"
+        yield f"  {name:<10}{printable(text)}"
 
 
 class KeptSamples:

@@ -155,7 +155,6 @@ def _evaluate_set(
         stored(out / RESULTS) as results,
         stored(out / SAMPLES) as samples,
     ):
-        scorer.check(task.prompts(measure.split, 0, 1))
         for line in _introduction(config, source, evaluator, len(set(contents))):
             screen.info(line)
         _warn_of_differences(settings, others, screen)

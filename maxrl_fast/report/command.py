@@ -4,10 +4,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxrl_fast.errors import InputError, warn
+from maxrl_fast.errors import InputError, printable, warn
 from maxrl_fast.report.page import render
 from maxrl_fast.report.reading import read_folder
-from maxrl_fast.runtime.files import atomic_file, printable
+from maxrl_fast.runtime.files import atomic_file
 from maxrl_fast.runtime.output import command, show_help
 
 MOST_RUNS = 24

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, printable
 from maxrl_fast.evaluation.scores import PASS, score_of
-from maxrl_fast.runtime.files import printable, read_json
+from maxrl_fast.runtime.files import read_json
 from maxrl_fast.runtime.run_folder import RunFolder
 
 EVALUATION_BYTES = 1 << 28  # eval.json has numbers for each prompt

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from safetensors import SafetensorError
 
-from maxrl_fast.errors import InputError, StorageError
+from maxrl_fast.errors import InputError, StorageError, printable
 
 CHECKSUMS = "checksums.json"
 JSON_BYTES = 1 << 24  # the index of a model with 500 shards has 5 MB
@@ -168,10 +168,3 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"{printable(path)} must hold a JSON object, got {content!r:.80}")
     return content
-
-
-def printable(name: object) -> str:
-    """Return a name on one line, and shortened if long."""
-    text = str(name)
-    text = text if text.isprintable() else repr(text)
-    return text if len(text) <= 300 else f"{text[:150]}...{text[-150:]}"

@@ -43,7 +43,7 @@ def is_code(name: str) -> bool:
 def load_code(option: str, name: str, wanted: str) -> Any:
     """Return the object that an option's value names. `wanted`: "FUNCTION" or "CLASS"."""
     try:
-        return load(name)[0]
+        return load(name)
     except LoadError as error:
         form = "FILE.py" if is_file(name) else "package.module"
         raise InputError(f"--{option} {name} must be {form}:{wanted}: {error}") from error
@@ -98,8 +98,8 @@ def check_members(who: str, value: object, protocol: type) -> None:
             raise InputError(f"{who} must have the attribute {name}, which it does not")
 
 
-def load(name: str) -> tuple[Callable[..., Any], str]:
-    """Return the function "path/to/file.py:name" or "package.module:name", and its file."""
+def load(name: str) -> Callable[..., Any]:
+    """Return the function "path/to/file.py:name" or "package.module:name"."""
     place, _, attribute = name.rpartition(":")
     path = Path(place).resolve() if place.endswith(".py") else None
     if path and not path.is_file():
@@ -115,7 +115,8 @@ def load(name: str) -> tuple[Callable[..., Any], str]:
         raise LoadError(f"{place} has no {attribute}{nearest(attribute, names)}")
     if not callable(function):
         raise LoadError(f"{attribute} in {place} is not a function: {SHORT_REPR.repr(function)}")
-    return function, getattr(module, "__file__", None) or ""
+    loaded: Callable[..., Any] = function
+    return loaded
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -149,15 +150,15 @@ def naming_user_code() -> Iterator[None]:
         raise UserCodeError(describe_error(error)) from error
 
 
-def describe_error(error: BaseException, file: str | None = "") -> str:
-    """Return type and message, and unless `file` is None the place in the user's code."""
+def describe_error(error: BaseException, with_place: bool = True) -> str:
+    """Return type and message, and the last line of the user's code in its traceback."""
     try:
         text = str(error)[:500]
         if isinstance(error, SystemExit) and not isinstance(error.code, str):  # but a tensor
             text = SHORT_REPR.repr(error.code)
     except BaseException:
         text = "(its message cannot be printed)"
-    return f"{type(error).__name__}: {text}" + ("" if file is None else place_of(error))
+    return f"{type(error).__name__}: {text}" + place_of(error) * with_place
 
 
 def place_of(error: BaseException) -> str:

@@ -125,7 +125,6 @@ def test_a_value_of_a_file_that_is_refused_has_its_line_unless_a_flag_gives_it(
 @pytest.mark.parametrize(
     ("flags", "message"),
     table("""
-    --objective grpo --loss builtins:exit | loss Quitter fails on seven tokens: SystemExit
     --config many.toml | many.toml, line 1: unknown option k0
     --config long.toml | steps must be from 0 to 2^31 - 1, got 99
     --config some.yaml | some.yaml: Expected '=' after a key

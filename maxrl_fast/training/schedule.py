@@ -2,11 +2,10 @@
 
 A schedule is asked for the rollouts of a step in rounds:
 
-    more(step, rewards, drawn)  how many each prompt gets in the next round, int64, multiples of
-                                `block`, the same on all ranks; 0 for all: none. Given the rewards
-                                [n, N] of the n prompts so far, NaN where not drawn or not known,
-                                and how many each has, `drawn` [n]; it asks for further prompts by
-                                more than n numbers.
+    more(step, rewards, drawn)  how many each prompt gets in the next round, int64, the same on all
+                                ranks; 0 for all: none. Given the rewards [n, N] of the n prompts so
+                                far, NaN where not drawn or not known, and how many each has,
+                                `drawn` [n]; it asks for further prompts by more than n numbers.
     metrics(...)                of the step, which replace those of the same name
     chosen(step, rewards)       the indices of the prompts that are learned from, ascending [G]
 """

@@ -11,8 +11,8 @@ from torch import Tensor
 from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges, unpack
-from maxrl_fast.rewards import Progress, no_progress
 from maxrl_fast.rollout.random import sample_keys
+from maxrl_fast.runtime.background import Progress, no_progress
 from maxrl_fast.runtime.device import memory_bytes
 from maxrl_fast.runtime.loading import is_code
 from maxrl_fast.tasks.episode import Environments

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import torch
 from safetensors.torch import save_file
 
-from maxrl_fast.errors import EngineError, InputError
+from maxrl_fast.errors import EngineError, InputError, printable
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Rollouts, unpack
 from maxrl_fast.rollout import RolloutRequest
@@ -35,7 +35,7 @@ from maxrl_fast.rollout.vllm import (
     rollouts_of,
     sampling_parameters,
 )
-from maxrl_fast.runtime.files import is_locked, locked, printable, storing
+from maxrl_fast.runtime.files import is_locked, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
 
 _START = "start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIR --enable-scale-out --logprobs-mode"

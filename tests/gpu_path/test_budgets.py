@@ -19,16 +19,17 @@ from maxrl_fast.rollout.device_decoder import DeviceEngine
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.correction import ImportanceWeights
+from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.pacs import PacsObjective
+from maxrl_fast.training.objectives.registry import make_objective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.trainer import Trainer
 from tests.batches import collected
 from tests.gpu_path.pretend import GPU
+from tests.models import updated
 from tests.ops.definitions import OPTIONS
 from tests.ops.test_group_advantage import inputs_of
 
@@ -106,7 +107,7 @@ def update(gpu, config=MAZE, num_prompts=4, num_rollouts=8, budget=131072):
     advantages = rewards(gpu, num_prompts, num_rollouts, (-1,))
     for _ in range(2):
         with gpu.watch():
-            learning.update(batch, advantages, batch.sequences, when="step 1", lr=1e-3)
+            updated(learning, batch, advantages, batch.sequences, when="step 1", lr=1e-3)
     return gpu.num_launches
 
 
@@ -175,7 +176,7 @@ def test_an_update_launches_the_same_for_any_number_of_sequences(gpu):
     assert update(gpu, ONE_LAYER, 2, 4) == update(gpu, ONE_LAYER, 16, 16), str(gpu)
 
 
-OBJECTIVES = {"grpo": GroupObjective("grpo", {}), "pacs": PacsObjective()}
+OBJECTIVES = {"grpo": GroupObjective("grpo", {}), "pacs": make_objective("pacs", {}, 8)}
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -208,7 +209,7 @@ def test_a_step_with_a_reference_policy_and_importance_weights(gpu):
     with gpu:
         learning = learner(gpu, reference=policy(gpu).requires_grad_(False))
         learning.settings = dataclasses.replace(learning.settings, kl_coef=0.1)
-    correction = ImportanceWeights(0.0, 2.0, of_sequence=False, masks=False)
+    correction = make_correction("tis", {"importance_cap": 2.0})
     step(gpu, OBJECTIVES["grpo"], learning, correction=correction)
     more = "one more for the reference policy, two for the correction and its metrics"
     assert len(gpu.waits) <= WAITS + 1 + 3, f"{more}: {gpu}"

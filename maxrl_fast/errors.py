@@ -99,14 +99,14 @@ class RewardError(RuntimeError):
     exit code 1.
     """
 
-    def __init__(
-        self,
-        message: str,
-        advice: str = "Fix the reward and continue with --resume --allow-changes, or raise "
-        "--max-reward-error-rate and continue with --resume.",
-    ) -> None:
+    advice = (
+        "Fix the reward and continue with --resume --allow-changes, or raise "
+        "--max-reward-error-rate and continue with --resume."
+    )
+
+    def __init__(self, message: str, advice: str = "") -> None:
         super().__init__(message)
-        self.advice = advice
+        self.advice = advice or self.advice
 
 
 FAILURES = NonFiniteError, RewardError, StorageError, EngineError

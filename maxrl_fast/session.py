@@ -201,7 +201,7 @@ class Session:
         names = [f"responses, {i}" for i in range(len(pairs))]
         for (_, text), name in zip(pairs, names, strict=True):
             check_utf8(text, name)
-        given = [tokens for _, tokens in task.encode_demonstrations(pairs, names)]
+        given = [task.encode_demonstration(*x, y)[1] for x, y in zip(pairs, names, strict=True)]
         return prompts_of(ids, range(len(ids)), [{}] * len(ids)), given
 
     def _checked(self, samples: Any) -> SessionSamples:

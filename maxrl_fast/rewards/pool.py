@@ -32,7 +32,6 @@ BOOTSTRAP = (
 LOADING = -1  # the number of a worker's first call
 START_LIMIT = 60.0  # seconds for starting a process and loading the function
 GRACE = 1.0  # seconds after its limit that a call is killed; a worker ends async calls itself
-LOOK_INTERVAL = 1.0  # the longest wait for answers, in seconds
 KILL_LIMIT = 5.0  # seconds for a killed process to end
 # Unless the user sets the seed: the order of a set must not depend on the process.
 SETTINGS = {"PYTHONHASHSEED": "0"} | dict.fromkeys(
@@ -71,7 +70,7 @@ class UserCode(RewardSource):
         raise NotImplementedError
 
     def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
-        """Yield the numbers and outcomes of calls, after waiting for at most some seconds."""
+        """Yield the numbers and outcomes of calls, after a wait of at most a second."""
         raise NotImplementedError
 
     def drop(self) -> None:
@@ -136,8 +135,7 @@ class InProcess(UserCode):
 
 class Worker:
     """A process that loads the function and makes one call at a time, from a queue. Time counts
-    while the trainer looks for the answer: a call that was stopped with its trainer is not late.
-    """
+    while the trainer looks: a call that was stopped with its trainer is not late."""
 
     def __init__(self, queue: deque[tuple[int, str]], limit: float) -> None:
         self.queue, self._limit_of_calls = queue, limit
@@ -176,7 +174,7 @@ class Worker:
     def look(self, is_readable: bool) -> list[Outcome]:
         """Return the outcomes of its call; [] while it runs."""
         now = time.monotonic()
-        self.left -= min(now - self._looked, 2 * LOOK_INTERVAL)
+        self.left -= min(now - self._looked, 2 * PROGRESS_INTERVAL)
         self._looked = now
         if is_readable:
             data = b""
@@ -236,11 +234,10 @@ class RewardPool(UserCode):
         is_environment: bool = False,
         output: RewardOutput | None = None,
     ) -> None:
-        for variable in environment:
-            if variable not in os.environ:
-                raise InputError(
-                    f"--reward-env names {variable}, which is not set: set it, or leave it out"
-                )
+        if unset := [x for x in environment if x not in os.environ]:
+            raise InputError(
+                f"--reward-env names {unset[0]}, which is not set: set it, or leave it out"
+            )
         self.name, self.concurrency, self.output = name, concurrency, output
         self.place, self.signature = f"in {workers} worker processes, which are no sandbox", {}
         seen = {x: os.environ[x] for x in os.environ if x in environment or VARIABLES.fullmatch(x)}
@@ -255,7 +252,7 @@ class RewardPool(UserCode):
         self._workers = [Worker(queues[i % len(queues)], time_limit) for i in range(workers)]
         try:
             while not self.signature or any(x.number == LOADING for x in self._workers):
-                [*self.results(LOOK_INTERVAL)]
+                [*self.results(PROGRESS_INTERVAL)]
         except BaseException as error:
             self.drop()
             if isinstance(error, RewardError):
@@ -281,7 +278,7 @@ class RewardPool(UserCode):
                 worker.start(settings, self._variables, output)
             worker.give()
         busy = [worker for worker in self._workers if worker.number is not None]
-        longest = min([seconds, LOOK_INTERVAL, *(worker.left for worker in busy)])
+        longest = min([seconds, *(worker.left for worker in busy)])
         ready = wait([worker.socket for worker in busy], max(0.0, longest))
         for worker in busy:
             number = worker.number

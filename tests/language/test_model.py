@@ -53,7 +53,9 @@ def codec():
 
 def sampled(policy, codec, count, samples, temperature=1.0, dtype=torch.float32):
     chats = [json.loads(line)["prompt"] for line in (MADE / "test.jsonl").open()][:count]
-    prompts = prompts_of(codec.encode(chats, [""] * count), range(count), [{}] * count)
+    prompts = prompts_of(
+        [codec.encode_prompt(chat, "") for chat in chats], range(count), [{}] * count
+    )
     sampling = Sampling(temperature, NEW_TOKENS, codec.stop_ids)
     engine = NativeEngine(policy, dtype)
     return prompts, engine.generate(RolloutRequest(prompts, samples, sampling, 1, 0))

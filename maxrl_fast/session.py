@@ -48,7 +48,7 @@ from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 _OPTIONS = {x.name for group in (Loss, Decoding, Place, TextOptions) for x in fields(group)} | {
     *("model_backend", "lora_rank", "lora_alpha", "lora_targets", "loss", "lr", "beta2"),
     *("weight_decay", "clip_grad", "token_budget", "checkpoint_activations", "rollout", "vllm_url"),
-    *("vllm_tensor_parallel", "seed", "compile", "sharding"),
+    *("vllm_tensor_parallel", "seed", "sharding"),
 }
 _OPTIONS -= {"teacher_prompt", "prompt_suffix", "max_prompt_tokens"}
 

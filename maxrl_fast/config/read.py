@@ -151,6 +151,13 @@ def read_flags(words: Sequence[str]) -> dict[str, Given]:
     return given
 
 
+def names_of_lists() -> set[str]:
+    """Return the options that take several values themselves, such as reward and data."""
+    groups = [options_of(group) for group in Config.groups().values()]
+    own = [*groups, options_of_part("task", "dataset", fields_of(Config))]
+    return {name for options in own for name, x in options.items() if x.takes_several}
+
+
 def _no_flag(word: str) -> InputError:
     name = word.partition("=")[0]
     meant = hint(name.lstrip("-+"), {*fields_of(Config), *_of_all_parts()})

@@ -238,7 +238,7 @@ def supervise(loop: RunLoop, is_alone: bool) -> ExitStatus:
 def close(loop: RunLoop, ending: ExitStatus) -> ExitStatus:
     files, screen, seconds = loop.files, loop.screen, loop.clock.seconds
     try:
-        files.close(seconds, is_done=ending.code == 0)
+        files.close(seconds)
     except StorageError as error:
         if ending.error:  # it comes first; the caller prints it
             screen.error(f"{error}. {error.advice}")

@@ -3,20 +3,17 @@ reward worker imports this package at its start, so nothing slow may be imported
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxrl_fast.errors import printable
+from maxrl_fast.runtime.background import Progress as Progress
+from maxrl_fast.runtime.background import no_progress as no_progress
 
 PROGRESS_INTERVAL = 1.0  # seconds between two calls of `on_progress` where nothing else happens
 LONGEST_MESSAGE = 1000  # characters
 
 Rows = Sequence[dict[str, Any]]  # each has "prompt", "response" and the columns of the prompt
-Progress = Callable[[], None]
-
-
-def no_progress() -> None:
-    """Ignore the progress of scoring."""
 
 
 class Outcome(NamedTuple):

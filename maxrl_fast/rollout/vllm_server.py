@@ -29,7 +29,7 @@ from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Rollouts, unpack
 from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.rollout.episodes import Turns
-from maxrl_fast.rollout.vllm_shared import (
+from maxrl_fast.rollout.vllm import (
     Sample,
     check_version,
     logprobs_mode,
@@ -60,7 +60,7 @@ class VllmServerEngine:
 
     model: the policy that the server was started with. url: such as http://127.0.0.1:8000. ranks:
     the processes of the run, which all ask this server. filters_tokens: see
-    `vllm_shared.logprobs_mode`.
+    `vllm.logprobs_mode`.
     """
 
     def __init__(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError, printable
-from maxrl_fast.model.hub import why_unreachable
 from maxrl_fast.model.tokenizer import REASONING, Message, Prompt
 from maxrl_fast.runtime.files import check_regular
 from maxrl_fast.tasks.dataset_specs import AsLine, keys_of
@@ -105,21 +104,15 @@ def _load(shown: str, kind: str, *config: str | None, **files: str) -> Any:
     """Return the splits of a data set of the hub, or of a Parquet file, by name."""
     try:
         import datasets
-
-        offline = "" if files else why_unreachable()
     except ImportError as error:
         raise InputError(
             f"reading {shown} needs datasets: pip install datasets, or give JSON Lines with --data "
             f"FILE ({error})"
         ) from error
-    # Otherwise it retries for 24 s, and then looks into its cache.
-    datasets.config.HF_HUB_OFFLINE = bool(offline)
     try:
         return datasets.load_dataset(kind, *config, **files)
     except Exception as error:  # errors of the network, the hub, or the parsers of its files
         cause = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if offline:
-            cause = f"it cannot be reached ({offline}), and the cache has no copy"
         advice = "" if files else "; --data FILE and --test-data FILE read a local copy"
         raise InputError(f"cannot read {shown}: {cause}{advice}") from error
 

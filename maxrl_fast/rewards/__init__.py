@@ -1,7 +1,5 @@
-"""What gives responses their rewards: the outcome of a response, and what all sources share.
-`tasks/scorer.py` asks them, the other modules are them.
-
-Every reward worker imports this package at its start, so nothing slow may be imported here.
+"""What gives responses their rewards: the outcome of a response, and what all sources share. Every
+reward worker imports this package at its start, so nothing slow may be imported here.
 """
 
 import contextlib
@@ -58,8 +56,7 @@ Outcomes = Generator[tuple[int, Outcome] | None, None, None]
 
 
 class RewardSource:
-    """What gives responses a reward: a Python function, a classifier, or several of them. This
-    class itself gives none."""
+    """What gives responses a reward: a Python function, a classifier, or several of them."""
 
     name = ""  # as in --reward
     wants_raw = False  # whether its rows have "response_raw", which includes special tokens
@@ -68,11 +65,7 @@ class RewardSource:
 
     def outcomes(self, rows: Rows, group: int) -> Outcomes:
         """Yield the index and outcome of each row in any order, and None at least every second.
-
-        Args:
-            rows: each has "prompt", "response" and the columns of its prompt.
-            group: number of successive rows that have the same prompt.
-        """
+        `group` successive rows have the same prompt."""
         raise NotImplementedError
 
     def score(

@@ -10,8 +10,7 @@ end it; tools and get_reward may be async. An operation is [number of the enviro
     end null                 ask for the reward and drop it
 
 Its outcome has the text that the environment returned, or the reward, and the component
-"tool_errors" of a call that raised an error. After a failure the environment is dropped. Each
-worker imports this module at its start, so it imports only a few standard modules.
+"tool_errors" of a call that raised an error. After a failure the environment is dropped.
 """
 
 import contextlib
@@ -42,10 +41,7 @@ Operation = tuple[int, str, Any]
 def signature_of_environment(cls: Any, with_schemas: bool = True) -> Signature:
     """Return how to reset the environments of a class, with "tools" (JSON schemas, as TRL makes
     them; without schemas, names) and "has_reward". Loading transformers, which makes them, is slow.
-
-    Raises:
-        LoadError: if it is not such a class.
-    """
+    LoadError if it is not such a class."""
     import inspect
 
     if not inspect.isclass(cls):
@@ -98,15 +94,8 @@ def _schema(owner: str, name: str, tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 class EnvironmentHost:
-    """The environments of one process.
-
-    Args:
-        time_limit: seconds after which SIGALRM ends an operation; None: no limit.
-        with_schemas: see signature_of_environment.
-
-    Raises:
-        LoadError: if it is not a class of environments.
-    """
+    """The environments of one process. time_limit: seconds after which SIGALRM ends an operation;
+    None: no limit. LoadError if it is not such a class."""
 
     BREAKING = ("memory", "timeout", "exception")  # see Caller
 

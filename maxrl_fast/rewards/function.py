@@ -3,8 +3,8 @@ Each worker imports this module at its start, so it imports only a few standard 
 """
 
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from maxrl_fast.rewards import Outcome, Rows, failure
@@ -71,20 +71,20 @@ def event_loop() -> Any:
     return loop
 
 
-def run_coroutines(begin: Sequence[Callable[[], Any]], time_limit: float | None) -> list[Any]:
+def run_coroutines(coroutines: Sequence[Awaitable[Any]], limit: float | None) -> list[Any]:
     """Run coroutines at the same time, and return what each returns or raises, or LateCall."""
     import asyncio
 
-    async def settle(begin_one: Callable[[], Any]) -> Any:
+    async def settle(one: Awaitable[Any]) -> Any:
         try:
-            return await begin_one()
+            return await one
         except BaseException as error:  # also a CancelledError that the function raises
             return error
 
     async def settle_all() -> list[Any]:
-        tasks = [asyncio.ensure_future(settle(one)) for one in begin]
-        _, late = await asyncio.wait(tasks, timeout=time_limit)
-        values = [LateCall(time_limit) if task in late else task.result() for task in tasks]
+        tasks = [asyncio.ensure_future(settle(one)) for one in coroutines]
+        _, late = await asyncio.wait(tasks, timeout=limit)
+        values = [LateCall(limit) if task in late else task.result() for task in tasks]
         for task in late:
             task.cancel()
         return values
@@ -95,18 +95,15 @@ def run_coroutines(begin: Sequence[Callable[[], Any]], time_limit: float | None)
 def awaited(result: Any) -> Any:
     """Return what a function has returned, or what its coroutine returns."""
     if isinstance(result, Coroutine):
-        [result] = run_coroutines([lambda: result], None)
+        [result] = run_coroutines([result], None)
         if isinstance(result, BaseException):
             raise result
     return result
 
 
 class Caller:
-    """Calls a function in its style, which its `signature` says.
-
-    Args:
-        time_limit: seconds of each async call; None: no limit.
-    """
+    """Calls a function in its style, which its `signature` says. time_limit: seconds of each async
+    call; None: no limit."""
 
     BREAKING = ("memory",)  # the kinds of failures after which the worker ends
 
@@ -121,8 +118,7 @@ class Caller:
             if self.signature["style"] == LISTS:
                 values = list_of(awaited(self._begin(lists_of(rows))), len(rows))
             elif self.signature["style"] == ROWS:
-                calls = [partial(self._begin, row) for row in rows]
-                values = run_coroutines(calls, self._time_limit)
+                values = run_coroutines([*map(self._later, rows)], self._time_limit)
             else:
                 values = [awaited(self._begin(rows[0]))]
         except BaseException as error:
@@ -131,6 +127,9 @@ class Caller:
 
     def _begin(self, arguments: dict[str, Any]) -> Any:
         return self._function(**taken(self.signature, arguments))
+
+    async def _later(self, arguments: dict[str, Any]) -> Any:
+        return await self._begin(arguments)
 
 
 def lists_of(rows: Rows) -> dict[str, Any]:

@@ -18,11 +18,8 @@ GoldAnswer = Callable[[dict[str, Any], str | None], str]  # (line, key of --answ
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How a response gives its answer: its reasoning ends with `marker`, and `opening`, the answer
-    and `closing` follow.
-
-    `opening` is not a part of the marker, because tokenizers merge it with the answer, such as "{"
-    with the backslash of "{\\frac12}" (VeriFree, Zhou et al. 2025).
+    """How a response gives its answer: its reasoning ends with `marker`, and `opening`, which
+    tokenizers merge with the answer, the answer and `closing` follow (VeriFree, Zhou et al. 2025).
     """
 
     marker: str

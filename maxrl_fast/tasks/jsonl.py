@@ -165,7 +165,8 @@ def _message(given: Any, what: str) -> Message:
     message = {k: x for k, x in fields.items() if x is not None and (k == "content" or x != [])}
     if isinstance(parts := message.get("content"), (list, tuple)):
         texts = [x.get("text") if isinstance(x, Mapping) else None for x in parts]
-        message["content"] = "".join(texts) if all(isinstance(x, str) for x in texts) else None
+        is_text = all(isinstance(x, str) for x in texts)
+        message["content"] = "".join(map(str, texts)) if is_text else None
     names = {"role": "role", "content": "content"}
     if message.get("role") == "assistant":
         names |= dict.fromkeys(REASONING, REASONING[0])

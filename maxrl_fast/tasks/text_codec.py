@@ -1,6 +1,4 @@
-"""What tasks share whose prompts are text: prompts, responses and stop tokens by the tokenizer of a
-checkpoint.
-"""
+"""What tasks share whose prompts are text."""
 
 import bisect
 import contextlib
@@ -62,8 +60,7 @@ class TextOptions:
 
 
 class TextTask:
-    """What tasks share whose prompts are text: prompts and responses by the tokenizer of a
-    checkpoint.
+    """Prompts, responses and stop tokens by the tokenizer of a checkpoint.
 
     Args:
         suffix: of prompts that are text, where the options have none.

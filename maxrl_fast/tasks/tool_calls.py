@@ -42,7 +42,7 @@ class CallForm:
 
     def read(self, text: str) -> list[ToolCall]:
         """Return the calls in the text of a turn."""
-        text, found = _as_json(text, self.quote), list[ToolCall]()
+        text, found = _plain_json(text, self.quote), list[ToolCall]()
         at = _skip(text, 0, self.head, anywhere=True)
         while at is not None and (self.head.strip() or text[at:].startswith("{")):
             start = at
@@ -114,8 +114,8 @@ def learn(texts: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> CallForm 
     cuts = re.split("|".join(words), texts[0])  # around the words
     quotes = {cuts[2][i:] for i in range(len(cuts[2])) if cuts[3].startswith(cuts[2][i:])}
     for quote in ['"', *sorted(x for x in quotes if x.strip())]:
-        as_json = [_as_json(text, quote) for text in texts]
-        text, name_at = as_json[0], as_json[0].index(NAME)
+        plain = [_plain_json(text, quote) for text in texts]
+        text, name_at = plain[0], plain[0].index(NAME)
         for start in (match.start() for match in re.finditer(r"\{", text)):
             try:
                 value, end = json.JSONDecoder().raw_decode(text, start)
@@ -125,7 +125,7 @@ def learn(texts: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> CallForm 
             objects = [key for key, x in value.items() if x in (ARGUMENTS, json.dumps(ARGUMENTS))]
             keys = (names[0], objects[0]) if names and objects else None
             if keys or (value == ARGUMENTS and name_at < start):
-                head = _common_end(as_json, len(text) - min(start, name_at))
+                head = _common_end(plain, len(text) - min(start, name_at))
                 return CallForm(head, text[end:].strip(), keys, quote)
     opener, head = _common_end([cuts[1], cuts[3]]), _common_end(texts, len(texts[0]) - len(cuts[0]))
     closer = cuts[3].removesuffix(opener)
@@ -141,7 +141,7 @@ def learn(texts: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> CallForm 
     return CallForm(head, tail, parts=(opener, cuts[2], closer), strings=strings)
 
 
-def _as_json(text: str, quote: str) -> str:
+def _plain_json(text: str, quote: str) -> str:
     """Return text with JSON's quotes in place of others, and around keys that have none."""
     if quote == '"':
         return text

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from maxrl_fast import records
 
 Integers = NDArray[np.int64]
 
 
 def ranges(starts: Integers, lengths: Integers) -> Integers:
-    """Concatenate the ranges [start, start + length)."""
-    shift = np.repeat(starts - lengths.cumsum() + lengths, lengths)
-    return np.arange(len(shift)) + shift
+    return records.ranges(torch.from_numpy(starts), torch.from_numpy(lengths)).numpy()
 
 
 def beginnings(sequences: list[bytes]) -> tuple[Integers, Integers]:

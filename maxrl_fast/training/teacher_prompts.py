@@ -81,6 +81,5 @@ class TeacherPrompts:
                 f"--teacher-prompt {self.source} fails for prompt {i}: {describe_error(error)}"
             ) from error
         prompt = read_prompt(made, f"what --teacher-prompt {self.source} returns for prompt {i}")
-        if isinstance(prompt, str) and not isinstance(own, str):
-            return [{"role": "user", "content": prompt}]
-        return prompt
+        is_turn = isinstance(prompt, str) and not isinstance(own, str)
+        return [{"role": "user", "content": prompt}] if is_turn else prompt

@@ -7,7 +7,6 @@ from dataclasses import replace
 from string import Formatter
 from typing import Any
 
-from maxrl_fast.algorithms.losses.registry import learns_without_advantage
 from maxrl_fast.algorithms.options import multiple_of
 from maxrl_fast.config.options import Config, Options
 from maxrl_fast.config.parts import loss_of, part_options
@@ -164,9 +163,6 @@ RULES: Rules = {
     "--resume writes into the run's own folder, {resume}, got --out {out}": (
         lambda c: c.resume and c.out and c.out.absolute() != c.resume.absolute()
     ),
-    "--compile is for the native decoder, got --model-backend {model_backend}": (
-        lambda c: c.compile and c.model_backend == "transformers"
-    ),
     "dynamic_sampling leaves out groups whose rewards are equal, from which {objective} learns": (
         lambda c: c.dynamic_sampling and c.method.learns_from_equal_rewards(c.rollouts)
     ),
@@ -253,7 +249,7 @@ def check(config: Config) -> None:
     refuse({**RULES, **getattr(find_objective(c.objective), "refuses", {})}, c)
     config.sampling.stopping()  # or an error
     try:
-        learns_without_advantage(loss, tuple(loss_options(config).items()))
+        loss.resolve(loss_options(config))
     except ValueError as error:
         raise InputError(str(error), "loss", *config.parts["loss"]) from error
     correction_of(config)

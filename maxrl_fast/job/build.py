@@ -21,7 +21,7 @@ from maxrl_fast.job.build_policy import (
 )
 from maxrl_fast.job.build_task import build_length_penalty, build_policy_reward, build_scorer
 from maxrl_fast.job.resume import Saved
-from maxrl_fast.model.flash_choice import choose
+from maxrl_fast.model.flash import choose
 from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.rewards.combined import MajorityVote
 from maxrl_fast.rewards.output import RewardOutput

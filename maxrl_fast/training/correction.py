@@ -4,6 +4,9 @@ before the first update.
 The ratio w_t of a sampled token is its probability under the policy before the step's first update,
 over its probability in the rollout engine, both of the full distribution at the sampling
 temperature; W is the product over its response.
+
+sequence_mask belongs to the loss (algorithms/losses/masks.py), because it depends on the
+policy of each update.
 """
 
 import math

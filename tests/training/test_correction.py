@@ -10,7 +10,7 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.group import GroupObjective
@@ -33,7 +33,7 @@ def sampled(model):
     """Return four responses to each prompt, of different lengths."""
     sampling = Sampling(1.0, 9, (3, 8, 12, 20, 25))
     request = RolloutRequest(PROMPTS, 4, sampling, 1, 1)
-    rollouts = NativeEngine(model, torch.float32).generate(request)
+    rollouts = native_engine(model, torch.float32).generate(request)
     assert len(rollouts.lengths.unique()) > 3
     return rollouts
 
@@ -107,7 +107,7 @@ class Collector:
 def step(model, rollouts, correction, updates=1, lr=0.0, **options):
     settings = LossSettings(**{"loss": "ppo", "aggregation": "token_mean", **options})
     learning = learner(model, settings, optimizer=torch.optim.SGD(model.parameters(), lr=lr))
-    engine = NativeEngine(model, torch.float32)
+    engine = native_engine(model, torch.float32)
     batch = collected(Samples(PROMPTS, rollouts), REWARDS)
     rate = LearningRate(lr, 10, 0)
     trainer = Trainer(
@@ -140,7 +140,7 @@ def test_the_sequence_mask_leaves_out_negative_responses_far_from_the_policy():
     samples = Samples(PROMPTS, rollouts)
     learning = learner(model, LossSettings("ppo", "token_mean", sequence_mask=delta))
     for chosen in (samples.sequences, torch.tensor([2, 3, 4, 5])):
-        plan = learning.plan(learning.passes.packer(samples, advantages), samples, chosen)
+        plan = learning.plan(samples, advantages, chosen)
         kept = [s for s in chosen.tolist() if advantages[s] != 0 and not is_masked[s]]
         assert plan.sequences.tolist() == kept
         share = int(is_masked[chosen].sum()) / len(chosen)
@@ -155,16 +155,15 @@ def test_with_several_updates_the_mask_is_that_of_the_policy_of_each(monkeypatch
     model, delta = tiny_decoder(), 0.05
     rollouts = sampled(model)
     advantages, taken = ops.grpo_advantage(REWARDS).flatten(), []
-    update = type(learner(model)).update
+    made = type(learner(model)).plan
 
-    def spied(self, samples, advantages, sequences, **options):
-        # the step and the update, for losses that draw tokens
-        assert options["draw"] == (1, len(taken))
-        plan = self.plan(self.passes.packer(samples, advantages), samples, sequences)
+    def spied(self, samples, advantages, sequences, draw):
+        assert draw == (1, len(taken))  # the step and the update, for losses that draw tokens
+        plan = made(self, samples, advantages, sequences, draw)
         taken.append((copy.deepcopy(self.model), plan.sequences.tolist(), sequences))
-        return update(self, samples, advantages, sequences, **options)
+        return plan
 
-    monkeypatch.setattr(type(learner(model)), "update", spied)
+    monkeypatch.setattr(type(learner(model)), "plan", spied)
     metrics = step(model, rollouts, None, updates=3, lr=0.05, sequence_mask=delta)
     masked = []
     for policy, kept, sequences in taken:

@@ -11,12 +11,12 @@ from maxrl_fast.algorithms.estimators import TRAINING_ESTIMATORS
 from maxrl_fast.ops import group_advantage, log_ratio_reward, pacs_loss, token_logprobs
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.registry import make_objective
 from tests.batches import collected, make_prompts, one_batch
-from tests.models import response_logits, tiny_decoder
+from tests.models import response_logits, tiny_decoder, updated
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3]])
 N = 4
@@ -34,7 +34,7 @@ def make_learner(model, reference=None, lr=0.05):
 
 
 def sampled(model):
-    return NativeEngine(model, torch.float32).generate(
+    return native_engine(model, torch.float32).generate(
         RolloutRequest(PROMPTS, N, Sampling(0.9, 9, (3,)), 1, 1)
     )
 
@@ -94,7 +94,7 @@ def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight)
             copy.deepcopy(model), rollouts, ref_logprobs, sequences, score, class_weight, is_paper
         )
         advantages = step.advantages(sequences)
-        learner.update(samples, advantages, sequences, when="step 1", lr=0.05)
+        updated(learner, samples, advantages, sequences, when="step 1", lr=0.05)
         if any(float(x.abs().max()) > 1e-3 for x in expected.values()):
             assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
         elif score != "naive":
@@ -147,7 +147,7 @@ def test_the_reference_and_the_optimizer_are_reset():
         known = learner.with_reference(Samples(PROMPTS, rollouts))
         samples = collected(Samples(PROMPTS, known), LABELS, step=n)
         step = pacs.begin(samples, learner)
-        learner.update(samples, step.advantages(everything), everything, when="step", lr=1e-2)
+        updated(learner, samples, step.advantages(everything), everything, when="step", lr=1e-2)
         step.finish()
         is_reset = n == 2
         weights, reference = model.state_dict(), learner.reference.state_dict()

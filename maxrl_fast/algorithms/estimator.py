@@ -166,21 +166,20 @@ class Estimator(Method):
                 options.pop(size.name, None)
         known = ["k", "valid", *INPUTS, *TRAINING_INPUTS, *["state"] * ("state" in fields)]
         given = {*known, "reward_weights", *options, *([size.name] if size else [])}
-        for parameter in others:
-            is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            is_given = parameter.name in given or is_variadic
-            if not is_given and parameter.default is parameter.empty:
-                raise ValueError(
-                    f"{name} may ask for {', '.join(known)} besides the rewards, got the parameter "
-                    f"{parameter.name}"
-                )
+        for x in others:
+            is_variadic = x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
+            if x.name not in given and x.default is x.empty and not is_variadic:
+                wanted = f"{', '.join(known)} besides the rewards"
+                raise ValueError(f"{name} may ask for {wanted}, got the parameter {x.name}")
         asked = [parameter.name for parameter in others]
         if "reward_parts" in asked and "reward_weights" not in asked:
             raise ValueError(f"{name} asks for reward_parts, so it must ask for reward_weights too")
         inputs = tuple(key for key in asked if key in known[2:])
-        if not {*RATIOS}.isdisjoint(inputs):
+        if ratios := [key for key in inputs if key in RATIOS]:
             of_ratios = {"loss": "reinforce", "aggregation": "seq_mean_token_sum"}
             fields = {**of_ratios, "owns_loss": True, **fields}
+        if len(ratios) > 1:
+            raise ValueError(f"{name} may ask for one kind of log-ratios, got {', '.join(ratios)}")
         needs = [size.wanted() if size else f"N >= {fields.get('min_rollouts', 2)}", *inputs]
         needs += [key for key, option in options.items() if option.default is REQUIRED]
         needs += ["rewards 0 or 1"] * fields.get("binary", False)

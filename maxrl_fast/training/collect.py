@@ -106,11 +106,6 @@ class RolloutBatch(Samples):
     def frac_drawn(self) -> float:  # of the S samples
         return 1.0 if self.drawn_by is None else float((self.drawn_by > 0).float().mean())
 
-    @property
-    def scored_indices(self) -> Tensor:
-        """Samples with a known reward, the ones trained on: int64 on the host, ascending."""
-        return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
-
     def weighted(self, weights: Tensor) -> "RolloutBatch":
         """Return the batch with factors [T] multiplied into the importance weights."""
         if self.rollouts.importance_weights is not None:

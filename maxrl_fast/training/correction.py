@@ -64,8 +64,6 @@ def none() -> None:
 def sequence_mask(*, delta: NotNegative = 0.5) -> None:
     """0 if A < 0 and mean_t log(pi_old / pi) > delta, else 1; pi: the policy of each update,
     pi_old: the engine.
-
-    It belongs to the loss (algorithms/losses/sequence_ratios.py).
     """
 
 

@@ -59,7 +59,7 @@ def our_gradients(folder, sampler, weights, rows, rewards, **options):
     )
     step = objective.begin(batch, learner)
     model.load_state_dict(weights)
-    sequences = batch.scored_indices
+    sequences = batch.minibatches(1)[0]
     advantages = step.advantages(sequences)
     updated(learner, samples, advantages, sequences, when="an update", lr=0.0)
     seen = torch.tensor([advantage for *_, advantage in rows])

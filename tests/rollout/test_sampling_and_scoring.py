@@ -42,7 +42,7 @@ def test_a_step_of_episodes():
     expected = torch.tensor(rewards_of(range(G)))
     torch.testing.assert_close(batch.rewards, expected * torch.tensor(known), rtol=0, atol=1e-7)
     assert batch.all_rewards.isnan().tolist() == [[not x for x in row] for row in known]
-    assert batch.scored_indices.tolist() == [0, 1, 3, 4]
+    assert batch.minibatches(1)[0].tolist() == [0, 1, 3, 4]
     assert batch.metrics["reward_exception"] == 2
     assert batch.metrics["reward/turns"] == pytest.approx((1 + 2 + 3 + 3) / 4)
     assert batch.metrics["reward/tool_errors"] == 0.5

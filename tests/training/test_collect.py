@@ -246,4 +246,4 @@ def test_zero_replaces_the_reward_of_a_truncated_response_and_its_parts(truncate
     assert step.metrics["reward/first"] == pytest.approx(float(parts[:, 0].mean()))
     assert step.metrics.get("rewards_zeroed") == (pytest.approx(1 / 3) if is_zero else None)
     kept = [0, 1, 3, 4] if truncated == "mask" else [*range(6)]
-    assert step.in_loss(step.scored_indices).tolist() == kept
+    assert step.in_loss(step.minibatches(1)[0]).tolist() == kept

@@ -18,7 +18,7 @@ from maxrl_fast.training.objectives.objective import Needs
 from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
 from tests.tables import refused
-from tests.training.test_learner import PROMPTS, sampled
+from tests.training.test_learner import PROMPTS, learner, sampled
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_advantage.py"
 FUNCTIONS = """
@@ -36,6 +36,16 @@ def fails(rewards):
 
 def raw(rewards):
     return rewards * 1.0
+
+def two_ratios(rewards, log_ratios, ref_log_ratios):
+    return rewards
+
+def with_all_of_a_run(rewards, lengths, old_log_ratios, metrics):
+    metrics["largest"] = old_log_ratios.amax()
+    return rewards * old_log_ratios.exp() + lengths
+
+def by_entropy(rewards, lengths, entropies):
+    return entropies(rewards > 0)
 """
 
 
@@ -52,7 +62,7 @@ def test_samples_without_a_reward_have_no_advantage(file):
     samples = Samples(make_prompts([[1], [2]]), rollouts)
     samples = collected(samples, rewards * valid, valid)
     step = objective_of(parse(["--objective", f"{file}:raw"])).begin(samples, None)
-    assert step.advantages(samples.scored_indices).tolist() == [1, 1, 0, 1, 0, 1]
+    assert step.advantages(samples.minibatches(1)[0]).tolist() == [1, 1, 0, 1, 0, 1]
     # all that a function may ask for, with which it checks its shapes
     flags = ["--objective", f"{file}:all_inputs", "--k", "2"]
     parts = tuple({"half": i / 2} for i in range(6))
@@ -68,6 +78,7 @@ def test_samples_without_a_reward_have_no_advantage(file):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        ("two_ratios", "two_ratios may ask for one kind of log-ratios, got log_ratios, ref_log"),
         ("fails", "fails fails on a small example: KeyError: 'no idea'"),
         ("raw --k 3", "--k is not used by objective .*raw"),
         ("raw --dynamic-sampling 2", "rewards are equal, from which .*raw learns"),
@@ -158,7 +169,7 @@ def test_advantages_of_tokens_become_weights_of_tokens(tmp_path, name, is_correc
     objective = per_token_objective(tmp_path, name, "--loss", "reinforce")
     assert objective.needs.token_weights
     step = objective.begin(samples, None)
-    advantages = step.advantages(samples.scored_indices)
+    advantages = step.advantages(samples.minibatches(1)[0])
     wanted = [[1.0, 0, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]]  # 0: nothing to learn
     assert advantages.view(3, 4).tolist() == wanted
     by_hand = [
@@ -170,6 +181,32 @@ def test_advantages_of_tokens_become_weights_of_tokens(tmp_path, name, is_correc
     ]
     actual = advantages.repeat_interleave(rollouts.lengths) * step.batch.rollouts.importance_weights
     torch.testing.assert_close(actual, torch.tensor(by_hand) * weights)
+
+
+def test_a_function_may_ask_for_what_only_a_run_has(file):
+    model = tiny_decoder()
+    rollouts, one = sampled(model), learner(model)
+    samples = collected(Samples(PROMPTS, rollouts), TOKEN_REWARDS)
+    flags = f"--objective {file}:with_all_of_a_run --updates-per-step 3 --prompts 3"
+    objective = objective_of(parse(flags.split()))
+    assert (objective.loss, objective.owns_loss) == ("reinforce", True)
+    step = objective.begin(samples, one)
+    with torch.no_grad():
+        model.lm_head.weight *= 1.2
+    now = one.passes.logprobs(model, samples, samples.sequences) - rollouts.logprobs
+    ratios = torch.stack([part.sum() for part in now.split(rollouts.lengths.tolist())])
+    shares = samples.minibatches(3)
+    for share in shares:
+        step.advantages(share)
+    wanted = (TOKEN_REWARDS.flatten() * ratios.exp() + rollouts.lengths).float()
+    torch.testing.assert_close(step.advantages(shares[0]), wanted, rtol=1e-3, atol=1e-3)
+    largest = [ratios[share].max() for share in (*shares, shares[0])]
+    assert step.finish()["largest"] == pytest.approx(float(sum(largest)) / 4, abs=1e-3)
+    step = objective_of(parse(["--objective", f"{file}:by_entropy"])).begin(samples, one)
+    entropies = one.passes.entropies(model, samples, samples.sequences)
+    is_right = (TOKEN_REWARDS > 0).flatten().repeat_interleave(rollouts.lengths)
+    weights = step.batch.rollouts.importance_weights
+    torch.testing.assert_close(weights, entropies * is_right, rtol=1e-4, atol=1e-5)
 
 
 def test_advantages_of_another_shape_are_refused_in_a_sentence(tmp_path):

@@ -72,7 +72,7 @@ def test_rollouts_without_a_reward_are_left_out():
     valid[0, 1] = valid[2, 0] = False
     samples = collected(Samples(PROMPTS, rollouts), REWARDS * valid, valid)
     step = GroupObjective(name, {"order": N - 1}).begin(samples, make_learner(model))
-    advantages = step.advantages(samples.scored_indices).view(3, N)
+    advantages = step.advantages(samples.minibatches(1)[0]).view(3, N)
     ratios = sums(logprobs(model, rollouts).detach() - rollouts.logprobs, rollouts).view(3, N)
     assert ratios.abs().max() > 0.05
     for g, own in enumerate(valid):

@@ -125,7 +125,7 @@ def test_a_step_of_the_policy_has_whitened_advantages_of_each_token(has_unknown)
     factors = step.batch.rollouts.importance_weights
     assert factors.abs().max() > 1
     torch.testing.assert_close(factors.double(), whitened, rtol=1e-3, atol=1e-3)
-    assert torch.equal(step.advantages(samples.scored_indices), torch.ones(12))
+    assert torch.equal(step.advantages(samples.minibatches(1)[0]), torch.ones(12))
 
     returns, values, metrics = (raw + values)[counts], values[counts], step.finish()
     errors = returns - values

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.derivatives import check_first_order
-from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch
+from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch, check_first_order
 
 CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 

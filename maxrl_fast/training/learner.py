@@ -16,9 +16,8 @@ from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops import linear_divergence, linear_token_logprobs
 from maxrl_fast.ops.function_loss import function_loss, linear_rows, tokens_of
-from maxrl_fast.ops.linear_loss import loss_of_hidden
-from maxrl_fast.ops.token_batch import token_batch
-from maxrl_fast.ops.token_loss_kernel import LossSums
+from maxrl_fast.ops.loss import loss_of_hidden
+from maxrl_fast.ops.loss_kernel import LossInputs, LossSums
 from maxrl_fast.records import Rollouts, Samples, gather_sequences
 from maxrl_fast.runtime.device import to_device, to_host
 from maxrl_fast.runtime.ranks import Ranks
@@ -271,7 +270,7 @@ class Learner:
         if rollouts.importance_weights is not None:  # negative if the objective weights tokens
             advantages = advantages * rollouts.importance_weights[index]
         reference = rollouts.ref_logprobs if settings.kl_coef else None
-        batch = token_batch(
+        batch = LossInputs(
             settings,
             (len(index), self.model.config.vocab_size),
             device,
@@ -282,7 +281,7 @@ class Learner:
             old_logprobs=rollouts.logprobs[index],
             ref_logprobs=None if reference is None else reference[index],
             denominator=denominator,
-        )
+        ).batch()
         if rollouts.sampler_weights is not None:
             batch = batch._replace(importance_weights=rollouts.sampler_weights[index])
         rows = values[:, 2:-1] if settings.siren else values[:, 2:]
@@ -345,7 +344,7 @@ class Learner:
         weight, scaling = self.model.output_matrix, self.model.scaling(settings.temperature)
         # scaling the loss would cost a pass over its gradients
         denominator = plan.denominator / self.ranks.size
-        tokens = token_batch(
+        inputs = LossInputs(
             settings,
             (len(hidden), len(weight)),
             hidden.device,
@@ -358,15 +357,19 @@ class Learner:
             temperature=scaling["temperature"],
             denominator=denominator,
         )
-        tokens = tokens._replace(importance_weights=batch.sampler_weights)
-        loss, metrics = loss_of_hidden(hidden, weight, tokens, settings, scaling["softcap"])
+        loss, metrics = loss_of_hidden(
+            *(hidden, weight, inputs, scaling["softcap"]),
+            importance_weights=batch.sampler_weights,
+        )
         if teacher_hidden is not None:
             divergence, mean = self._divergence(batch, hidden, teacher_hidden, denominator)
             loss = loss + divergence
             # the token loss drops tokens with the advantage 0, unlike the divergence
             num_tokens = metrics["tokens"].clamp_min(1)
             share = 1 - metrics["dropped_tokens"] / num_tokens
-            metrics |= {name: metrics[name] * share for name in TOKEN_METRICS}
+            metrics = {name: metrics[name] * share for name in TOKEN_METRICS} | {
+                "tokens": metrics["tokens"],
+            }
             metrics |= {"kl": mean, "dropped_tokens": torch.zeros_like(share)}
         return loss, metrics
 

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.loss_terms import LossTerms
+from maxrl_fast.ops.loss_kernel import LossTerms
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from torch import Tensor
 from maxrl_fast.algorithms.estimators import Estimator, find_estimator
 from maxrl_fast.algorithms.stopping import stopped_maxrl
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops import group_advantage
-from maxrl_fast.ops.register import example_inputs
+from maxrl_fast.ops.group_advantage import example_inputs, group_advantage
 from maxrl_fast.records import sequence_sums
 from maxrl_fast.runtime.loading import place_of
 from maxrl_fast.training.collect import RolloutBatch

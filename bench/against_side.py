@@ -62,14 +62,9 @@ class Update:
         self.metrics: Any = None
 
     def __call__(self) -> None:
-        everything = torch.arange(len(self.advantages))
-        self.metrics = self.learner.update(
-            Samples(self.prompts, self.rollouts),
-            self.advantages,
-            everything,
-            when="update",
-            lr=0.0,
-        )
+        samples = Samples(self.prompts, self.rollouts)
+        self.learner.forward_backward(samples, self.advantages, samples.sequences)
+        self.metrics = self.learner.optim_step(when="update", lr=0.0)
 
     def results(self) -> dict[str, float]:
         return {"loss": self.metrics.loss, "gradient norm": self.metrics.grad_norm}

@@ -76,7 +76,7 @@ CHAINS = (
     ),
     (f"{TRAIN} --objective pacs --top-p .9 --out $OUT/pacs",),
     (f"{TRAIN} --objective ppo --kl-coef .01 --updates-per-step 2 --out $OUT/ppo",),
-    (f"{TRAIN} --objective grpo --diagnose-every 1 --compile --out $OUT/compile",),
+    (f"{TRAIN} --objective grpo --compile --out $OUT/compile",),
     (f"{EPISODES} --objective maxrl --out $OUT/episodes",),
 )
 

@@ -277,9 +277,6 @@ class Evaluation:
     """Held-out prompts of each set. By default 256, or all."""
     eval_samples: Count = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
-    diagnose_every: CountOrZero = 0
-    """Steps between lines of diagnostics.jsonl, each prompt's pass rate and gradient norm, which
-    cost a backward pass; 0: none."""
     keep_rollouts: CountOrZero = 8
     """Rollouts of each training step that rollouts.jsonl keeps, in whole groups; 0: none."""
     log_to: Literal["tensorboard", "wandb", "trackio"] | None = None

@@ -7,7 +7,6 @@ from dataclasses import replace
 from string import Formatter
 from typing import Any
 
-from maxrl_fast.algorithms.losses.registry import learns_without_advantage
 from maxrl_fast.algorithms.options import multiple_of
 from maxrl_fast.config.options import Config, Options
 from maxrl_fast.config.parts import loss_of, part_options
@@ -253,7 +252,7 @@ def check(config: Config) -> None:
     refuse({**RULES, **getattr(OBJECTIVE_CLASSES.get(c.objective), "refuses", {})}, c)
     config.sampling.stopping()  # or an error
     try:
-        learns_without_advantage(loss, tuple(loss_options(config).items()))
+        loss.resolve(loss_options(config))
     except ValueError as error:
         raise InputError(str(error), "loss", *config.parts["loss"]) from error
     correction_of(config)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.losses.registry import call_rows
 from maxrl_fast.ops.dispatch import check_first_order, eager, has_kernels, is_gpu
 from maxrl_fast.ops.function_loss import (
+    compared,
     function_loss,
-    linear_rows,
-    rows_of_loss,
+    linear_loss_of_logits,
+    loss_of_logits,
+    scaled,
     token_logprobs_reference,
     tokens_of,
 )
@@ -180,7 +181,8 @@ def policy_gradient_loss(
         denominator=denominator,
     )
     if not has_kernels(logits.device) or not inputs.terms.spec.fused:
-        return loss_and_metrics(_by_function(logits, inputs), logits)
+        sums = _by_function(logits, inputs)
+        return sums[0].to(real_dtype(logits.dtype)), Metrics(sums.detach())
     rows, sums = contiguous_rows(logits), inputs.new_sums()
     needed = torch.is_grad_enabled() and logits.requires_grad
     return TokenLossFunction.apply(rows, inputs, sums, needed), Metrics(sums)
@@ -220,16 +222,15 @@ def _cached_terms(*given: Any) -> LossTerms:
 
 def _by_function(logits: Tensor, inputs: LossInputs) -> Tensor:
     terms, batch = inputs.terms, inputs.batch()
-    if not has_kernels(logits.device) or terms.spec.rows is not None:
+    if not has_kernels(logits.device) or terms.spec.reads_logits:
         # masked logits may be NaN, and so their gradient
         logits = torch.where(batch.loss_mask()[:, None], logits, 0.0)
     logprobs, entropy = token_logprobs(logits, batch.targets, temperature=batch.temperature)
-    numbers = rows_of_loss(terms, logits, batch)
-    return function_loss(terms, batch, tokens_of(batch, logprobs, entropy, numbers))
-
-
-def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, Metrics]:
-    return sums[0].to(real_dtype(like.dtype)), Metrics(sums.detach())
+    terms, batch = compared(terms, batch, logprobs, entropy)
+    if terms.spec.reads_logits:
+        rows = scaled(logits, batch.temperature)
+        return loss_of_logits(terms, batch, slice(0, len(logits)), rows)
+    return function_loss(terms, batch, tokens_of(batch, logprobs, entropy))
 
 
 def contiguous_rows(logits: Tensor) -> Tensor:
@@ -276,7 +277,8 @@ def linear_policy_gradient_loss(
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
     shape = len(hidden), size
     inputs = _inputs(shape, hidden.device, targets, advantages, cu_seqlens, **options)
-    return loss_of_hidden(hidden, weight, inputs, softcap, chunk)
+    loss, sums = loss_of_hidden(hidden, weight, inputs, softcap, chunk)
+    return loss, Metrics(sums)
 
 
 def loss_of_hidden(
@@ -285,36 +287,34 @@ def loss_of_hidden(
     inputs: LossInputs,
     softcap: float = 0.0,
     chunk: int = 0,
-    importance_weights: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
-    """Return linear_policy_gradient_loss of checked arguments. chunk: tokens; 0: the default.
-    importance_weights: [T], for losses with terms beside the advantages."""
+    **of_function: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return linear_policy_gradient_loss of checked arguments, and the LossSums [10], detached.
+    chunk: tokens; 0: the default. of_function: fields of TokenBatch, for losses that read them."""
     terms, spec = inputs.terms, inputs.terms.spec
     if has_kernels(hidden.device) and spec.fused:
         if hidden.dtype is torch.float16:
             hidden, weight = hidden.float(), weight.float()
         needed = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
         sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
-        loss = _LinearLoss.apply(hidden, weight, inputs, sums, chunk, softcap, needed)
-        return loss, Metrics(sums)
+        return _LinearLoss.apply(hidden, weight, inputs, sums, chunk, softcap, needed), sums
     batch = inputs.batch()
-    if importance_weights is not None:
-        batch = batch._replace(importance_weights=importance_weights)
+    batch = batch._replace(**{name: x for name, x in of_function.items() if x is not None})
     hidden = torch.where(batch.loss_mask()[:, None], hidden, 0.0)  # masked states may be NaN
-    scale: dict[str, Any] = {"temperature": batch.temperature, "softcap": softcap}
-    logprobs, entropy = linear_token_logprobs(
-        hidden, weight, batch.targets, **scale, chunk_tokens=chunk or None
-    )
-    rows = None
-    if spec.rows is not None:
-        options = dict(terms.options)
-
-        def reads(log_p: Tensor, targets: Tensor) -> Tensor:
-            return call_rows(spec, options, log_p, targets)
-
-        rows = linear_rows(hidden, weight, batch.targets, reads, **scale)
-    sums = function_loss(terms, batch, tokens_of(batch, logprobs, entropy, rows))
-    return loss_and_metrics(sums, hidden)
+    if not spec.reads_logits or (spec.over_batch and batch.statistics is None):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not spec.reads_logits):
+            logprobs, entropy = linear_token_logprobs(
+                *(hidden, weight, batch.targets),
+                temperature=batch.temperature,
+                softcap=softcap,
+                chunk_tokens=chunk or None,
+            )
+        terms, batch = compared(terms, batch, logprobs, entropy)
+    if spec.reads_logits:
+        sums = linear_loss_of_logits(terms, batch, hidden, weight, softcap)
+    else:
+        sums = function_loss(terms, batch, tokens_of(batch, logprobs, entropy))
+    return sums[0].to(real_dtype(hidden.dtype)), sums.detach()
 
 
 class _LinearLoss(LossFunction):

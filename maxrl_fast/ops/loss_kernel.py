@@ -3,12 +3,13 @@ checked in C++, on a CPU; a GPU would wait. csrc/token_loss.h has the records.""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from maxrl_fast import _C
 from maxrl_fast.algorithms.arguments import (
@@ -23,7 +24,6 @@ from maxrl_fast.algorithms.losses.registry import (
     LOSSES,
     TokenLoss,
     find_loss,
-    learns_without_advantage,
 )
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, check_first_order, dtype_name
@@ -74,7 +74,7 @@ class LossTerms:
 
     def __post_init__(self) -> None:
         spec = self.spec
-        learns_without_advantage(spec, self.options)  # raises if the function fails
+        spec.resolve(self.loss_options)
         check_choice("aggregation", self.aggregation, AGGREGATIONS)
         if self.aggregation != (needed := spec.aggregation or self.aggregation):
             wanted = f"{needed} for {self.loss}, whose loss it is a part of"
@@ -102,9 +102,13 @@ class LossTerms:
     @property
     def needs_every_token(self) -> bool:
         """Whether tokens with advantage 0 have a gradient too."""
-        if self.kl_coef or self.entropy_coef:
-            return True
-        return learns_without_advantage(self.spec, self.options)
+        own = self.spec.is_users if self.spec.all_tokens is None else self.spec.all_tokens
+        return bool(self.kl_coef or self.entropy_coef or own)
+
+    @property
+    def of_masked(self) -> Self:
+        """The terms of the loss whose tokens this loss masks."""
+        return replace(self, loss=self.spec.masks, loss_options=None)
 
     @cached_property
     def of_kernel(self) -> dict[str, Any]:
@@ -226,9 +230,15 @@ class TokenBatch(NamedTuple):
     ref_logprobs: Tensor | None  # [T]
     cu_seqlens: Tensor  # [S+1] int64
     importance_weights: Tensor | None = None  # [T], for losses with terms beside the advantages
+    statistics: Tensor | None = None  # [T, ...], of the loss's `statistics`
 
     def loss_mask(self) -> Tensor:
         return self.weights != 0
+
+    def at(self, part: slice) -> "TokenBatch":
+        """Return some of the tokens. `cu_seqlens` stay those of all tokens."""
+        own = {name: x[part] for name, x in self._asdict().items() if x is not None}
+        return self._replace(**own | {"cu_seqlens": self.cu_seqlens})
 
 
 class LossInputs(TokenRows):

@@ -5,7 +5,7 @@ The ratio w_t of a sampled token is its probability under the policy before the 
 over its probability in the rollout engine. Both are of the full distribution at the sampling
 temperature, also with top-p sampling, so w_t = 1 if engine and policy compute the same.
 
-sequence_mask belongs to the loss (algorithms/losses/sequence_ratios.py), because it depends on the
+sequence_mask belongs to the loss (algorithms/losses/masks.py), because it depends on the
 policy of each update.
 """
 

@@ -125,7 +125,6 @@ def test_a_value_of_a_file_that_is_refused_has_its_line_unless_a_flag_gives_it(
 @pytest.mark.parametrize(
     ("flags", "message"),
     table("""
-    --objective grpo --loss builtins:exit | loss Quitter fails on seven tokens: SystemExit
     --resume LONG | a name of a file must have at most 255 bytes, got xxx
     --model LONG --task gsm8k | a name of a file must have at most 255 bytes, got xxx
     --config many.toml | many.toml, line 1: unknown option k0

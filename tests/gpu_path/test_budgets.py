@@ -29,6 +29,7 @@ from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.trainer import Trainer
 from tests.batches import collected
 from tests.gpu_path.pretend import GPU
+from tests.models import updated
 from tests.ops.definitions import OPTIONS
 from tests.ops.test_group_advantage import inputs_of
 
@@ -105,7 +106,7 @@ def update(gpu, config=MAZE, num_prompts=4, num_rollouts=8, budget=131072):
     advantages = rewards(gpu, num_prompts, num_rollouts, (-1,))
     for _ in range(2):
         with gpu.watch():
-            learning.update(batch, advantages, batch.sequences, when="step 1", lr=1e-3)
+            updated(learning, batch, advantages, batch.sequences, when="step 1", lr=1e-3)
     return gpu.num_launches
 
 

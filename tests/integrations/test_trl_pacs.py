@@ -10,6 +10,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.pacs import PacsObjective
 from tests.batches import collected, make_prompts
 from tests.integrations.test_trl import job
+from tests.models import updated
 
 pytestmark = pytest.mark.integrations
 __all__ = ["job"]  # a fixture
@@ -61,7 +62,7 @@ def our_gradients(folder, sampler, weights, rows, rewards, **options):
     model.load_state_dict(weights)
     sequences = batch.scored_indices
     advantages = step.advantages(sequences)
-    learner.update(samples, advantages, sequences, when="an update", lr=0.0)
+    updated(learner, samples, advantages, sequences, when="an update", lr=0.0)
     seen = torch.tensor([advantage for *_, advantage in rows])
     return (
         {name: weight.grad for name, weight in model.named_parameters()},

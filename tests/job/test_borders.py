@@ -82,7 +82,7 @@ def test_checkpoints_of_another_run_are_never_removed(maze_run, tmp_path, capsys
 
 @pytest.mark.parametrize("name", ["", "metrics.jsonl", "lock"])
 def test_a_run_notices_that_its_files_are_gone(name, tmp_path, monkeypatch, capsys):
-    out, update = tmp_path / "run", Learner.update
+    out, update = tmp_path / "run", Learner.optim_step
 
     def removing(self, *arguments, **options):
         if options["when"] == "step 2":
@@ -96,7 +96,7 @@ def test_a_run_notices_that_its_files_are_gone(name, tmp_path, monkeypatch, caps
                     raise AssertionError
         return update(self, *arguments, **options)
 
-    monkeypatch.setattr(Learner, "update", removing)
+    monkeypatch.setattr(Learner, "optim_step", removing)
     job = [*SMALL, *"--sft-steps 0 --steps 2 --save-every 0 --out".split(), str(out)]
     assert train.main(job) == (name != "lock")
     error = capsys.readouterr().err

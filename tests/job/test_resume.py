@@ -102,7 +102,7 @@ def slowed(monkeypatch, name, wait):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(maze_run, tmp_path, monkeypatch):
-    update, has_updated, waited = Learner.update, threading.Event(), []
+    update, has_updated, waited = Learner.optim_step, threading.Event(), []
 
     def spy(self, *arguments, **options):
         metrics = update(self, *arguments, **options)
@@ -110,7 +110,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(maze_run, tmp_path, monk
             has_updated.set()
         return metrics
 
-    monkeypatch.setattr(Learner, "update", spy)
+    monkeypatch.setattr(Learner, "optim_step", spy)
     slowed(monkeypatch, "step-000002", lambda: waited.append(has_updated.wait(60)))
     out = tmp_path / "run"
     assert maze(out) == 0
@@ -125,14 +125,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(maze_run, tmp_path, monk
 
 
 def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch, capsys):
-    update = Learner.update
+    update = Learner.optim_step
 
     def fail(self, *arguments, **options):
         if options["when"] == "step 3":
             raise NonFiniteError("the loss is nan")
         return update(self, *arguments, **options)
 
-    monkeypatch.setattr(Learner, "update", fail)
+    monkeypatch.setattr(Learner, "optim_step", fail)
     slowed(monkeypatch, "step-000002", lambda: time.sleep(0.5))
     assert run(tmp_path / "run", "--k", "2", "--sft-steps", "0") == 1
     newest = tmp_path / "run" / "checkpoints" / "step-000002"
@@ -323,7 +323,7 @@ def test_damaged_checkpoints_do_not_displace_good_ones(maze_run, tmp_path, monke
 def test_options_of_a_resume_that_saved_nothing_are_forgotten(maze_run, tmp_path, monkeypatch):
     out = copied(maze_run, tmp_path)
     shutil.rmtree(out / "checkpoints" / "step-000006")
-    monkeypatch.setattr(Learner, "update", lambda *_, **__: os._exit(9))
+    monkeypatch.setattr(Learner, "optim_step", lambda *_, **__: os._exit(9))
     assert in_a_fork(lambda: resume(out, "--lr", "0.5", "--allow-changes")) == 9
     monkeypatch.undo()
     assert resume(out) == 0

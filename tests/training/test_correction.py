@@ -144,7 +144,7 @@ def test_the_sequence_mask_leaves_out_negative_responses_far_from_the_policy():
     samples = Samples(PROMPTS, rollouts)
     learning = learner(model, LossSettings("ppo", "token_mean", sequence_mask=delta))
     for chosen in (samples.sequences, torch.tensor([2, 3, 4, 5])):
-        plan = learning.plan(learning.passes.packer(samples, advantages), samples, chosen)
+        plan = learning.plan(samples, advantages, chosen)
         kept = [s for s in chosen.tolist() if advantages[s] != 0 and not is_masked[s]]
         assert plan.sequences.tolist() == kept
         share = int(is_masked[chosen].sum()) / len(chosen)
@@ -159,16 +159,15 @@ def test_with_several_updates_the_mask_is_that_of_the_policy_of_each(monkeypatch
     model, delta = tiny_decoder(), 0.05
     rollouts = sampled(model)
     advantages, taken = ops.grpo_advantage(REWARDS).flatten(), []
-    update = type(learner(model)).update
+    made = type(learner(model)).plan
 
-    def spied(self, samples, advantages, sequences, **options):
-        # the step and the update, for losses that draw tokens
-        assert options["draw"] == (1, len(taken))
-        plan = self.plan(self.passes.packer(samples, advantages), samples, sequences)
+    def spied(self, samples, advantages, sequences, draw):
+        assert draw == (1, len(taken))  # the step and the update, for losses that draw tokens
+        plan = made(self, samples, advantages, sequences, draw)
         taken.append((copy.deepcopy(self.model), plan.sequences.tolist(), sequences))
-        return update(self, samples, advantages, sequences, **options)
+        return plan
 
-    monkeypatch.setattr(type(learner(model)), "update", spied)
+    monkeypatch.setattr(type(learner(model)), "plan", spied)
     metrics = step(model, rollouts, None, updates=3, lr=0.05, sequence_mask=delta)
     masked = []
     for policy, kept, sequences in taken:

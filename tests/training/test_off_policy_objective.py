@@ -12,7 +12,7 @@ from maxrl_fast import ops
 from maxrl_fast.records import Samples
 from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
 from tests.batches import collected
-from tests.models import tiny_decoder
+from tests.models import tiny_decoder, updated
 from tests.ops.definitions import OFF_POLICY
 from tests.training.test_pacs_objective import (
     PROMPTS,
@@ -54,7 +54,7 @@ def test_each_update_has_the_advantages_of_the_definition(name):
         torch.testing.assert_close(
             advantages[sequences], torch.tensor([float(x) for x in values]), rtol=1e-3, atol=1e-4
         )
-        learner.update(samples, advantages, sequences, when="step 1", lr=0.005)
+        updated(learner, samples, advantages, sequences, when="step 1", lr=0.005)
     assert farthest > 0.05  # the earlier updates have moved the policy
     metrics = step.finish()
     low, mean, high = (metrics[f"sequence_ratio_{x}"] for x in ("min", "mean", "max"))

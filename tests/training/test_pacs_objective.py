@@ -15,7 +15,7 @@ from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.pacs import PacsObjective, PacsPaperObjective
 from tests.batches import collected, make_prompts, one_batch
-from tests.models import response_logits, tiny_decoder
+from tests.models import response_logits, tiny_decoder, updated
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3]])
 N = 4
@@ -95,7 +95,7 @@ def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight)
             copy.deepcopy(model), rollouts, ref_logprobs, sequences, score, class_weight, is_paper
         )
         advantages = step.advantages(sequences)
-        learner.update(samples, advantages, sequences, when="step 1", lr=0.05)
+        updated(learner, samples, advantages, sequences, when="step 1", lr=0.05)
         if any(float(x.abs().max()) > 1e-3 for x in expected.values()):
             assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
         elif score != "naive":
@@ -131,7 +131,7 @@ def test_the_reference_and_the_optimizer_are_reset():
         known = learner.with_reference(Samples(PROMPTS, rollouts))
         samples = collected(Samples(PROMPTS, known), LABELS, step=n)
         step = pacs.begin(samples, learner)
-        learner.update(samples, step.advantages(everything), everything, when="step", lr=1e-2)
+        updated(learner, samples, step.advantages(everything), everything, when="step", lr=1e-2)
         step.finish()
         is_reset = n == 2
         weights, reference = model.state_dict(), learner.reference.state_dict()

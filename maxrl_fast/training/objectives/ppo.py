@@ -1,12 +1,11 @@
 """PPO with a critic, which is trained after each step's policy updates."""
 
-import math
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from maxrl_fast.algorithms.options import (
     Help,
@@ -15,7 +14,6 @@ from maxrl_fast.algorithms.options import (
     UnitInterval,
 )
 from maxrl_fast.errors import NonFiniteError
-from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Samples
 from maxrl_fast.runtime.device import to_host
@@ -24,10 +22,9 @@ from maxrl_fast.training.critic import value_loss, values_of
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.gae import explained_variance, gae_advantages, whitened
 from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep, objective
-from maxrl_fast.training.optimizer import zero_gradients
+from maxrl_fast.training.optimizer import take_step, zero_gradients
 from maxrl_fast.training.packing import MicroBatch
 from maxrl_fast.training.passes import run_batch
-from maxrl_fast.training.sharding import exchange_gradients
 
 CLIP_GRAD = 1.0  # largest norm of the critic's gradient, as in verl
 
@@ -160,27 +157,25 @@ def update_critic(
     num_tokens = int(packer.lengths[sequences].sum())
     if not num_tokens:
         return 0.0, 0.0
-    zero_gradients(critic.model)
-    total = torch.zeros((), dtype=torch.float64, device=returns.device)
-    for batch, is_padding, is_last in learner.passes.micro_batches(packer, sequences):
-        exchange_gradients(critic.module, is_last)
+
+    def loss_of(batch: MicroBatch) -> tuple[Tensor, Tensor]:
         hidden = run_batch(critic.module, batch, learner.dtype)
         values, at = values_of(hidden, critic.model.output_matrix), batch.target_index
         of_tokens = value_loss(values, old_values[at], returns[at], critic.value_clip)
         part = of_tokens.sum() * (size / num_tokens)  # gradients become means over the ranks
-        (0 * part if is_padding else part).backward()
-        if not is_padding:
-            total += part.detach() / size
-    before_clipping = full_tensor(nn.utils.clip_grad_norm_(critic.model.parameters(), CLIP_GRAD))
-    loss, norm = (float(x) for x in to_host(learner.ranks.sum(total), before_clipping))
-    if not (math.isfinite(loss) and math.isfinite(norm)):
+        return part, part.detach().double() / size
+
+    def refuse(loss: float, norm: float) -> NoReturn:
         raise CriticError(
             f"{when}: the critic's loss is {loss:g} and the norm of its gradient {norm:g}"
         )
-    for group in critic.optimizer.param_groups:
-        group["lr"] = critic.lr
-    critic.optimizer.step()
-    return loss, norm
+
+    zero_gradients(critic.model)
+    done = learner.passes.accumulate(critic.module, packer, sequences, loss_of)
+    total = learner.passes.total(done, returns.new_zeros((), dtype=torch.float64))
+    how = critic.model, critic.optimizer, critic.lr, CLIP_GRAD, refuse
+    norm, (loss,) = take_step(*how, total)
+    return float(loss), norm
 
 
 def _check_finite(values: Tensor, batch: RolloutBatch) -> None:

@@ -13,10 +13,10 @@ from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.model.linear import add_adapters, full_tensor
 from maxrl_fast.records import Inserted, Rollouts, Samples, cumulative
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.training.correction import ImportanceWeights
+from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.learner import Learner, UpdateMetrics
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
+from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.sharding import distribute, shard
 from tests.batches import collected, make_prompts
@@ -78,13 +78,13 @@ def one_update(
     state = {"siren_anchor": torch.tensor([0.2]).double()}
     learner = Learner(model, optimizer, settings, 1e9, 24, dtype, reference, ranks, module, state)
     samples = Samples(samples.prompts, learner.with_reference(samples))
-    objective = OffPolicyObjective("maxpo_off_policy", {"k": 2})
+    objective = GroupObjective("maxpo_off_policy", {"k": 2})
     # advantages as rewards, one group alike
     step = objective.begin(collected(samples, advantages.view(5, 4)), learner)
     off_policy = step.advantages(torch.arange(20))
     rewards = advantages.view(5, 4)
-    correction = ImportanceWeights(0.05, 20.0, of_sequence=False, masks=True)
-    weighted = correction.apply(collected(samples, rewards), learner)
+    correction = make_correction("icepop", {"low": 0.05, "high": 20.0})
+    weighted = correction(collected(samples, rewards), learner)
     learner.settings = dataclasses.replace(settings, sequence_mask=1.0)
     kept = learner.plan(samples, advantages, torch.arange(20)).sequences
     learner.settings = settings

@@ -15,7 +15,7 @@ from maxrl_fast.job.learner_state import Snapshot, load_learner, save_state
 from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.runtime.ranks import Ranks, exit_process
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
@@ -49,7 +49,7 @@ def trained(dtype, device, sharded):
     else:
         model.to(device)
     # CUDA graphs are captured while NCCL's watchdog runs
-    engine = NativeEngine(model, dtype, cache_bytes=2**25)
+    engine = native_engine(model, dtype, cache_bytes=2**25)
     request = RolloutRequest(PROMPTS.to(device), 4, Sampling(1.0, 9, (3,)), 1, 1)
     rollouts = engine.generate(request)
     settings = LossSettings("reinforce", "token_mean")  # no clip, which roundings could cross

@@ -310,8 +310,6 @@ class Run(Place):
     """TOML file of options, as maze_size = 11. A flag overrides the file."""
     seed: Seed = 0
     """Seed of new weights, of the task's prompts and of the sampling."""
-    compile: bool = False
-    """Fuse each layer's operations by torch.compile. The first steps take longer."""
     sharding: Literal["auto", "none", "full"] = "auto"
     """How torchrun's processes divide the weights: none (DDP), full (FSDP2), or auto: full where
     training would take more than half of a GPU's memory."""

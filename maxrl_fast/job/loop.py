@@ -11,7 +11,7 @@ from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records, samp
 from maxrl_fast.evaluation.scores import label_of, score_of
 from maxrl_fast.job.build import RunContext, build_evaluators
 from maxrl_fast.job.checkpoints import Checkpoints
-from maxrl_fast.job.health import Health, HealthWarning
+from maxrl_fast.job.health import Health
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.job.run_files import RunFiles
@@ -121,11 +121,11 @@ class RunLoop:
                 f"a reward is {value:g}, but {name} is made for rewards of 0 or 1 and estimates "
                 "something else with others: use maxrl or maxpo, or set --reward-threshold"
             )
-            self._warn(n, HealthWarning("not_binary", value, said))
+            self._warn(n, {"kind": "not_binary", "value": value, "message": said})
 
-    def _warn(self, n: int, warning: HealthWarning) -> None:
-        self.files.write("warnings", {"step": n, **vars(warning)})
-        self.screen.warning(f"step {n}: {warning.message}")
+    def _warn(self, n: int, warning: dict[str, Any]) -> None:
+        self.files.write("warnings", {"step": n, **warning})
+        self.screen.warning(f"step {n}: {warning['message']}")
 
     def _evaluate_if_due(self) -> None:
         step, every, most = self.progress.step, self.schedule.every, self.schedule.num_prompts

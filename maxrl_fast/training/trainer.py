@@ -20,7 +20,6 @@ from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Engine
 from maxrl_fast.runtime.background import in_thread
 from maxrl_fast.training.collect import RolloutBatch, RolloutCollector
-from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.learner import Learner, UpdateMetrics
 from maxrl_fast.training.metrics import step_metrics
 from maxrl_fast.training.objectives.objective import Objective
@@ -58,7 +57,7 @@ class Trainer:
     engine: Engine
     learning_rate: LearningRate
     updates_per_step: int = 1
-    correction: ImportanceWeights | None = None
+    correction: Callable[[RolloutBatch, Learner], RolloutBatch] | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
     teacher_prompts: Callable[[Prompts], Prompts] | None = None
     ahead: int = 0
@@ -119,7 +118,7 @@ class Trainer:
             self.engine.sleep()
         if self.correction is not None:
             with clock("log-probs"):
-                batch = self.correction.apply(batch, learner)
+                batch = self.correction(batch, learner)
         train_seconds, updates = -clock.total("advantage", "update"), list[UpdateMetrics]()
         with clock("update"):
             if self.teacher_prompts is not None:

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.job.run_files import LogFile
+from maxrl_fast.job.run_files import cut_log
 from maxrl_fast.tasks.maze import WORDS, MazeTask
 from tests.runs import SMALL, read
 
@@ -58,27 +58,18 @@ def lines(*steps):
     return b"".join(json.dumps({"step": step}).encode() + b"\n" for step in steps)
 
 
-def test_a_log_continues_at_its_mark_and_cuts_what_came_later(tmp_path):
+def test_a_log_is_cut_after_the_lines_that_it_had_at_a_checkpoint(tmp_path):
     path = tmp_path / "a.jsonl"
-    log = LogFile(path, 0)
-    for step in (1, 2):
-        log.write({"step": step})
-    log.sync()
-    size = log.size
-    log.write({"step": 3})
-    log.close()
-    path.write_bytes(path.read_bytes() + b'{"step": 4')  # what a kill leaves
-    log = LogFile(path, size)
+    size = len(lines(1, 2))
+    path.write_bytes(lines(1, 2, 3) + b'{"step": 4')  # what a kill leaves
+    assert not cut_log(path, size)
     assert path.read_bytes() == lines(1, 2)
-    log.write({"step": 3})
-    assert path.read_bytes() == lines(1, 2, 3)
-    assert (log.size, log.is_lost) == (path.stat().st_size, False)
     path.write_bytes(lines(1, 22))  # an edited log is cut
-    LogFile(path, size)
+    assert not cut_log(path, size)
     assert path.read_bytes() == lines(1)
-    path.unlink()
-    assert LogFile(path, size).is_lost
-    assert not path.exists()  # an empty log is not made
+    assert cut_log(path, size)
+    assert cut_log(tmp_path / "b.jsonl", 1)
+    assert not (tmp_path / "b.jsonl").exists()
 
 
 @pytest.fixture

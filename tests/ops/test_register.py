@@ -14,7 +14,6 @@ from maxrl_fast.algorithms.estimators import (
     Kernel,
     find_estimator,
     max_at_k,
-    tables,
 )
 from maxrl_fast.algorithms.options import Positive
 
@@ -104,7 +103,7 @@ def double_maxpo(g: Group, *, k: KBelowN) -> torch.Tensor:
 
 @pytest.mark.usefixtures("estimators_as_before")
 def test_a_row_with_a_table_is_computed_by_the_kernel():
-    kernel = Kernel(lambda g, k: 2 * tables.maxpo(g, k))
+    kernel = Kernel(lambda g, k: 2 * max_at_k._maxpo(g, k))
     expected = 2 * ops.maxpo_advantage(REWARDS, 2)
     row = Estimator.of(
         double_maxpo, source="a test", weight="2 (1-p)^(k-1)", kernel=kernel, centred=True

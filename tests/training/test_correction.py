@@ -10,8 +10,8 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.training.correction import CORRECTIONS, ImportanceWeights
+from maxrl_fast.rollout.native import native_engine
+from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.optimizer import LearningRate
@@ -33,7 +33,7 @@ def sampled(model):
     """Return four responses to each prompt, of different lengths."""
     sampling = Sampling(1.0, 9, (3, 8, 12, 20, 25))
     request = RolloutRequest(PROMPTS, 4, sampling, 1, 1)
-    rollouts = NativeEngine(model, torch.float32).generate(request)
+    rollouts = native_engine(model, torch.float32).generate(request)
     assert len(rollouts.lengths.unique()) > 3
     return rollouts
 
@@ -61,17 +61,13 @@ def by_definition(name, off, lengths, *bounds):
     return torch.tensor(weights, dtype=torch.float64)
 
 
-def made(name, given):
-    return CORRECTIONS[name].function(**CORRECTIONS[name].resolve(given))
-
-
 @pytest.mark.parametrize("name", BOUNDS)
 def test_weights_follow_their_definitions(name):
     model = tiny_decoder()
     rollouts, off = disturbed(model, spread=0.5 if name in ("mis", "tis_sequence") else 1.5)
     given = BOUNDS[name]
     batch = collected(Samples(PROMPTS, rollouts), REWARDS)
-    weighted = made(name, given).apply(batch, learner(model))
+    weighted = make_correction(name, given)(batch, learner(model))
     metrics = weighted.metrics
     expected = by_definition(name, off, rollouts.lengths, *given.values())
     weights = weighted.weighted(weighted.rollouts.logprobs).rollouts.sampler_weights
@@ -91,9 +87,9 @@ def test_weights_follow_their_definitions(name):
 
 def test_weights_that_are_all_0_have_no_sample_size():
     rollouts, _ = disturbed(model := tiny_decoder())
-    correction = ImportanceWeights(1e8, 1e9, of_sequence=False, masks=True)
+    correction = make_correction("icepop", {"low": 1e8, "high": 1e9})
     batch = collected(Samples(PROMPTS, rollouts), REWARDS)
-    metrics = correction.apply(batch, learner(model)).metrics
+    metrics = correction(batch, learner(model)).metrics
     nothing = {"importance_weight": 0.0, "importance_bounded": 1.0, "importance_sample_size": 0.0}
     assert nothing.items() <= metrics.items()
 
@@ -111,7 +107,7 @@ class Collector:
 def step(model, rollouts, correction, updates=1, lr=0.0, **options):
     settings = LossSettings(**{"loss": "ppo", "aggregation": "token_mean", **options})
     learning = learner(model, settings, optimizer=torch.optim.SGD(model.parameters(), lr=lr))
-    engine = NativeEngine(model, torch.float32)
+    engine = native_engine(model, torch.float32)
     batch = collected(Samples(PROMPTS, rollouts), REWARDS)
     rate = LearningRate(lr, 10, 0)
     trainer = Trainer(

@@ -8,7 +8,7 @@ import torch
 from maxrl_fast.errors import NonFiniteError, TeacherError
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
@@ -21,7 +21,7 @@ PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
 
 def sampled(model):
     request = RolloutRequest(PROMPTS, 4, Sampling(1.0, 9, (3,)), 1, 1)
-    return NativeEngine(model, torch.float32).generate(request)
+    return native_engine(model, torch.float32).generate(request)
 
 
 def learner(model, settings=PPO, budget=10_000, optimizer=None, **options):

@@ -10,7 +10,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.records import Samples
-from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
+from maxrl_fast.training.objectives.group import GroupObjective
 from tests.batches import collected
 from tests.models import tiny_decoder, updated
 from tests.ops.definitions import OFF_POLICY
@@ -40,7 +40,7 @@ def test_each_update_has_the_advantages_of_the_definition(name):
     model = tiny_decoder()
     rollouts = sampled(model)
     samples, learner = collected(Samples(PROMPTS, rollouts), REWARDS), make_learner(model, lr=0.005)
-    objective = OffPolicyObjective(name, OPTIONS[name])
+    objective = GroupObjective(name, OPTIONS[name])
     step = objective.begin(samples, learner)
     farthest = 0.0
     for sequences in samples.minibatches(3):
@@ -71,7 +71,7 @@ def test_rollouts_without_a_reward_are_left_out():
     valid = torch.ones(3, N, dtype=torch.bool)
     valid[0, 1] = valid[2, 0] = False
     samples = collected(Samples(PROMPTS, rollouts), REWARDS * valid, valid)
-    step = OffPolicyObjective(name, {"order": N - 1}).begin(samples, make_learner(model))
+    step = GroupObjective(name, {"order": N - 1}).begin(samples, make_learner(model))
     advantages = step.advantages(samples.scored_indices).view(3, N)
     ratios = sums(logprobs(model, rollouts).detach() - rollouts.logprobs, rollouts).view(3, N)
     assert ratios.abs().max() > 0.05

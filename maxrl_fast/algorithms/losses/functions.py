@@ -121,13 +121,16 @@ def kl_cov(t: Tokens, *, share: Share = 2e-4, coef: NotNegative = 1.0) -> Tensor
     return -t.advantages * t.ratio + torch.where(t.statistics, coef * t.log_ratio.abs(), 0.0)
 
 
-@token_loss(_COVARIANCE, weight="ppo's, and 0 for the chosen tokens", masks="ppo")
+@token_loss(
+    _COVARIANCE,
+    weight="ppo's, and 0 for the chosen tokens",
+    masks="ppo",
+    bounds=(("low", "high"),),
+)
 def clip_cov(t: Tokens, *, share: Share = 2e-4, low: float = 1.0, high: float = 5.0) -> Tensor:
     """ppo, and 0 for the chosen tokens: the share of all, drawn from those whose covariance is
     between low and high.
     """
-    if not low < high:
-        raise ValueError(f"low of clip_cov must be below its high, {high:g}, got {low:g}")
     between = covariance(t)
     candidates = ((between > low) & (between < high)).nonzero()[:, 0]
     shuffled = torch.randperm(len(candidates), generator=t.generator)
@@ -244,6 +247,7 @@ def dppo(
     "DISPO, Karaman et al. 2026, arXiv:2602.00983; formula and bounds from secondary sources; no "
     "code was found",
     weight="clip(rho)",
+    bounds=(("low_positive", "high_positive"), ("low_negative", "high_negative")),
 )
 def dispo(
     t: Tokens,
@@ -254,14 +258,6 @@ def dispo(
     high_negative: NotNegative = 101.0,
 ) -> Tensor:
     """-sg(clip(rho, low, high)) A logp, bounds by the sign of A."""
-    for sign, low, high in (
-        ("positive", low_positive, high_positive),
-        ("negative", low_negative, high_negative),
-    ):
-        if low > high:
-            raise ValueError(
-                f"low_{sign} of dispo must be at most its high_{sign}, {high:g}, got {low:g}"
-            )
     ratio = t.ratio.detach()
     least, most = t.by_sign(low_positive, low_negative), t.by_sign(high_positive, high_negative)
     t.mark_clipped(ratio < least, ratio > most)

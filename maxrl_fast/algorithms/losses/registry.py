@@ -56,6 +56,7 @@ class TokenLoss(Method):
         all_tokens: whether tokens with the advantage 0 have a gradient. Default: for users'
             functions.
         fused: whether a kernel computes it.
+        bounds: pairs of options of which the first is at most the second.
     """
 
     clips: bool = False
@@ -65,6 +66,7 @@ class TokenLoss(Method):
     masks: str = ""
     all_tokens: bool | None = None
     fused: bool = False
+    bounds: tuple[tuple[str, str], ...] = ()
 
     noun: ClassVar[str] = "loss"
     first: ClassVar[str] = "Tokens"
@@ -112,7 +114,12 @@ class TokenLoss(Method):
             raise TypeError(
                 f"loss_options must be a mapping of names to numbers, got {type(given).__name__}"
             )
-        return check_options(f"loss {self.name}", self.options, given or {})
+        values = check_options(f"loss {self.name}", self.options, given or {})
+        for low, high in self.bounds:
+            if values[low] > values[high]:
+                wanted = f"at most its {high}, {values[high]:g}"
+                raise ValueError(f"{low} of {self.name} must be {wanted}, got {values[low]:g}")
+        return values
 
     def bind(self, options: Mapping[str, float], **clips: float) -> Callable[..., Tensor]:
         """Return the function with its options, and those of the given clips that it takes."""

@@ -12,7 +12,7 @@ It takes some minutes on two cores, and `make gpu` gives it 40 seconds.
 import json
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from bench.measure import (
     microseconds,
     microseconds_in_a_graph,
     prepare,
+    print_host_time,
     run_command,
 )
 from maxrl_fast.algorithms.estimators.max_at_k import subset_ratios
@@ -37,7 +38,6 @@ OPTIONS = {
     "noisy_verifier_backward": {"false_positive_rate": 0.1, "false_negative_rate": 0.05},
     "noisy_verifier_forward": {"false_negative_rate": 0.05},
 }
-SCHEMA = "(Tensor rewards, Tensor? valid, str estimator, int size, float[] options) -> Tensor"
 
 
 def view_mean_std(rewards: Tensor, n: int) -> Tensor:
@@ -95,17 +95,6 @@ def estimator_calls(rewards: Tensor) -> dict[str, Callable[[], Tensor]]:
     return {name: call(name) for name in ESTIMATORS}
 
 
-@cache
-def nothing_operator() -> Callable[[Tensor], Tensor]:
-    """Return an operator with the same arguments and result whose kernel does nothing."""
-    torch.library.define("maxrl_bench::nothing", SCHEMA)
-    torch.library.impl(
-        "maxrl_bench::nothing", ("CPU", "CUDA"), lambda rewards, *rest: torch.empty_like(rewards)
-    )
-    nothing = torch.ops.maxrl_bench.nothing.default
-    return lambda rewards: nothing(rewards, None, "grpo", 0, [1e-6, 1.0])
-
-
 def check_agreement(rewards: Tensor) -> None:
     """Raise RuntimeError if an implementation differs from group_advantage, or the comparison is
     empty.
@@ -130,7 +119,6 @@ def even_groups(rewards: Tensor, rounds: int) -> dict[str, float]:
     flat = rewards.flatten()
     weights = [table.to(rewards) for table in matrix_weights(n, K)]
     functions: dict[str, Callable[[], object]] = {
-        "floor: an operator that does nothing": partial(nothing_operator(), rewards),
         "floor: a copy of the rewards": rewards.clone,
         **estimator_calls(rewards),
         "peer: grpo by view, mean, std": partial(view_mean_std, flat, n),
@@ -176,14 +164,8 @@ def measure(rounds: int, device: torch.device) -> dict[str, Any]:
 def report(result: dict[str, Any]) -> None:
     print(describe(result["machine"]))
     for shape, times in result["microseconds"].items():
-        nothing, copy = (
-            times[f"floor: {floor}"]
-            for floor in ("an operator that does nothing", "a copy of the rewards")
-        )
-        print(
-            f"\n{shape}, k = {result['k']}, microseconds per call: doing nothing {nothing:.1f}, "
-            f"copying {copy:.1f}"
-        )
+        copy = times["floor: a copy of the rewards"]
+        print(f"\n{shape}, k = {result['k']}, microseconds per call: copying {copy:.1f}")
         print("  " + ", ".join(f"{name} {times[name]:.1f}" for name in times if name in ESTIMATORS))
         for name, time_of_peer in times.items():
             if name.startswith("peer: "):
@@ -197,9 +179,28 @@ def report(result: dict[str, Any]) -> None:
             print(f"  {name}, 1024x16: {figures}")
 
 
+def on_host(rounds: int) -> int:
+    """Print the host's time of a call for 8 x 16 rewards, beside an addition."""
+    rewards = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    functions: dict[str, Callable[[], object]] = {
+        "addition": partial(torch.add, rewards, rewards),
+        "grpo by view, mean, std": partial(view_mean_std, rewards.flatten(), 16),
+        "grpo": partial(group_advantage, rewards, "grpo"),
+        "maxrl": partial(group_advantage, rewards, "maxrl"),
+        "maxpo": partial(group_advantage, rewards, "maxpo", k=K),
+    }
+    floors = dict.fromkeys(("grpo", "maxrl", "maxpo"), "addition")
+    return print_host_time("advantages --host", functions, floors, rounds)
+
+
 def main() -> int:
-    options = argument_parser("advantages", __doc__, rounds=25).parse_args()
-    result = measure(options.rounds, prepare(options))
+    parser = argument_parser("advantages", __doc__, rounds=25)
+    parser.add_argument("--host", action="store_true", help="only the host's time of small calls")
+    options = parser.parse_args()
+    device = prepare(options)
+    if options.host:
+        return on_host(options.rounds)
+    result = measure(options.rounds, device)
     report(result)
     print(json.dumps(result))
     return 0

@@ -3,6 +3,7 @@
 import argparse
 import ctypes
 import json
+import math
 import os
 import statistics
 import sys
@@ -291,6 +292,29 @@ def microseconds(
         for name, function in functions.items():
             times[name].append(timed(function, calls[name]))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def print_host_time(
+    name: str, functions: Mapping[str, Callable[[], object]], floors: Mapping[str, str], rounds: int
+) -> int:
+    """Print the least time of the thread per call, in turn, and how many times that of its floor,
+    another of the functions, it is."""
+    torch.set_num_threads(1)
+    times: dict[str, float] = dict.fromkeys(functions, math.inf)
+    for _ in range(rounds * 8):
+        for side, function in functions.items():
+            start = time.thread_time()
+            for _ in range(12):
+                function()
+            times[side] = min(times[side], (time.thread_time() - start) / 12 * 1e6)
+    ratios = {side: times[side] / times[floor] for side, floor in floors.items()}
+    result = {"benchmark": name, "machine": machine(torch.device("cpu"))}
+    print(describe(result["machine"]))
+    for side, number in times.items():
+        of_floor = f", {ratios[side]:.2f} times: {floors[side]}" if side in ratios else ""
+        print(f"  {side:<36} {number:8.2f} us{of_floor}")
+    print(json.dumps(result | {"host_microseconds": times, "times_floor": ratios}))
+    return 0
 
 
 def microseconds_in_a_graph(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bench.linear_losses import Linear
-from bench.loss_case import SEQUENCES, Case, eager_ppo
+from bench.loss_case import SEQUENCES, Batch, Case, eager_ppo
 from bench.measure import (
     Sides,
     argument_parser,
@@ -33,13 +33,14 @@ from bench.measure import (
     kernel_milliseconds,
     machine,
     prepare,
+    print_host_time,
     run_command,
 )
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops import token_logprobs
+from maxrl_fast.ops import policy_gradient_loss, token_logprobs
 from maxrl_fast.runtime.device import memory_bytes
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SECTIONS = (
     *("logits", "other_vocabularies", "linear", "linear_logprobs"),
     "divergence",
@@ -226,6 +227,52 @@ def report(result: Figures) -> None:
         print(f"failed: {part}: {error}")
 
 
+class Empty(torch.autograd.Function):
+    """What any autograd.Function costs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        saved: Tensor = ctx.x
+        return saved
+
+
+def on_host(rounds: int) -> int:
+    """Print the host's time of ppo at T = 40 and V = 32, beside an empty autograd.Function."""
+    batch, vocab = Batch(40, 32, torch.device("cpu")), 32
+    logits = torch.randn(40, vocab, requires_grad=True)
+    given = batch.targets, batch.advantages, batch.cu_seqlens
+
+    def with_backward(loss: Callable[[], Tensor]) -> Callable[[], None]:
+        def call() -> None:
+            logits.grad = None
+            loss().backward()
+
+        return call
+
+    def empty() -> Tensor:
+        return Empty.apply(logits)
+
+    def ours() -> Tensor:
+        return policy_gradient_loss(logits, *given, old_logprobs=batch.old)[0]
+
+    eager = partial(eager_ppo, logits, batch.targets, batch.per_token, batch.old)
+    floors = {"loss": "empty Function", "loss and backward": "empty Function and backward"}
+    functions: dict[str, Callable[[], object]] = {
+        "addition": lambda: logits + logits,
+        "empty Function": empty,
+        "empty Function and backward": with_backward(empty),
+        "eager loss and backward": with_backward(eager),
+        "loss": ours,
+        "loss and backward": with_backward(ours),
+    }
+    return print_host_time("token_loss --host", functions, floors, rounds)
+
+
 def main() -> int:
     parser = argument_parser("token_loss", __doc__, rounds=5)
     parser.add_argument(
@@ -246,8 +293,11 @@ def main() -> int:
         "--dtypes", nargs="+", choices=DTYPES, help="default: float32 bfloat16; bfloat16 on a GPU"
     )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--host", action="store_true", help="only the host's time of a small loss")
     options = parser.parse_args()
     device = prepare(options)
+    if options.host:
+        return on_host(options.rounds)
     result: Figures = {"benchmark": "token_loss", "machine": machine(device), "failed": {}}
     result |= {section: {} for section in SECTIONS}
     measure(result, options, device)

@@ -2,6 +2,7 @@
 // numbers of a row of logits, the target's log-probability and the entropy, and returns its
 // gradients in them.
 #pragma once
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 
@@ -53,7 +54,7 @@ struct LossSums {
     kLogprobDiff,
     kSize
   };
-  // The fields of LossSums in maxrl_fast/ops/token_loss_kernel.py, which compares them when it is
+  // The fields of LossSums in maxrl_fast/ops/loss_kernel.py, which compares them when it is
   // imported.
   static constexpr const char* kNames[kSize] = {
       "loss",         "tokens", "dropped_tokens", "ratio",       "ratio_clamped", "clipped_low",
@@ -76,51 +77,129 @@ struct Rows {
   MAXRL_HOST_DEVICE Element* of(int64_t row) const { return data ? data + row * stride : nullptr; }
 };
 
-// The target and the temperature of each row of logits.
-struct TokenRows {
-  int64_t num_tokens, vocab_size;
-  const int64_t* targets;     // [T]
-  const double* temperature;  // [T]
+// Numbers in the caller's memory, float32 or float64, or the same number everywhere.
+struct Numbers {
+  const void* data;  // null: `constant`
+  bool is_double;
+  double constant;
   static constexpr bool kIsTuple = true;
 
-  MAXRL_FIELDS(num_tokens, vocab_size, targets, temperature)
+  MAXRL_FIELDS(data, is_double, constant)
+  MAXRL_HOST_DEVICE double at(int64_t i) const {
+    if (!data) return constant;
+    return is_double ? static_cast<const double*>(data)[i] : static_cast<const float*>(data)[i];
+  }
+};
 
+// Which tokens the rows of logits belong to, among all T tokens: row r to index[first + r], or
+// without an index to first + r.
+struct TokenRows {
+  int64_t num_rows, vocab_size, num_tokens, first;
+  const int64_t* index;
+  const int64_t* targets;  // [T]
+  Numbers temperature;     // of all tokens, or [T]
+  const bool* mask;  // [T], or null. Of a token that is left out nothing is read
+
+  MAXRL_FIELDS(num_rows, vocab_size, num_tokens, first, index, targets, temperature, mask)
+
+  MAXRL_HOST_DEVICE int64_t token_of(int64_t row) const {
+    return index ? index[first + row] : first + row;
+  }
+  MAXRL_HOST_DEVICE bool counts(int64_t t) const { return !mask || mask[t]; }
   // NaN if it is not above 0: the exponential only takes exponents up to 0.
   MAXRL_HOST_DEVICE double temperature_of(int64_t t) const {
-    return temperature[t] > 0.0 ? temperature[t] : static_cast<double>(NAN);
+    const double tau = temperature.at(t);
+    return tau > 0.0 ? tau : static_cast<double>(NAN);
   }
   MAXRL_HOST_DEVICE bool is_target_valid(int64_t t) const {
     return targets[t] >= 0 && targets[t] < vocab_size;
   }
-  // The first token whose target is not in the vocabulary, -1 if there is none.
-  int64_t first_invalid_target() const {
-    for (int64_t t = 0; t < num_tokens; ++t)
-      if (!is_target_valid(t)) return t;
+  // The first row whose token has a target outside the vocabulary or a temperature that is not
+  // finite and above 0; -1 if there is none.
+  int64_t first_unusable() const {
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const int64_t t = token_of(row);
+      const double tau = temperature.at(t);
+      if (counts(t) && !(is_target_valid(t) && tau > 0.0 && tau <= DBL_MAX)) return row;
+    }
     return -1;
   }
 };
 
-// The inputs of the loss, numbers of each token [T]: what belongs to a response, a mask or an
-// average is part of them. Absent inputs are null.
+// The inputs of the loss as the caller has them. Of S responses, T tokens in all, response s has
+// the tokens from cu_seqlens[s] to cu_seqlens[s + 1].
 struct TokenLossInputs {
   TokenRows tokens;
-  const double* advantages;          // times the importance weights
-  const double* weights;             // of the token's loss in the total; 0: masked
-  const double* old_logprobs;        // of the sampling policy
-  const double* ref_logprobs;        // of the reference policy
-  const double* sequence_log_ratio;  // mean log-ratio of the token's sequence, for gspo
+  int64_t num_sequences;
+  const int64_t* cu_seqlens;  // [S+1]
+  Numbers advantages, importance_weights;  // [S], or [T] where `..._by_token`; weights: or 1
+  bool advantages_by_token, weights_by_token;
+  Numbers old_logprobs, ref_logprobs;  // [T] of the sampling and the reference policy, or absent
+  Numbers denominator;  // [1]: what the sum over tokens is divided by
+  bool divides_responses;  // and the tokens of a response by their number,
+  Numbers counts;          // [S], or without it the response's length
+  Numbers sequence_log_ratio;  // [S]: mean log-ratios of responses, for gspo, or absent
 
-  MAXRL_FIELDS(tokens, advantages, weights, old_logprobs, ref_logprobs, sequence_log_ratio)
+  MAXRL_FIELDS(tokens, num_sequences, cu_seqlens, advantages, importance_weights,
+               advantages_by_token, weights_by_token, old_logprobs, ref_logprobs, denominator,
+               divides_responses, counts, sequence_log_ratio)
+
+  // The last response that starts at or before token t: its own.
+  MAXRL_HOST_DEVICE int64_t sequence_of(int64_t t) const {
+    int64_t first = 0, last = num_sequences - 1;
+    while (first < last) {
+      const int64_t middle = first + (last - first + 1) / 2;
+      if (cu_seqlens[middle] <= t)
+        first = middle;
+      else
+        last = middle - 1;
+    }
+    return first;
+  }
+  MAXRL_HOST_DEVICE double importance_of(int64_t t, int64_t sequence) const {
+    return importance_weights.at(weights_by_token ? t : sequence);
+  }
+  // What each row of the loss is divided by.
+  MAXRL_HOST_DEVICE double weight_of(int64_t sequence) const {
+    const double weight = 1.0 / denominator.at(0);
+    if (!divides_responses) return weight;
+    const double length = static_cast<double>(cu_seqlens[sequence + 1] - cu_seqlens[sequence]),
+                 count = counts.data ? counts.at(sequence) : length;
+    return weight / (count > 1.0 ? count : 1.0);
+  }
+  // Whether bounds and importance weights are allowed, on a CPU.
+  bool are_usable() const {
+    const int64_t last = num_sequences;
+    if (cu_seqlens[0] != 0 || cu_seqlens[last] != tokens.num_tokens) return false;
+    for (int64_t s = 0; s < last; ++s)
+      if (cu_seqlens[s + 1] < cu_seqlens[s]) return false;
+    const int64_t num_weights = weights_by_token ? tokens.num_tokens : last;
+    for (int64_t i = 0; importance_weights.data && i < num_weights; ++i)
+      if (importance_weights.at(i) < 0.0 && !(weights_by_token && !tokens.counts(i))) return false;
+    return true;
+  }
 };
 
-// Counts token t, and returns whether its logits must be read. Otherwise its gradient and loss are
-// 0.
-MAXRL_HOST_DEVICE inline bool count_token(const TokenLossInputs& in, const LossTerms& terms,
-                                          int64_t t, LossSums& sums) {
-  const bool counts = in.weights[t] != 0.0;
-  const bool must_read = counts && terms.has_gradient(in.advantages[t]);
-  sums.values[LossSums::kTokens] += counts;
-  sums.values[LossSums::kDropped] += counts && !must_read;
+// What is known of the token of a row before its logits are read.
+struct PlannedToken {
+  int64_t t, sequence;
+  double advantage;  // times the importance weight
+  double weight;     // of the token's loss in the total
+};
+
+// Counts the token of a row, and returns whether its logits must be read. Otherwise its gradient
+// and loss are 0.
+MAXRL_HOST_DEVICE inline bool plan_token(const TokenLossInputs& in, const LossTerms& terms,
+                                         int64_t row, LossSums& sums, PlannedToken& token) {
+  token.t = in.tokens.token_of(row);
+  if (!in.tokens.counts(token.t)) return false;
+  token.sequence = in.sequence_of(token.t);
+  token.advantage = in.advantages.at(in.advantages_by_token ? token.t : token.sequence) *
+                    in.importance_of(token.t, token.sequence);
+  token.weight = in.weight_of(token.sequence);
+  const bool must_read = terms.has_gradient(token.advantage);
+  sums.values[LossSums::kTokens] += 1.0;
+  sums.values[LossSums::kDropped] += !must_read;
   return must_read;
 }
 
@@ -199,11 +278,13 @@ MAXRL_HOST_DEVICE inline TokenLoss policy_gradient_term(const LossTerms& terms, 
 // Adds the row to the sums and returns its gradients. Each number is added as soon as it is known,
 // which frees its registers.
 MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs& in, const LossTerms& terms,
-                                               int64_t t, const Softmax& softmax, LossSums& sums) {
-  const double advantage = in.advantages[t], weight = in.weights[t];
-  const double log_ratio = in.old_logprobs ? softmax.logp - in.old_logprobs[t] : 0.0;
-  const ClampedLogRatio to_old =
-      clamp_log_ratio(in.sequence_log_ratio ? in.sequence_log_ratio[t] : log_ratio);
+                                               const PlannedToken& planned, const Softmax& softmax,
+                                               LossSums& sums) {
+  const double advantage = planned.advantage, weight = planned.weight;
+  const double log_ratio =
+      in.old_logprobs.data ? softmax.logp - in.old_logprobs.at(planned.t) : 0.0;
+  const ClampedLogRatio to_old = clamp_log_ratio(
+      in.sequence_log_ratio.data ? in.sequence_log_ratio.at(planned.sequence) : log_ratio);
   const double ratio = exp(to_old.value);
   sums.values[LossSums::kRatio] += ratio;
   sums.values[LossSums::kLogprobDiff] += fabs(log_ratio);
@@ -212,8 +293,8 @@ MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs& in, const 
   sums.values[LossSums::kClippedLow] += token.clipped_low;
   sums.values[LossSums::kClippedHigh] += token.clipped_high;
   bool is_clamped = to_old.is_clamped;
-  if (in.ref_logprobs) {
-    const ClampedLogRatio to_ref = clamp_log_ratio(softmax.logp - in.ref_logprobs[t]);
+  if (in.ref_logprobs.data) {
+    const ClampedLogRatio to_ref = clamp_log_ratio(softmax.logp - in.ref_logprobs.at(planned.t));
     const TokenLoss kl = divergence(terms.kl, to_ref.value);
     is_clamped |= to_ref.is_clamped;
     sums.values[LossSums::kKl] += kl.value;
@@ -229,11 +310,11 @@ MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs& in, const 
   return {weight * token.grad_logp, -weight * terms.entropy_coef};
 }
 
-// The arguments of the kernels. On a CPU token_loss and token_logprobs return the first token whose
-// target is not in the vocabulary, and write nothing then; -1 if there is none. On a GPU such a
-// target makes the results NaN.
-// On a GPU the gradient of float32 logits may have half precision, and be the first half of each of
-// their rows.
+// The arguments of the kernels. On a CPU token_loss and token_logprobs return -1, or, writing
+// nothing, another number if values are not allowed, which the caller then finds and names. On a
+// GPU such values make the results NaN.
+// On a GPU the gradient of float32 logits may be bfloat16, and be the first half of each of their
+// rows.
 template <typename Element, typename Gradient = Element>
 struct TokenLossCall {
   Rows<const Element> logits;
@@ -241,15 +322,16 @@ struct TokenLossCall {
   LossTerms terms;
   Rows<Gradient> gradient;  // null, or the logits themselves
   double* sums;  // [LossSums::kSize]; on a GPU zeros, [workspace_size(LossSums::kSize)]
+  RealOf<Element>* total;  // [1]: the first of the sums, or null
 
-  MAXRL_FIELDS(logits, inputs, terms, gradient, sums)
+  MAXRL_FIELDS(logits, inputs, terms, gradient, sums, total)
 };
 
 template <typename Element>
 struct TokenLogprobs {
   Rows<const Element> logits;
   TokenRows tokens;
-  RealOf<Element>*logprobs, *entropy;  // [T]
+  RealOf<Element>*logprobs, *entropy;  // [num_rows], not written for tokens that are left out
 
   MAXRL_FIELDS(logits, tokens, logprobs, entropy)
 };
@@ -259,7 +341,7 @@ template <typename Element, typename Gradient = Element>
 struct TokenLogprobsBackward {
   Rows<const Element> logits;
   TokenRows tokens;
-  const RealOf<Element>*grad_logprobs, *grad_entropy;  // [T]
+  const RealOf<Element>*grad_logprobs, *grad_entropy;  // [num_rows]
   Rows<Gradient> gradient;  // may be the logits themselves
 
   MAXRL_FIELDS(logits, tokens, grad_logprobs, grad_entropy, gradient)

@@ -49,28 +49,23 @@ def discounted(rewards: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Register them, and print the advantages of two groups of five."""
+    """Print the advantages of two groups of five."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    # Each is run once on a small example first: a wrong shape, a NaN or an unknown parameter is an
-    # error here.
-    ops.register_estimator("above_median", above_median)
-    ops.register_estimator("short_and_right", short_and_right)
-    ops.register_estimator("discounted", discounted)
     rewards = torch.tensor([[0.0, 0.0, 1.0, 0.0, 4.0], [1.0, 1.0, 1.0, 1.0, 1.0]])  # [G, N]
     lengths = torch.tensor([[10, 20, 30, 40, 50], [10, 20, 30, 40, 50]])
     for name, advantages in {
-        "above_median": ops.group_advantage(rewards, "above_median"),
+        "above_median": ops.group_advantage(rewards, above_median),
         "short_and_right": ops.group_advantage(
-            (rewards > 0).float(), "short_and_right", lengths=lengths
+            (rewards > 0).float(), short_and_right, lengths=lengths
         ),
     }.items():
         print(
             f"{name:<15}",
             *(" ".join(f"{a:6.2f}" for a in group) + "   " for group in advantages.tolist()),
         )
-    tokens = ops.group_advantage(rewards, "discounted", lengths=lengths)  # [T]
+    tokens = ops.group_advantage(rewards, discounted, lengths=lengths)  # [T]
     print(f"{'discounted':<15}", len(tokens), "tokens, the last ones", tokens[148:151].tolist())
 
 

@@ -48,10 +48,13 @@ void normalise(const GroupAdvantage<Real>& in, double* rewards, int64_t n) {
     rewards[i] = (in.centred ? rewards[i] - low - mean : rewards[i]) * factor;
 }
 
+// Returns whether all advantages are finite.
 template <typename Real>
-void group_advantage(const GroupAdvantage<Real>& in, int num_threads) {
+int64_t group_advantage(const GroupAdvantage<Real>& in, int num_threads) {
   const int64_t size = in.group_size;
-#pragma omp parallel num_threads(num_threads) if (in.num_groups * size >= kManyRewards)
+  bool are_finite = true;
+#pragma omp parallel num_threads(num_threads) \
+    reduction(&& : are_finite) if (in.num_groups * size >= kManyRewards)
   {
     std::vector<double> values(size);
     std::vector<Key> keys(in.tables ? size : 0);
@@ -74,10 +77,13 @@ void group_advantage(const GroupAdvantage<Real>& in, int num_threads) {
       else if (n > 0)
         normalise(in, rewards, n);
       n = 0;
-      for (int64_t i = begin; i < end; ++i)  // x + 0.0 is never -0.0
+      for (int64_t i = begin; i < end; ++i) {  // x + 0.0 is never -0.0
         in.advantages[i] = in.exists(i) ? static_cast<Real>(rewards[n++] + 0.0) : Real(0);
+        are_finite = are_finite && std::isfinite(in.advantages[i]);
+      }
     }
   }
+  return are_finite;
 }
 
 const bool defined =

@@ -23,8 +23,9 @@ class SoftmaxRow {
   using Element = Element_;
   using Real = typename Vectors::Real;
 
-  SoftmaxRow(Rows<const Element> logits, const TokenRows& in, int64_t t, Real* scratch)
-      : logits_(logits.of(t)), size_(in.vocab_size), target_(in.targets[t]),
+  // The row of token t.
+  SoftmaxRow(const Element* logits, const TokenRows& in, int64_t t, Real* scratch)
+      : logits_(logits), size_(in.vocab_size), target_(in.targets[t]),
         inverse_temperature_(static_cast<Real>(1.0 / in.temperature_of(t))), exponentials_(scratch),
         tops_(scratch ? scratch + size_ + 2 * kLargestStep : nullptr) {}
 

@@ -53,7 +53,7 @@ struct Vectors : VectorTypes<Real_, lanes> {
   }
   static void write(Real* to, Reals x) { memcpy(to, &x, sizeof x); }
 
-  // kStep elements of a row. Half-precision elements come as the even and the odd ones, which needs
+  // kStep elements of a row. Bfloat16 elements come as the even and the odd ones, which needs
   // no shuffling.
   struct Pair {
     Reals first, second;
@@ -77,14 +77,6 @@ struct Vectors : VectorTypes<Real_, lanes> {
     const auto rounded = [](auto bits) { return bits + 0x7fff + ((bits >> 16) & 1); };
     const auto even = rounded(to_words(x.first)), odd = rounded(to_words(x.second));
     store_words(to, (even >> 16) | (odd & 0xffff0000));
-  }
-
-  static Pair load(const Float16* from) {
-    const auto words = load_words(from);
-    return {from_half(words & 0xffff), from_half(words >> 16)};
-  }
-  static void store(Float16* to, Pair x) {
-    store_words(to, to_half(x.first) | (to_half(x.second) << 16));
   }
 
   // The first `count` < kStep elements, the others `fill`.
@@ -128,36 +120,13 @@ struct Vectors : VectorTypes<Real_, lanes> {
   }
 
  private:
-  template <typename Half>
-  static auto load_words(const Half* from) {
+  static auto load_words(const BFloat16* from) {
     Words words;
     memcpy(&words, from, sizeof words);
     return words;
   }
-  template <typename Half>
-  static void store_words(Half* to, Words words) {
-    memcpy(to, &words, sizeof words);
-  }
+  static void store_words(BFloat16* to, Words words) { memcpy(to, &words, sizeof words); }
   static auto to_words(Reals x) { return bits_as<Words>(x); }
-
-  // Half precision, in the lower half of each word.
-  static Reals from_half(Words bits) {
-    const Words magnitude = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
-    const Words finite =
-        to_words(bits_as<Reals>(magnitude) * 0x1p112f);  // the exponents' biases differ by 112
-    return bits_as<Reals>(sign | ((bits & 0x7c00) == 0x7c00 ? magnitude | 0x7f800000 : finite));
-  }
-  static auto to_half(Reals x) {  // to nearest, ties to even
-    const Words bits = to_words(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
-    const Words normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
-    // Adding 0.5 leaves the multiples of 2^-24, half precision's subnormal steps, in the low bits,
-    // rounded.
-    const Words subnormal = to_words(bits_as<Reals>(magnitude) + 0.5f) - 0x3f000000;
-    const Words overflow = magnitude > 0x7f800000 ? Words{} + 0x7e00 : Words{} + 0x7c00;
-    Words half = magnitude < (113u << 23) ? subnormal : normal;
-    half = magnitude >= 0x477ff000 ? overflow : half;  // 65520 and above
-    return sign | half;
-  }
 };
 
 }  // namespace maxrl::cpu

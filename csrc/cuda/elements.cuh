@@ -1,7 +1,6 @@
 // The element types in registers, 16 bytes at a time.
 #pragma once
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
 #include <cstring>
@@ -18,7 +17,6 @@ __device__ inline double to_real(double x) { return x; }
 __device__ inline float to_real(BFloat16 x) {
   return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
 }
-__device__ inline float to_real(Float16 x) { return __half2float(__ushort_as_half(x.bits)); }
 
 template <typename Element, typename Real>
 __device__ inline Element from_real(Real x) {
@@ -27,10 +25,6 @@ __device__ inline Element from_real(Real x) {
 template <>
 __device__ inline BFloat16 from_real<BFloat16, float>(float x) {
   return BFloat16{__bfloat16_as_ushort(__float2bfloat16_rn(x))};
-}
-template <>
-__device__ inline Float16 from_real<Float16, float>(float x) {
-  return Float16{__half_as_ushort(__float2half_rn(x))};
 }
 
 // 2^x in one instruction; 0 below 2^-126.
@@ -63,7 +57,7 @@ union Chunk {
   static constexpr int kSize = kAccess / sizeof(Element);
   uint4 bits;
   Element elements[kSize];
-  uint32_t pairs[4];  // of half precision
+  uint32_t pairs[4];  // of bfloat16
 
   __device__ Chunk() {}
   __device__ explicit Chunk(const Element* from) : bits(*reinterpret_cast<const uint4*>(from)) {}
@@ -83,22 +77,14 @@ union Chunk {
 };
 
 // Two numbers in one register, the first in the lower half.
-__device__ inline __nv_bfloat162 pair_of(BFloat16, float low, float high) {
-  return __floats2bfloat162_rn(low, high);
-}
-__device__ inline __half2 pair_of(Float16, float low, float high) {
-  return __floats2half2_rn(low, high);
-}
-template <typename Element>
 __device__ inline uint32_t rounded_pair(float low, float high) {
-  const auto pair = pair_of(Element{}, low, high);
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   uint32_t bits;
   memcpy(&bits, &pair, sizeof bits);
   return bits;
 }
-template <typename Element>
 __device__ inline uint32_t greater(uint32_t a, uint32_t b) {
-  decltype(pair_of(Element{}, 0.0f, 0.0f)) x, y;
+  __nv_bfloat162 x, y;
   memcpy(&x, &a, sizeof x);
   memcpy(&y, &b, sizeof y);
   x = __hmax2(x, y);
@@ -112,7 +98,7 @@ __device__ inline Chunk<Element> rounded(const Real (&values)[size]) {
 #pragma unroll
   for (int i = 0; i < size; ++i) {
     if constexpr (sizeof(Element) == 2) {
-      if (i % 2 == 0) chunk.pairs[i / 2] = rounded_pair<Element>(values[i], values[i + 1]);
+      if (i % 2 == 0) chunk.pairs[i / 2] = rounded_pair(values[i], values[i + 1]);
     } else {
       chunk.elements[i] = values[i];
     }
@@ -139,8 +125,8 @@ __device__ inline void unpack(const Chunk<BFloat16>& chunk,
 template <typename Real, typename Element>
 __device__ inline Real greatest_of(const Chunk<Element>& chunk) {
   if constexpr (sizeof(Element) == 2) {
-    const uint32_t pair = greater<Element>(greater<Element>(chunk.pairs[0], chunk.pairs[1]),
-                                           greater<Element>(chunk.pairs[2], chunk.pairs[3]));
+    const uint32_t pair =
+        greater(greater(chunk.pairs[0], chunk.pairs[1]), greater(chunk.pairs[2], chunk.pairs[3]));
     const Real low = to_real(Element{static_cast<uint16_t>(pair)}),
                high = to_real(Element{static_cast<uint16_t>(pair >> 16)});
     return low > high || high != high ? low : high;

@@ -67,9 +67,10 @@ __device__ Value warp_prefix_sum(Value value) {
 
 // Every thread of every block calls this once, at its end. sum_of(i) returns the block's sum i, for
 // any thread. `workspace` has workspace_size(size) zeros. The last block to come adds all sums up
-// into workspace[0 .. size).
-template <int size, typename SumOf>
-__device__ void add_over_blocks(const SumOf& sum_of, double* workspace, int block, int num_blocks) {
+// into workspace[0 .. size), and calls use(i, sum i) on one thread.
+template <int size, typename SumOf, typename Use>
+__device__ void add_over_blocks(const SumOf& sum_of, double* workspace, int block, int num_blocks,
+                                const Use& use) {
   auto* counter = reinterpret_cast<unsigned long long*>(workspace + size);
   double* rows = workspace + size + 1;
   __shared__ bool is_last;
@@ -87,7 +88,10 @@ __device__ void add_over_blocks(const SumOf& sum_of, double* workspace, int bloc
     double sum = 0.0;
     for (int b = lane; b < num_blocks; b += kWarp) sum += __ldcg(&rows[b * size + i]);
     sum = warp_sum(sum);
-    if (lane == 0) workspace[i] = sum;
+    if (lane == 0) {
+      workspace[i] = sum;
+      use(i, sum);
+    }
   }
 }
 

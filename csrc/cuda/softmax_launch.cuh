@@ -29,7 +29,7 @@ bool launch_with(const RowLaunch& plan, const RowsTask<Element, Gradient, Work>&
                  cudaStream_t stream) {
   auto* kernel = softmax_rows<Element, Gradient, kTeam, kOnChip, Work>;
   constexpr int64_t kTeams = kRowThreads / kTeam;
-  const int64_t wanted = (task.in.num_tokens + kTeams - 1) / kTeams;
+  const int64_t wanted = (task.in.num_rows + kTeams - 1) / kTeams;
   if (kOnChip) allow_shared(kernel);
   static OncePerDevice resident_for;  // of this kernel
   const int64_t resident = resident_for.get(
@@ -46,7 +46,7 @@ bool launch_with(const RowLaunch& plan, const RowsTask<Element, Gradient, Work>&
 template <typename Element, typename Gradient, typename Work>
 void launch_rows(Rows<const Element> logits, const TokenRows& in, Rows<Gradient> gradient,
                  const Work& work, cudaStream_t stream) {
-  if (in.num_tokens == 0) return;
+  if (in.num_rows == 0) return;
   if (in.vocab_size > INT32_MAX - kRowThreads * kAccess)
     throw std::invalid_argument("a row has too many logits");
   if constexpr (sizeof(Gradient) < sizeof(Element))

@@ -8,10 +8,10 @@
 // then it may be the first half of each row.
 //
 // A kernel consists of this loop and a Work, which has a zeroed State for each team in shared
-// memory, and the functions
-//     bool plan(State&, int64_t t)
-//         whether row t must be read; otherwise its gradient is 0
-//     RowGrads evaluate(State&, int64_t t, const Softmax&)
+// memory, a Token for each row at work, and the functions
+//     bool plan(State&, int64_t row, Token&)
+//         whether the row must be read; otherwise its gradient is 0
+//     RowGrads evaluate(State&, int64_t row, const Token&, const Softmax&)
 //         dL/dlogp and dL/dH of the row
 //     template <int teams> void finish(state_of)
 //         after the last row, by every thread; state_of(team) is a State
@@ -99,9 +99,10 @@ struct RowsTask {
 };
 
 // What is known of a row before its logits are read.
-template <typename Real>
+template <typename Real, typename Token>
 struct PlannedRow {
-  int64_t t;
+  int64_t row;
+  Token token;
   double inverse_temperature, at_target;
   Real rate;
   int target;  // -1 if it is not in the vocabulary, which makes the row's results NaN
@@ -119,7 +120,8 @@ struct ResolvedRow {
 
 template <typename Gradient, typename Real, typename Work, int kWarps>
 struct TeamMemory {
-  PlannedRow<Real> rows[2];  // by turns: the next row is planned while this one is resolved
+  PlannedRow<Real, typename Work::Token>
+      rows[2];  // by turns: the next row is planned while this one is resolved
   SharedSums<Real>
       sums[2][kWarps];  // by turns: other blocks of the cluster may still read the last row's
   ResolvedRow<Gradient, Real> resolved;
@@ -129,15 +131,17 @@ struct TeamMemory {
 // This and `resolve` are separate functions, so that their double precision uses no registers
 // from the loops.
 template <typename Task, typename State, typename Planned>
-__device__ __noinline__ void plan(const Task& task, State& state, int64_t t, Planned& row) {
-  row.t = t;
-  row.must_read = t < task.in.num_tokens && task.work.plan(state, t);
-  if (!row.must_read) return;
-  row.inverse_temperature = 1.0 / task.in.temperature_of(t);
-  row.rate = static_cast<decltype(row.rate)>(kLog2E * row.inverse_temperature);
-  row.target = task.in.is_target_valid(t) ? static_cast<int>(task.in.targets[t]) : -1;
-  row.at_target = row.target < 0 ? static_cast<double>(NAN)
-                                 : static_cast<double>(to_real(task.logits.of(t)[row.target]));
+__device__ __noinline__ void plan(const Task& task, State& state, int64_t row, Planned& planned) {
+  planned.row = row;
+  planned.must_read = row < task.in.num_rows && task.work.plan(state, row, planned.token);
+  if (!planned.must_read) return;
+  const int64_t t = task.in.token_of(row);
+  planned.inverse_temperature = 1.0 / task.in.temperature_of(t);
+  planned.rate = static_cast<decltype(planned.rate)>(kLog2E * planned.inverse_temperature);
+  planned.target = task.in.is_target_valid(t) ? static_cast<int>(task.in.targets[t]) : -1;
+  planned.at_target = planned.target < 0
+                          ? static_cast<double>(NAN)
+                          : static_cast<double>(to_real(task.logits.of(row)[planned.target]));
 }
 
 // The sums of this thread's elements of a row; on the chip, the row's part is kept in shared
@@ -236,7 +240,7 @@ __device__ __noinline__ void resolve(const Work& work,
   resolved.base = base;
   resolved.softmax = Softmax(part, row.at_target, row.inverse_temperature);
   const RowGradient gradient =
-      resolved.softmax.gradient(work.evaluate(memory.state, row.t, resolved.softmax));
+      resolved.softmax.gradient(work.evaluate(memory.state, row.row, row.token, resolved.softmax));
   resolved.constant = static_cast<Real>(factor * (gradient.constant + gradient.slope * shift));
   resolved.slope = static_cast<Real>(factor * gradient.slope * kLn2);
   resolved.at_target = from_real<Gradient>(static_cast<Real>(gradient.at_target));
@@ -314,18 +318,18 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(RealOf<Element>) == 4 ? 4 
 
   int sums_turn = 0;
   // What is in shared memory is read again after each barrier, rather than kept in registers.
-  for (int turn = 0; memory.rows[turn].t < task.in.num_tokens; turn ^= 1) {
+  for (int turn = 0; memory.rows[turn].row < task.in.num_rows; turn ^= 1) {
     const auto& planned = memory.rows[turn];
     const auto plan_next = [&] {
       const int64_t step = int64_t{gridDim.x / cluster_size} * kTeams;
-      if (plans) plan(task, memory.state, planned.t + step, memory.rows[turn ^ 1]);
+      if (plans) plan(task, memory.state, planned.row + step, memory.rows[turn ^ 1]);
     };
     const auto part_of_row = [&] {
-      return RowPart<Element>(task.logits.of(planned.t), task.in.vocab_size, rank, cluster_size);
+      return RowPart<Element>(task.logits.of(planned.row), task.in.vocab_size, rank, cluster_size);
     };
     if (planned.must_read) {
       const ThreadSoftmax<Real> mine = sums_of<kTeam, kOnChip>(
-          task.logits.of(planned.t), part_of_row(), thread, planned.rate, planned.target, kept);
+          task.logits.of(planned.row), part_of_row(), thread, planned.rate, planned.target, kept);
       store_sums(mine, memory.sums[sums_turn][thread / kWarp]);
       sync_row();
       if (thread < kWarp) resolve(task.work, memory, turn, sums_turn, cluster_size);
@@ -333,13 +337,13 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(RealOf<Element>) == 4 ? 4 
       plan_next();
       sync_team();
       if (task.gradient.data)
-        write_gradient<kTeam, kOnChip>(task.logits.of(planned.t), task.gradient.of(planned.t),
+        write_gradient<kTeam, kOnChip>(task.logits.of(planned.row), task.gradient.of(planned.row),
                                        part_of_row(), thread, planned.rate, planned.target,
                                        memory.resolved, kept, sync_team);
     } else {
       if (task.gradient.data) {
         write_row<kTeam>(
-            task.gradient.of(planned.t), part_of_row(), thread,
+            task.gradient.of(planned.row), part_of_row(), thread,
             [](int) { return Chunk<Gradient>::zeros(); }, [](int) { return Gradient{}; });
       }
       sync_team();  // no thread writes the last row any more, whose place the plan of the next row

@@ -6,18 +6,20 @@ namespace {
 
 struct WithoutState {
   struct State {};
+  struct Token {};
   template <int teams, typename StateOf>
   __device__ void finish(const StateOf&) const {}
 };
 
 template <typename Real>
 struct ForwardWork : WithoutState {
+  TokenRows in;
   Real *logprobs, *entropy;
 
-  __device__ bool plan(State&, int64_t) const { return true; }
-  __device__ RowGrads evaluate(State&, int64_t t, const Softmax& softmax) const {
-    logprobs[t] = static_cast<Real>(softmax.logp);
-    entropy[t] = static_cast<Real>(softmax.entropy);
+  __device__ bool plan(State&, int64_t row, Token&) const { return in.counts(in.token_of(row)); }
+  __device__ RowGrads evaluate(State&, int64_t row, const Token&, const Softmax& softmax) const {
+    logprobs[row] = static_cast<Real>(softmax.logp);
+    entropy[row] = static_cast<Real>(softmax.entropy);
     return {0.0, 0.0};
   }
 };
@@ -26,11 +28,11 @@ template <typename Real>
 struct BackwardWork : WithoutState {
   const Real *grad_logprobs, *grad_entropy;
 
-  __device__ bool plan(State&, int64_t t) const {
-    return grad_logprobs[t] != 0 || grad_entropy[t] != 0;
+  __device__ bool plan(State&, int64_t row, Token&) const {
+    return grad_logprobs[row] != 0 || grad_entropy[row] != 0;
   }
-  __device__ RowGrads evaluate(State&, int64_t t, const Softmax&) const {
-    return {static_cast<double>(grad_logprobs[t]), static_cast<double>(grad_entropy[t])};
+  __device__ RowGrads evaluate(State&, int64_t row, const Token&, const Softmax&) const {
+    return {static_cast<double>(grad_logprobs[row]), static_cast<double>(grad_entropy[row])};
   }
 };
 
@@ -51,7 +53,7 @@ __global__ void scale_rows(Rows<Element> matrix, int64_t num_rows, int64_t row_s
 
 template <typename Element>
 void token_logprobs(const TokenLogprobs<Element>& call, cudaStream_t stream) {
-  const ForwardWork<RealOf<Element>> work{{}, call.logprobs, call.entropy};
+  const ForwardWork<RealOf<Element>> work{{}, call.tokens, call.logprobs, call.entropy};
   launch_rows(call.logits, call.tokens, Rows<Element>{}, work, stream);
 }
 
@@ -79,10 +81,8 @@ bool define() {
          define_kernel("scale", scale<Element>);
 }
 const bool defined =
-    define<float>() && define<double>() && define<BFloat16>() && define<Float16>() &&
-    define_kernel("token_logprobs_backward_in_bfloat16",
-                  token_logprobs_backward<float, BFloat16>) &&
-    define_kernel("token_logprobs_backward_in_float16", token_logprobs_backward<float, Float16>);
+    define<float>() && define<double>() && define<BFloat16>() &&
+    define_kernel("token_logprobs_backward_in_bfloat16", token_logprobs_backward<float, BFloat16>);
 
 }  // namespace
 }  // namespace maxrl::cuda

@@ -5,18 +5,22 @@
 namespace maxrl::cuda {
 namespace {
 
+template <typename Real>
 struct LossWork {
   TokenLossInputs in;
   LossTerms terms;
   double* workspace;
+  Real* total;
 
   using State = LossSums;
+  using Token = PlannedToken;
 
-  __device__ __noinline__ bool plan(State& sums, int64_t t) const {
-    return count_token(in, terms, t, sums);
+  __device__ __noinline__ bool plan(State& sums, int64_t row, Token& token) const {
+    return plan_token(in, terms, row, sums, token);
   }
-  __device__ __noinline__ RowGrads evaluate(State& sums, int64_t t, const Softmax& softmax) const {
-    return evaluate_row(in, terms, t, softmax, sums);
+  __device__ __noinline__ RowGrads evaluate(State& sums, int64_t, const Token& token,
+                                            const Softmax& softmax) const {
+    return evaluate_row(in, terms, token, softmax, sums);
   }
   template <int teams, typename StateOf>
   __device__ void finish(const StateOf& state_of) const {
@@ -28,7 +32,11 @@ struct LossWork {
     // All blocks of a cluster have the same sums: the first adds them.
     const unsigned size = Cluster::size();
     if (Cluster::rank() == 0)
-      add_over_blocks<LossSums::kSize>(sum_of, workspace, blockIdx.x / size, gridDim.x / size);
+      add_over_blocks<LossSums::kSize>(sum_of, workspace, blockIdx.x / size, gridDim.x / size,
+                                       [this](int i, double sum) {
+                                         if (total && i == LossSums::kLoss)
+                                           *total = static_cast<Real>(sum);
+                                       });
   }
 };
 
@@ -36,14 +44,12 @@ struct LossWork {
 
 template <typename Element, typename Gradient>
 void token_loss(const TokenLossCall<Element, Gradient>& call, cudaStream_t stream) {
-  const LossWork work{call.inputs, call.terms, call.sums};
+  const LossWork<RealOf<Element>> work{call.inputs, call.terms, call.sums, call.total};
   launch_rows(call.logits, call.inputs.tokens, call.gradient, work, stream);
 }
 
-const bool defined =
-    define_kernel("token_loss", token_loss<float, float>, token_loss<double, double>,
-                  token_loss<BFloat16, BFloat16>, token_loss<Float16, Float16>) &&
-    define_kernel("token_loss_in_bfloat16", token_loss<float, BFloat16>) &&
-    define_kernel("token_loss_in_float16", token_loss<float, Float16>);
+const bool defined = define_kernel("token_loss", token_loss<float, float>,
+                                   token_loss<double, double>, token_loss<BFloat16, BFloat16>) &&
+                     define_kernel("token_loss_in_bfloat16", token_loss<float, BFloat16>);
 
 }  // namespace maxrl::cuda

@@ -17,8 +17,7 @@ from maxrl_fast.model import flash
 from maxrl_fast.model.flash import VarlenSpec
 from maxrl_fast.model.recurrence import Levels, levels_of
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.derivatives import check_first_order
-from maxrl_fast.ops.dispatch import KernelLaunch, dtype_name
+from maxrl_fast.ops.dispatch import KernelLaunch, check_first_order, dtype_name
 from maxrl_fast.records import ranges
 from maxrl_fast.runtime.device import to_device
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.derivatives import check_first_order
-from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch
+from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch, check_first_order
 
 CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.derivatives import check_first_order
-from maxrl_fast.ops.dispatch import KernelLaunch
+from maxrl_fast.ops.dispatch import KernelLaunch, check_first_order
 
 FEWEST_ROWS = 64  # below it, packing the matrix costs too much
 LARGEST_MATRIX = 1 << 20  # numbers; PyTorch's products of larger ones are as fast

@@ -8,11 +8,11 @@ checks of values would wait, results become NaN in place of an error, and infini
 """
 
 from maxrl_fast.algorithms.estimators import ESTIMATORS
-from maxrl_fast.algorithms.losses import LOSSES
-from maxrl_fast.algorithms.losses import token_loss as _token_loss
+from maxrl_fast.algorithms.losses import LOSSES, token_loss
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.ops.divergence import linear_divergence
 from maxrl_fast.ops.group_advantage import (
+    effective_weight,
     expected_improvement,
     group_advantage,
     grpo_advantage,
@@ -21,12 +21,13 @@ from maxrl_fast.ops.group_advantage import (
     maxrl_advantage,
     rloo_advantage,
 )
-from maxrl_fast.ops.linear_loss import linear_policy_gradient_loss, linear_token_logprobs
+from maxrl_fast.ops.loss import (
+    linear_policy_gradient_loss,
+    linear_token_logprobs,
+    policy_gradient_loss,
+    token_logprobs,
+)
 from maxrl_fast.ops.pacs import log_ratio_reward, pacs_loss
-from maxrl_fast.ops.register import effective_weight, register_estimator
-from maxrl_fast.ops.token_loss import policy_gradient_loss, token_logprobs
-
-token_loss = _token_loss  # not the module of this name, which the import above binds here
 
 __all__ = [
     "ESTIMATORS",
@@ -45,7 +46,6 @@ __all__ = [
     "maxrl_advantage",
     "pacs_loss",
     "policy_gradient_loss",
-    "register_estimator",
     "rloo_advantage",
     "token_logprobs",
     "token_loss",

@@ -48,6 +48,21 @@ def eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resu
     return call
 
 
+def check_first_order(function: str) -> None:
+    """Raise RuntimeError in a backward pass with create_graph=True.
+
+    torch's once_differentiable raises only if the incoming gradient requires a gradient, so a
+    gradient penalty would be silently missing from the loss. In forward mode and in the transforms
+    of torch.func PyTorch itself raises, as every Function of the package takes the context in its
+    forward pass.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{function} can be differentiated once only, got create_graph=True, which asks for a "
+            "second derivative"
+        )
+
+
 def check_fields(record: str, fields: tuple[str, ...]) -> None:
     compiled = getattr(_C, "FIELDS", {}).get(record)
     if compiled != fields:
@@ -102,6 +117,10 @@ class KernelLaunch:
             )
         # resolved: a view whose memory has the other sign
         return self.keep(tensor.resolve_neg() if tensor.is_neg() else tensor)
+
+    def matrix(self, name: str, x: Tensor) -> tuple[int, int]:
+        """Return Rows of csrc/token_loss.h."""
+        return self.address(name, x, x.dtype, tuple(x.shape), True), x.stride(0)
 
     def addresses(
         self, dtype: torch.dtype, *shape: int, **tensors: Tensor | None

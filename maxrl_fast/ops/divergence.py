@@ -1,5 +1,6 @@
 """The exact divergence of a policy from a teacher, from hidden states, in plain PyTorch."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,10 +9,10 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_choice, check_number, is_host_readable
 from maxrl_fast.algorithms.options import Limit
-from maxrl_fast.ops.derivatives import LossWithGradients, needs_gradient
 from maxrl_fast.ops.dispatch import eager
 from maxrl_fast.ops.logit_chunks import Chunks, check_hidden
-from maxrl_fast.ops.token_batch import (
+from maxrl_fast.ops.loss_kernel import (
+    LossFunction,
     check_tokens,
     check_values,
     loss_denominator,
@@ -80,7 +81,7 @@ def linear_divergence(
         )
     has_zeros = coefficients is not None
     c = torch.ones(size, device=device) if coefficients is None else coefficients
-    check_tokens(size, device, mask=None, coefficients=c)
+    check_tokens(size, device, coefficients=c)
     mask = c != 0
     if is_host_readable(c):
         check_values("coefficients", c, "finite", ~c.double().isfinite(), None)
@@ -88,10 +89,8 @@ def linear_divergence(
     divisor = loss_denominator(denominator, "token_mean", size, 0, mask, device)
     compute = partial(
         linear_divergences,
-        hidden,
-        weight,
-        teacher_hidden.detach(),
-        teacher_weight.detach(),
+        teacher_hidden=teacher_hidden.detach(),
+        teacher_weight=teacher_weight.detach(),
         coefficients=c.detach().double() / divisor,
         temperature=tau,
         has_zeros=has_zeros,
@@ -100,15 +99,27 @@ def linear_divergence(
         softcap=softcap,
         teacher_softcap=teacher_softcap,
         chunk=chunk,
-        needed=(needs_gradient(hidden), needs_gradient(weight)),
+        needed=[torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)],
     )
-    sums = LossWithGradients.apply("linear_divergence", compute, hidden, weight)
-    return sums[0].to(real), {"divergence": sums.detach()[1:]}
+    values = c.new_zeros(size, dtype=torch.float64)
+    loss = _Divergence.apply(hidden, weight, values, compute)
+    return loss.to(real), {"divergence": values}
+
+
+class _Divergence(LossFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, values: Tensor, compute: Callable[..., Any]
+    ) -> Tensor:
+        loss, *gradients = compute(hidden, weight, values)
+        LossFunction.save(ctx, "linear_divergence", *gradients)
+        return loss
 
 
 def linear_divergences(
     hidden: Tensor,
     weight: Tensor,
+    to: Tensor,
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
     coefficients: Tensor,
@@ -119,9 +130,10 @@ def linear_divergences(
     softcap: float,
     teacher_softcap: float,
     chunk: int,
-    needed: tuple[bool, bool],
+    needed: list[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the loss and all D, [1 + T], and the needed gradients of hidden and weight."""
+    """Return the loss [] float64 and the needed gradients of hidden and weight, and write all D
+    [T] `to`."""
     index: Any = coefficients.nonzero()[:, 0] if has_zeros else slice(None)
     c, tau = coefficients[index], temperature[index, None]
     slopes = (c[:, None] / tau).to(tau.dtype)
@@ -146,9 +158,8 @@ def linear_divergences(
     grad_hidden, grad_weight = chunks.gradients()
     if grad_hidden is not None and has_zeros:
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_hidden)
-    sums = values.new_zeros(1 + len(hidden))
-    sums[0], sums[1:][index] = c.dot(values), values
-    return sums, grad_hidden, grad_weight
+    to[index] = values
+    return c.dot(values), grad_hidden, grad_weight
 
 
 def _divergence(

@@ -14,9 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from maxrl_fast.algorithms.losses.registry import checked
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO, Tokens, limited
 from maxrl_fast.ops.logit_chunks import capped_logits, default_chunk, logits_dtype
-from maxrl_fast.ops.loss_terms import LossTerms
-from maxrl_fast.ops.token_batch import TokenBatch, real_dtype
-from maxrl_fast.ops.token_loss_kernel import LossSums
+from maxrl_fast.ops.loss_kernel import LossSums, LossTerms, TokenBatch, real_dtype
 
 _COPIES = 8  # float32 copies of a chunk of logits that functions of them and gradients need
 

@@ -1,28 +1,43 @@
-"""Group advantages by any estimator: argument checks, then the kernel or the function."""
+"""Group advantages by any estimator, and how an estimator weighs a prompt.
 
+The kernel (csrc/group_advantage.h) computes those that have a `Kernel`; on a GPU nothing is read
+back, so that a CUDA graph can capture it.
+"""
+
+import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.arguments import check_finite, check_tensor, is_host_readable, is_integer
+from maxrl_fast.algorithms.arguments import (
+    check_finite,
+    check_integer,
+    check_tensor,
+    is_host_readable,
+    is_integer,
+)
 from maxrl_fast.algorithms.estimator import INPUTS, OBJECTS
-from maxrl_fast.algorithms.estimators import Estimator, Group, find_estimator
+from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group, find_estimator
 from maxrl_fast.algorithms.options import check_options
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops.dispatch import eager, has_kernels
-from maxrl_fast.ops.group_advantage_kernel import group_advantage as _kernel
-from maxrl_fast.ops.groups import PaddedGroups, check_numbers
+from maxrl_fast.ops import dispatch
+from maxrl_fast.ops.dispatch import KernelLaunch, eager, has_kernels, is_gpu
+from maxrl_fast.runtime.loading import describe_error
 
 # Up to it squares and differences stay finite: kLargestReward of csrc/group_advantage.h.
 _LARGEST = 1e150
+_MOST = 10_000  # n of effective_weight: the rewards of its n + 1 groups take 8 n^2 bytes
 # Kinds of the tensors with the rewards' shape; greedy_correct may also have one value per group.
 _KINDS = {
     **{"valid": "bool", "greedy_correct": "bool", "group_ids": "integers", "lengths": "integers"},
     **{"logprobs": "floating", "log_ratios": "floating", "truncated": "bool"},
 }
+_KERNEL_DTYPES = (torch.float32, torch.float64)
 
 
 @eager
@@ -32,7 +47,6 @@ def group_advantage(
     *,
     k: int | None = None,
     order: int | None = None,
-    offsets: Tensor | None = None,
     group_ids: Tensor | None = None,
     valid: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -48,15 +62,14 @@ def group_advantage(
     truncated: Tensor | None = None,
     **options: float,
 ) -> Tensor:
-    """Return the advantages of rollouts within their groups (formulas: `ESTIMATORS`).
+    """Return the advantages of rollouts within their groups (docs/advantages.md).
 
     Args:
-        rewards: [G, N] or [..., N], each row a group; or flat [S] with offsets or group_ids. Any
-            real dtype, or lists of numbers.
-        estimator: a name in `ESTIMATORS`, or an `Estimator`.
+        rewards: [G, N] or [..., N], each row a group; or flat [S] with group_ids. Any real dtype,
+            or lists of numbers.
+        estimator: a name in `ESTIMATORS`, a function of rewards [G, N], or an `Estimator`.
         k: size of the max@k objective, for estimators that have it.
         order: truncation of MaxRL, 1 <= order <= N-1. Default: N-1, the full order of each group.
-        offsets: [G+1] int64 from 0 to S: group g is rewards[offsets[g] : offsets[g+1]].
         group_ids: [S] integers in any order; equal ids form a group.
         valid: bool, like rewards. Invalid rollouts are left out of their groups, and get 0.
         lengths, logprobs: like rewards: tokens of each response, and their mean log-prob.
@@ -65,33 +78,36 @@ def group_advantage(
         reward_weights: R weights of the parts, default 1.
         truncated: bool, like rewards: responses that the length limit ended.
         prompts, texts, components: given to a custom function that asks for them as they are.
-        log_ratios: like rewards: log pi(y_i) - log mu(y_i) of whole responses sampled by the policy
-            mu, clamped to [-20, 20]; the gradient is that of pi.
+        log_ratios: like rewards: log pi(y_i) - log mu(y_i) of whole responses sampled by mu.
         options: further options of the estimator, such as eps, ddof, quantile, tau.
 
     Returns:
-        Advantages like rewards, float32 if these are not floating; not differentiable. Groups of
-        one with centred estimators, and uneven groups with too few rollouts for k, get 0. A custom
+        Advantages like rewards, float32 if these are not floating; not differentiable. A custom
         function of rewards [G, N] with `lengths` may return one for each of their tokens, [T].
 
-    Uneven groups are padded to the largest, whose size is read from the device. On the CPU numbers
-    that are not finite, not allowed for the estimator or beyond 1e150 are errors. A GPU would wait:
-    there the advantages of the group, or the batch, become NaN."""
-    if isinstance(rewards, list):
-        rewards = torch.tensor(rewards)
+    Raises ValueError and TypeError. On the CPU numbers that are not finite, not allowed for the
+    estimator or beyond 1e150 are errors; a GPU would wait, and the group, or the batch, is NaN."""
+    given = (lengths, logprobs, greedy_correct, greedy_rewards, reward_parts, prompts, log_ratios)
+    given += texts, components, truncated
+    if (
+        group_ids is None
+        and valid is None
+        and reward_weights is None
+        and not any(x is not None for x in given)
+    ):
+        advantages = _of_full_groups(rewards, estimator, k, order, options)
+        if advantages is not None:
+            return advantages
+    rewards = torch.tensor(rewards) if isinstance(rewards, list) else rewards
     check_tensor("rewards", rewards)
-    shape, is_flat = rewards.shape, offsets is not None or group_ids is not None
+    shape, is_flat = rewards.shape, group_ids is not None
     if (len(shape) == 1) != is_flat or not shape:
-        wanted = "[..., N], or flat [S] with offsets or group_ids"
+        wanted = "[..., N], or flat [S] with group_ids"
         raise InputError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
     row = find_estimator(estimator)
-    is_alone = not is_flat and shape[-1] == 1 and row.centred  # its advantage is 0, for any size
-    size = row.resolve_size(None if is_flat or is_alone else shape[-1], k, order)
-    numbers = check_options(row.name, row.options, options)
-    given = lengths, logprobs, greedy_correct, greedy_rewards, reward_parts, prompts, log_ratios
-    known = dict(zip(INPUTS, (*given, texts, components, truncated), strict=True))
-    inputs = _inputs(row, known, reward_weights)
-    _check_tensors(rewards, inputs | {"offsets": offsets, "group_ids": group_ids, "valid": valid})
+    size, numbers = _resolve(row, None if is_flat else shape[-1], k, order, options)
+    inputs = _inputs(row, dict(zip(INPUTS, given, strict=True)), reward_weights)
+    _check_tensors(rewards, inputs | {"group_ids": group_ids, "valid": valid})
     if reward_parts is not None:
         inputs["reward_weights"] = _weights(reward_weights, len(reward_parts))
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
@@ -99,7 +115,7 @@ def group_advantage(
         return torch.zeros_like(rewards, dtype=dtype)
     if valid is not None and not row.takes_valid:
         raise ValueError(f"{row.name} has no parameter valid, so all rewards must be there")
-    groups = PaddedGroups.of(rewards, offsets, group_ids, valid)
+    groups = PaddedGroups.of(rewards, group_ids, valid)
     if size and groups.valid is not None and is_host_readable(groups.valid):
         largest = int(groups.valid.sum(1).max())
         if row.size is not None and largest > 1:
@@ -108,21 +124,195 @@ def group_advantage(
     if row.kernel is not None and isinstance(estimator, str) and has_kernels(rewards.device):
         is_small = padded.dtype == torch.float32 or padded.element_size() <= 2
         padded = padded.to(torch.float32 if is_small else torch.float64).contiguous()
-        mask = None if groups.valid is None else groups.valid.contiguous()
-        advantages: Tensor = _kernel(padded, mask, row.name, size, list(numbers.values()))
+        advantages, _ = by_kernel(padded, groups.valid, row, size, numbers)
     else:
         inputs = {"rewards": rewards.detach()} | inputs
         advantages = _by_function(row, groups, inputs, dtype, size, numbers)
     if advantages.dim() == 2:  # otherwise of tokens
         advantages = groups.unpad(advantages)
     advantages = advantages.to(dtype)
-    if is_host_readable(advantages) and not math.isfinite(_sum(advantages)):
-        check_numbers(row, "rewards", padded.double(), groups, _LARGEST)
+    if is_host_readable(advantages):
         beyond = (~advantages.double().isfinite()).flatten().nonzero()
         if len(beyond):
+            check_numbers(row, "rewards", padded.double(), groups)
             got = f"{float(advantages.flatten()[beyond[0]])} at index {int(beyond[0])}"
             raise ValueError(f"the advantages of {row.name} must be finite in {dtype}, got {got}")
     return advantages
+
+
+def _of_full_groups(
+    rewards: Any, estimator: Any, k: Any, order: Any, options: dict[str, float]
+) -> Tensor | None:
+    """Return what the CPU's kernel computes of rewards [G, N] as they are; None for all that needs
+    another way, or an error."""
+    row = ESTIMATORS.get(estimator) if type(estimator) is str else None
+    if row is None or row.kernel is None or row.inputs or type(rewards) is not Tensor:
+        return None
+    if (
+        rewards.dtype not in _KERNEL_DTYPES
+        or rewards.dim() != 2
+        or rewards.numel() == 0
+        or not rewards.is_contiguous()
+        or is_gpu(rewards.device)
+        or rewards.device.type != "cpu"
+    ):
+        return None
+    with contextlib.suppress(TypeError):  # what cannot be a key is refused by the other way
+        size, numbers = _planned(row, rewards.shape[1], k, order, tuple(options), *options.values())
+        advantages, are_finite = by_kernel(rewards, None, row, size, numbers)
+        return advantages if are_finite else None
+    return None
+
+
+@lru_cache(maxsize=256, typed=True)  # 2.0 is not an integer
+def _planned(
+    row: Estimator, n: int, k: Any, order: Any, names: tuple[str, ...], *values: float
+) -> tuple[int, dict[str, float]]:
+    return _resolve(row, n, k, order, dict(zip(names, values, strict=True)))
+
+
+def _resolve(
+    row: Estimator, n: int | None, k: Any, order: Any, options: dict[str, float]
+) -> tuple[int, dict[str, float]]:
+    """Return the size, 0 for the largest that fits groups of n (None: uneven), and all options."""
+    is_alone = n == 1 and row.centred  # its advantage is 0, for any size
+    size = row.resolve_size(None if is_alone else n, k, order)
+    return size, check_options(row.name, row.options, options)
+
+
+def by_kernel(
+    rewards: Tensor, valid: Tensor | None, row: Estimator, size: int, options: dict[str, float]
+) -> tuple[Tensor, bool]:
+    """Return advantages of rewards [G, N], and on a CPU whether all of them are finite."""
+    call, kernel = KernelLaunch(rewards.device), row.kernel
+    assert kernel is not None, f"{row.name} has no kernel"
+    tables, num_tables = 0, 0
+    if kernel.table is not None and valid is None:
+        tables = call.keep_cached(_table_of_full_groups(row, size, rewards.shape[1], call.device))
+        num_tables = 1
+    elif kernel.table is not None and valid is not None:
+        sizes, of_group = valid.sum(1), slice(None)  # [G]
+        if not dispatch.is_gpu(call.device):  # a GPU would wait
+            sizes, of_group = sizes.unique(return_inverse=True)
+        group = Group.of_sizes(sizes, rewards.shape[1])
+        tables, num_tables = call.keep(_table(row, size, group)[of_group]), len(rewards)
+    advantages = torch.empty_like(rewards)
+    are_finite = call.launch(
+        "group_advantage",
+        dtype=rewards.dtype,
+        num_groups=rewards.shape[0],
+        group_size=rewards.shape[1],
+        rewards=call.address("rewards", rewards, rewards.dtype, rewards.shape),
+        valid=None if valid is None else valid.contiguous(),
+        tables=tables,
+        num_tables=num_tables,
+        centred=kernel.centred,
+        scale=kernel.scale,
+        eps=options.get("eps", 0.0),
+        ddof=int(options.get("ddof", 0)),
+        advantages=advantages,
+    )
+    return advantages, bool(are_finite)
+
+
+def _table(row: Estimator, size: int, group: Group) -> Tensor:
+    """Return the rank tables [G, 2, N]; 0 for groups that are too small for the size."""
+    assert row.kernel is not None
+    assert row.kernel.table is not None
+    if row.size is None:
+        return row.kernel.table(group, 0)
+    sizes = size or group.n - row.size.below_n
+    fits = (row.size.smallest <= sizes) & (sizes <= group.n - row.size.below_n)  # [G, 1]
+    return row.kernel.table(group, sizes).masked_fill(~fits[:, None], 0.0)
+
+
+# Other threads may drop cached tables, and other streams may read them: see
+# KernelLaunch.keep_cached.
+@lru_cache(maxsize=256)
+def _table_of_full_groups(row: Estimator, size: int, n: int, device: torch.device) -> Tensor:
+    group = Group.of_sizes(torch.tensor([n]), n)
+    # A copy from pageable host memory is complete when `to` returns: every stream may read it.
+    return _table(row, size, group).contiguous().to(device)
+
+
+forget_tables = _table_of_full_groups.cache_clear
+
+
+@dataclass(frozen=True)
+class PaddedGroups:
+    """Where the rollouts of rewards [..., N], or [S] in uneven groups, stand in [G, N]."""
+
+    shape: torch.Size  # of the rewards
+    num_groups: int | None  # None: group_ids have no order
+    index: Tensor | None = None  # [G, N] of each rollout in [S]; None: the rewards are [..., N]
+    present: Tensor | None = None  # [G, N] bool, whether there is a rollout; None: everywhere
+    valid: Tensor | None = None  # [G, N] bool, whether it is there and valid; None: everywhere
+
+    @classmethod
+    def of(cls, rewards: Tensor, group_ids: Tensor | None, valid: Tensor | None) -> "PaddedGroups":
+        """Pad to the largest group, whose size is read from the device."""
+        shape, total, device = rewards.shape, rewards.numel(), rewards.device
+        if group_ids is None:
+            valid = None if valid is None else valid.reshape(-1, shape[-1])
+            return cls(shape, total // shape[-1], valid=valid)
+        ids, order = group_ids.long().sort(stable=True)
+        group = (ids.diff(prepend=ids[:1]) != 0).long().cumsum(0)  # [S], 0, 0, 1, ...
+        num_groups = int(group[-1]) + 1
+        bounds = torch.searchsorted(group, torch.arange(num_groups + 1, device=device))
+        sizes = bounds.diff()
+        place = torch.arange(int(sizes.max()), device=device)  # [N]
+        present = place < sizes[:, None]  # [G, N]
+        index = order[(bounds[:-1, None] + place).clamp(0, total - 1)]
+        valid = present if valid is None else present & valid[index]
+        return cls(shape, None, index, present, valid)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Return [..., G, N] of [..., *shape]."""
+        if self.index is not None:
+            return x[..., self.index]
+        return x.reshape(*x.shape[: x.dim() - len(self.shape)], -1, self.shape[-1])
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """Return [*shape] of [G, N]."""
+        if self.index is None or self.present is None:
+            return x.reshape(self.shape)
+        total = self.shape[0]  # one more number takes what is written for absent rollouts
+        index = torch.where(self.present, self.index, total).flatten()
+        return x.new_zeros(total + 1).scatter(0, index, x.flatten())[:-1]
+
+
+def check_numbers(row: Estimator, name: str, x: Tensor, groups: PaddedGroups) -> Tensor | None:
+    """Raise ValueError for the first of the numbers [..., G, N] that the estimator cannot take.
+
+    Where the check would wait for the device, return which groups must become NaN: [G, 1] bool, or
+    [1, 1] if the batch scales all groups. Otherwise None.
+    """
+    wanted, wrong = "finite", ~(x.abs() <= _LARGEST)
+    if name == "lengths":
+        wanted, wrong = "at least 0", x < 0
+    elif name == "log_ratios":
+        wanted, wrong = "numbers", x.isnan()  # they are clamped
+    elif name == "reward_parts":
+        wrong = x.abs() > _LARGEST  # NaN is allowed: a part that does not apply
+    elif name == "rewards" and row.binary:
+        wrong = (x != 0) & (x != 1)
+    wrong = wrong if groups.valid is None else wrong & groups.valid
+    if not is_host_readable(wrong):
+        unusable = wrong.any(-1, keepdim=True).view(-1, wrong.shape[-2], 1).any(0)
+        return unusable.any(0, keepdim=True) if row.over_batch else unusable
+    if bool(wrong.any()):
+        place = wrong.nonzero()[0].tolist()
+        number, (group, rollout) = float(x[tuple(place)]), place[-2:]
+        if wanted == "finite" and math.isfinite(number):
+            is_binary = name == "rewards" and row.binary
+            limit = "0 or 1" if is_binary else f"at most {_LARGEST:g} in magnitude"
+            wanted = f"{limit} for {row.name}"
+        index = "" if groups.index is None else f" (index {int(groups.index[group, rollout])})"
+        got = repr(number).removesuffix(".0")
+        raise ValueError(
+            f"{name} must be {wanted}, got {got} in group {group}, rollout {rollout}{index}"
+        )
+    return None
 
 
 def _inputs(
@@ -200,7 +390,7 @@ def _by_function(
                 x = x.long()
             x = x if valid is None else x.masked_fill(~valid, 0)
             if x.dtype != torch.bool:
-                wrong = check_numbers(row, name, x, groups, _LARGEST)
+                wrong = check_numbers(row, name, x, groups)
                 if wrong is not None:
                     unusable = wrong if unusable is None else unusable | wrong
         values[name] = x
@@ -233,15 +423,11 @@ def _by_function(
     return torch.where(exists, advantages, 0.0)
 
 
-def _sum(x: Tensor) -> float:
-    return float((x if x.element_size() > 1 else x.float()).sum())  # float8 has no sums
-
-
 def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:
     """Return S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1).
 
-    Its mean gradient is (1/k) grad max@k. This and the next functions also take offsets, group_ids
-    and valid, as in `group_advantage`."""
+    Its mean gradient is (1/k) grad max@k. This and the next functions also take group_ids and
+    valid, as in `group_advantage`."""
     return group_advantage(rewards, "maxpo", k=k, **layout)
 
 
@@ -270,3 +456,72 @@ def grpo_advantage(rewards: Tensor, *, eps: float = 1e-6, ddof: int = 1, **layou
 def rloo_advantage(rewards: Tensor, **layout: Any) -> Tensor:
     """Return r minus the mean of the other rewards, of rewards [..., N] (Ahmadian et al. 2024)."""
     return group_advantage(rewards, "rloo", **layout)
+
+
+def try_out(
+    row: Estimator, estimator: str | Estimator, num_rollouts: int = 4, **options: Any
+) -> Tensor:
+    """Return the advantages of a small example, [4, N] or [T]; raise ValueError if that fails."""
+    rewards = torch.zeros(4, num_rollouts)
+    rewards[0, 0] = 1  # correct rollouts by row: one, half of them, none, all
+    rewards[1, : (num_rollouts + 1) // 2] = 1
+    rewards[3] = 1
+    try:
+        return group_advantage(rewards, estimator, **example_inputs(row, rewards), **options)
+    except ValueError as error:
+        raise ValueError(f"{error}, on a small example") from error
+    except (Exception, SystemExit) as error:
+        what = f"{row.name} fails on a small example"
+        raise ValueError(f"{what}: {describe_error(error)}") from error
+
+
+def example_inputs(row: Estimator, rewards: Tensor) -> dict[str, Any]:
+    """Return the inputs of an estimator for rewards [G, N]."""
+    numbers = torch.arange(1, rewards.numel() + 1).view(rewards.shape)
+    return {name: INPUTS[name](numbers) for name in row.inputs}
+
+
+def effective_weight(
+    estimator: str,
+    n: int,
+    pass_rate: Tensor,
+    *,
+    k: int | None = None,
+    order: int | None = None,
+    **options: float,
+) -> Tensor:
+    """Return W_n(p), the factor of a prompt's gradient under an estimator, for rewards 0 or 1.
+
+    E[(1/n) sum_i A_i grad log pi(y_i)] = W_n(p) grad p, exactly at finite n, with W_n(p) = E_{c ~
+    Bin(n-1, p)} [A_correct(c+1) - A_wrong(c)], where A_correct(c) and A_wrong(c) are the advantages
+    of a correct and a wrong rollout if c rollouts are correct. For opo all lengths are equal.
+
+    Args:
+        estimator: a name in `ESTIMATORS` whose advantages depend only on the rewards of the group.
+        n: the number of rollouts in the group.
+        pass_rate: p, any shape, between 0 and 1.
+        k, order, options: as in `group_advantage`.
+
+    Returns W_n(p), of the shape of `pass_rate`, float64. Raises ValueError and TypeError as
+    group_advantage, and for a pass rate outside [0, 1].
+    """
+    row = find_estimator(estimator)
+    if not row.has_weight:
+        raise ValueError(f"the weight of {row.name} {row.weight}, so it must be another estimator")
+    check_integer("n", n, f"an integer from 1 to {_MOST}", lambda x: 1 <= x <= _MOST)
+    check_tensor("pass_rate", pass_rate)
+    p = pass_rate.double().flatten()[:, None]
+    is_rate = (p >= 0) & (p <= 1)
+    if p.device.type != "meta" and not bool(is_rate.all()):
+        raise ValueError("pass_rate must be between 0 and 1 everywhere")
+    rewards = torch.ones(n + 1, n, dtype=torch.float64).tril(-1)  # row c: c correct ones
+    lengths = torch.ones(n + 1, n, dtype=torch.int64) if "lengths" in row.inputs else None
+    advantages = group_advantage(
+        rewards, estimator, k=k, order=order, lengths=lengths, **cast(Any, options)
+    )
+    difference = (advantages[1:, 0] - advantages[:-1, -1]).to(p.device)  # [n], by c = 0..n-1
+    c = torch.arange(n, dtype=torch.float64, device=p.device)
+    choices = torch.lgamma(c[-1] + 1) - torch.lgamma(c + 1) - torch.lgamma(n - c)
+    # of c in n - 1
+    probability = (choices + torch.xlogy(c, p) + torch.special.xlog1py(n - 1 - c, -p)).exp()
+    return (probability.where(is_rate, torch.nan) @ difference).view(pass_rate.shape)

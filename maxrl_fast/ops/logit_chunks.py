@@ -9,8 +9,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_integer, check_number, check_tensor
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.token_batch import real_dtype
-from maxrl_fast.ops.token_loss_kernel import DTYPES
+from maxrl_fast.ops.loss_kernel import DTYPES, real_dtype
 from maxrl_fast.runtime import tuning
 
 _MIN_CHUNK = 128  # tokens; smaller matrix multiplications are slow

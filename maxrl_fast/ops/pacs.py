@@ -13,9 +13,8 @@ from maxrl_fast.algorithms.arguments import (
     check_tensor,
     is_host_readable,
 )
-from maxrl_fast.ops.derivatives import check_first_order
-from maxrl_fast.ops.dispatch import KernelLaunch, eager, has_kernels
-from maxrl_fast.ops.token_batch import check_denominator, check_sequences, check_tokens
+from maxrl_fast.ops.dispatch import KernelLaunch, check_first_order, eager, has_kernels
+from maxrl_fast.ops.loss_kernel import check_denominator, check_sequences, checked_mask
 
 DTYPES = (torch.float32, torch.float64)
 SCORES = ("rloo", "grpo", "dr_grpo", "naive")
@@ -49,7 +48,7 @@ def log_ratio_reward(
         if values.dim() != 1 or values.shape != logprobs.shape or values.dtype not in DTYPES:
             wanted = f"float32 or float64 [T] = {list(logprobs.shape)}"
             raise ValueError(f"{name} must be {wanted}, got {values.dtype} {tuple(values.shape)}")
-    check_tokens(len(logprobs), logprobs.device, mask=mask)
+    mask = checked_mask(mask, len(logprobs), logprobs.device)
     beta = check_finite("beta", beta)
     check_sequences(cu_seqlens, len(logprobs), logprobs.device)
     has_kernel = has_kernels(logprobs.device)
@@ -57,7 +56,7 @@ def log_ratio_reward(
         logprobs.contiguous(),
         ref_logprobs.detach().to(logprobs.dtype).contiguous(),
         cu_seqlens.to(torch.int64).contiguous(),
-        None if mask is None else mask.contiguous(),
+        mask,
         beta,
     )
     return proxies

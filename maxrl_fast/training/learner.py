@@ -16,9 +16,8 @@ from maxrl_fast.model.attention import has_kernel
 from maxrl_fast.model.policy_model import PolicyModel, find_nonfinite
 from maxrl_fast.ops import linear_divergence
 from maxrl_fast.ops.function_loss import by_chunks
-from maxrl_fast.ops.linear_loss import loss_of_hidden
-from maxrl_fast.ops.token_batch import token_batch
-from maxrl_fast.ops.token_loss_kernel import LossSums
+from maxrl_fast.ops.loss import loss_of_hidden
+from maxrl_fast.ops.loss_kernel import LossInputs, LossSums
 from maxrl_fast.records import Rollouts, Samples, gather_sequences, sequence_sums
 from maxrl_fast.runtime.device import to_device
 from maxrl_fast.runtime.ranks import Ranks
@@ -255,7 +254,7 @@ class Learner:
         weight, scaling = self.model.output_matrix, self.model.scaling(settings.temperature)
         # scaling the loss would cost a pass over its gradients
         denominator = plan.denominator / self.ranks.size
-        tokens = token_batch(
+        inputs = LossInputs(
             settings,
             (len(hidden), len(weight)),
             hidden.device,
@@ -269,12 +268,12 @@ class Learner:
             denominator=denominator,
         )
         at, statistics = batch.target_index, plan.statistics
-        tokens = tokens._replace(
+        loss, computed = loss_of_hidden(
+            *(hidden, weight, inputs, scaling["softcap"]),
             importance_weights=batch.sampler_weights,
             statistics=None if statistics is None else statistics[at],
         )
-        computed = loss_of_hidden(hidden, weight, tokens, settings, scaling["softcap"])
-        loss, sums = computed[0].float(), LossSums(*computed.detach().unbind())
+        loss, sums = loss.float(), LossSums(*computed.unbind())
         if teacher_hidden is not None:
             divergence, kl = self._divergence(batch, hidden, teacher_hidden, denominator)
             loss = loss + divergence

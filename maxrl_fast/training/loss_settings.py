@@ -7,7 +7,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.losses.masks import highest_entropies, near_responses
 from maxrl_fast.algorithms.tokens import Tokens
-from maxrl_fast.ops.loss_terms import LossTerms
+from maxrl_fast.ops.loss_kernel import LossTerms
 
 
 @dataclass(frozen=True)

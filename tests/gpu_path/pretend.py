@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from maxrl_fast import _C
 from maxrl_fast.model import flash
-from maxrl_fast.ops import dispatch, group_advantage_kernel
+from maxrl_fast.ops import dispatch
+from maxrl_fast.ops.group_advantage import forget_tables
 
 GPU = torch.device("cuda", 0)
 _WITHOUT_KERNEL = (
@@ -281,4 +282,4 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     monkeypatch.setattr(dispatch.KernelLaunch, "keep", keep)
     monkeypatch.setattr(dispatch.KernelLaunch, "_run", run)
     yield pretended
-    group_advantage_kernel.forget_tables()
+    forget_tables()

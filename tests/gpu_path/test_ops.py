@@ -7,7 +7,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.ops import LOSSES
-from maxrl_fast.ops.loss_terms import AGGREGATIONS
+from maxrl_fast.ops.loss_kernel import AGGREGATIONS
 from tests.gpu_path.pretend import GPU
 
 T, S, V = 24, 4, 32

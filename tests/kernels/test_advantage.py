@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.ops.group_advantage_kernel import forget_tables
-from maxrl_fast.ops.group_advantage_kernel import group_advantage as OP
+from maxrl_fast.ops.group_advantage import by_kernel, forget_tables
 from tests.ops.test_group_advantage import call, inputs_of
 
 SHAPES = [(1, 1), (3, 8), (5, 31), (4, 33), (2, 257), (300, 16), (3, 1024), (2, 3000), (1, 4096)]
@@ -21,9 +20,10 @@ LARGE = ("maxpo", "grpo")  # they run at all sizes
 FUNCTIONS = [name for name, row in ops.ESTIMATORS.items() if row.kernel is None]
 
 
-def arguments(name):
+def computed(rewards, valid, name):
     row = KERNELS[name]
-    return name, 2 if row.size else 0, [option.default for option in row.options.values()]
+    options = {key: option.default for key, option in row.options.items()}
+    return by_kernel(rewards, valid, row, 2 if row.size else 0, options)[0]
 
 
 def close(actual, expected, **tolerance):
@@ -71,7 +71,7 @@ def test_a_group_does_not_depend_on_its_width_nor_ranks_on_the_order(device, nam
 
         def of(rewards, valid=None):
             valid = None if valid is None else device.put(valid.contiguous())
-            return OP(device.put(rewards), valid, *arguments(name)).cpu()
+            return computed(device.put(rewards), valid, name).cpu()
 
         narrow, padded = of(rewards), of(wide, valid)
         permuted = of(rewards[:, order].contiguous())
@@ -88,14 +88,14 @@ def test_bad_values_become_nan(device):
     valid[1, 20:] = False
     for name in ("rloo", "maxpo", "reinforce_raw"):
         with device.running():
-            a = OP(device.put(rewards), device.put(valid), *arguments(name)).cpu()
+            a = computed(device.put(rewards), device.put(valid), name).cpu()
         assert a[1, :20].isnan().all()
         assert a[2].isnan().all()
         assert (a[1, 20:] == 0).all()
         assert a[[0, 3]].isfinite().all()
     valid[1, 7] = valid[2, 0] = False  # what is not finite is left out
     with device.running():
-        assert OP(device.put(rewards), device.put(valid), *arguments("maxpo")).isfinite().all()
+        assert computed(device.put(rewards), device.put(valid), "maxpo").isfinite().all()
 
 
 @pytest.mark.gpu
@@ -103,7 +103,7 @@ def test_bad_values_become_nan(device):
 def test_functions_equal_those_of_the_cpu(name):
     generator = torch.Generator().manual_seed(1)
     rewards = torch.randint(0, 2, (30,), generator=generator).float()
-    given = inputs_of(name, (30,)) | {"offsets": torch.tensor([0, 12, 12, 20, 30])}
+    given = inputs_of(name, (30,)) | {"group_ids": torch.arange(30) // 12}
     given["valid"] = torch.rand(30, generator=generator) < 0.8
     actual = call(name, rewards.cuda(), **{key: tensor.cuda() for key, tensor in given.items()})
     close(actual, call(name, rewards, **given), rtol=1e-5, atol=1e-6)
@@ -187,8 +187,5 @@ def test_what_a_gpu_cannot_take_is_refused_or_nan():
     for name, size in (("qae", {}), ("passk_training", {"k": 2})):
         a = ops.group_advantage(rewards, name, **size)
         assert a.isnan().all(1).tolist() == [False, True, False]
-    offsets = torch.tensor([0, 900, -5], device="cuda")
-    with pytest.raises(ValueError, match="offsets must rise from 0 to 120, got 900 followed by -5"):
-        ops.rloo_advantage(torch.rand(120, device="cuda"), offsets=offsets)
     with pytest.raises(ValueError, match="groups of at most 4096 rollouts, got 5000"):
         ops.maxrl_advantage(torch.zeros(1, 5000, device="cuda"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.ops.token_loss_kernel import write_logprobs_gradient
+from maxrl_fast.ops.loss_kernel import TokenRows, write_logprobs_gradient
 from tests.kernels.devices import NO_CLUSTERS, emulated_gpu
 from tests.ops.loss_definitions import computed, in_float32
 from tests.ops.loss_definitions import example as small_example
@@ -360,6 +360,10 @@ def test_masked_values_may_be_anything_and_bad_targets_give_nan(gpu):
     loss, gradient, _ = on(gpu, logits, batch)
     assert loss.isnan()
     assert gradient[bad].isnan().all()
+    batch["targets"][bad] = 0
+    for temperature in (0.0, -1.0, torch.nan):
+        batch["temperature"][bad] = temperature
+        assert on(gpu, logits, batch)[1][bad].isnan().all()
 
 
 # A warp, a cluster, and a block that reads rows twice, write the gradient over float32 logits.
@@ -409,8 +413,8 @@ def test_rows_may_be_more_than_32_bits_apart(around):
     with around():
         pairs = zip(*(ops.token_logprobs(x, targets) for x in (far, near)), strict=True)
         for logits in (far, near):
-            rows = targets, torch.ones(3).double(), torch.ones(3), torch.full((3,), 0.5)
-            write_logprobs_gradient(logits, rows, logits)
+            rows = TokenRows((3, 71), logits.device, targets, 1.0)
+            write_logprobs_gradient(rows, logits, (torch.ones(3), torch.full((3,), 0.5)), logits)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert torch.equal(far, near)
 

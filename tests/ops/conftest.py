@@ -7,7 +7,7 @@ from maxrl_fast.ops import ESTIMATORS
 
 @pytest.fixture
 def estimators_as_before() -> Iterator[None]:
-    """Undo what register_estimator did in a test."""
+    """Undo what a test did to the table."""
     before = dict(ESTIMATORS)
     yield
     ESTIMATORS.clear()

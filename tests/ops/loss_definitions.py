@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from maxrl_fast.ops import LOSSES, linear_policy_gradient_loss, policy_gradient_loss
-from maxrl_fast.ops.loss_terms import AGGREGATIONS, KL_ESTIMATORS
+from maxrl_fast.ops.loss_kernel import AGGREGATIONS, KL_ESTIMATORS
 
 LENGTHS = [4, 0, 1, 9, 3, 5]
 T, S, V = sum(LENGTHS), len(LENGTHS), 7

@@ -9,7 +9,7 @@ import torch
 
 from maxrl_fast import _C, ops
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.group_advantage_kernel import forget_tables
+from maxrl_fast.ops.group_advantage import forget_tables
 
 THREADS, ROUNDS = 8, 40
 CPU = torch.device("cpu")
@@ -34,9 +34,7 @@ def results_for(size: int) -> list[torch.Tensor]:
     torch.stack(losses).sum().backward()
     return [
         ops.maxpo_advantage(uneven[None, :n], 1 + size % 2),
-        ops.maxrl_advantage(
-            uneven, offsets=torch.tensor([0, size % 5 + 1, size % 5 + 1, n + 6 + size])
-        ),
+        ops.maxrl_advantage(uneven, group_ids=(torch.arange(len(uneven)) > size % 5).long()),
         torch.stack(losses).detach(),
         logits.grad,
     ]

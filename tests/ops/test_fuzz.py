@@ -6,7 +6,6 @@ The right values come from tests/ops/definitions.py for the same numbers.
 
 import math
 from fractions import Fraction
-from itertools import pairwise
 
 import hypothesis
 import hypothesis.strategies as st
@@ -61,15 +60,9 @@ THIN = {
 }
 
 
-def groups_of(shape, offsets, group_ids, valid):
-    """Return the indices of each group's rollouts in the flattened rewards; fail if `offsets` are
-    not valid.
-    """
-    if offsets is not None:
-        bounds = whole(offsets)
-        assert (bounds[0], bounds[-1], bounds) == (0, math.prod(shape), sorted(bounds))
-        rows = [range(a, b) for a, b in pairwise(bounds)]
-    elif group_ids is not None:
+def groups_of(shape, group_ids, valid):
+    """Return the indices of each group's rollouts in the flattened rewards."""
+    if group_ids is not None:
         ids = whole(group_ids)
         rows = [[i for i, x in enumerate(ids) if x == group] for group in sorted(set(ids))]
     else:
@@ -83,9 +76,8 @@ def flat(tensor):
     return exact(tensor).flatten().tolist()
 
 
-def check_advantages(actual, rewards, estimator, *, k=None, order=None, offsets=None,
-group_ids=None, valid=None,
-                     **given):  # fmt: skip
+def check_advantages(actual, rewards, estimator, *, k=None, order=None, group_ids=None,
+                     valid=None, **given):  # fmt: skip
     """Compare with the definition, group by group, in exact rationals."""
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     assert (actual.shape, actual.dtype, actual.requires_grad) == (rewards.shape, dtype, False)
@@ -94,7 +86,7 @@ group_ids=None, valid=None,
     r, row = flat(rewards), ops.ESTIMATORS[estimator]
     inputs = {name: flat(given.pop(name)) for name in PER_ROLLOUT if given.get(name) is not None}
     options = {name: float(x) for name, x in given.items() if name not in PER_ROLLOUT}
-    groups = groups_of(rewards.shape, offsets, group_ids, valid)
+    groups = groups_of(rewards.shape, group_ids, valid)
     largest, size = max(map(len, groups)), k or order or 0
     actual = actual.flatten()
     assert all(math.isfinite(r[i]) for group in groups for i in group)
@@ -133,7 +125,7 @@ def is_cancelled(estimator, r, options):
 
 @st.composite
 def layouts(draw, smallest):
-    """Draw offsets or group_ids, the shape, and the sizes of the groups, one of them at least
+    """Draw group_ids or none, the shape, and the sizes of the groups, one of them at least
     `smallest`.
     """
     if draw(st.booleans()):
@@ -142,13 +134,6 @@ def layouts(draw, smallest):
         return {}, shape, [n] * math.prod(shape[:-1])
     sizes = draw(st.lists(st.integers(0, 5), max_size=4))
     sizes.insert(draw(st.integers(0, len(sizes))), smallest)
-    if draw(st.booleans()):
-        bounds = torch.tensor([0, *sizes]).cumsum(0)
-        return (
-            {"offsets": bounds.to(draw(st.sampled_from([torch.int64, torch.int32])))},
-            (sum(sizes),),
-            sizes,
-        )
     ids = [3 * g - 2 for g, n in enumerate(sizes) for _ in range(n)]
     return {"group_ids": torch.tensor(draw(st.permutations(ids)))}, (sum(sizes),), sizes
 
@@ -211,7 +196,6 @@ PLAIN = {
     "maxrl_advantage": {**_REWARDS, "order": 2},
     "grpo_advantage": {**_REWARDS, "eps": 1e-6, "ddof": 1},
     "rloo_advantage": _REWARDS,
-    "register_estimator": {"name": "mine", "estimator": lambda rewards: rewards, "replace": True},
     "effective_weight": {"estimator": "maxpo", "n": 4, "pass_rate": torch.tensor([0.5]), "k": 2},
 }
 

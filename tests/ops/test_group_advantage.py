@@ -179,10 +179,10 @@ def test_groups_of_one_and_groups_too_small_for_k():
     assert call("bon_off_policy", rewards[:1], log_ratios=torch.zeros(1, 1)).tolist() == [[3.5]]
     # with a kernel and without
     for name in ("expected_improvement", "bon_mean", "pkpo_sloo", *OFF_POLICY):
-        together = call(name, torch.arange(8.0), 4, offsets=torch.tensor([0, 3, 8]))
+        together = call(name, torch.arange(8.0), 4, group_ids=(torch.arange(8) > 2).long())
         assert together[:3].tolist() == [0, 0, 0]
         alone = {key: value[3:] for key, value in inputs_of(name, (8,)).items()}
-        alone["offsets"] = torch.tensor([0, 5])
+        alone["group_ids"] = torch.zeros(5).long()
         assert torch.equal(together[3:], call(name, torch.arange(3.0, 8), 4, **alone))
 
 

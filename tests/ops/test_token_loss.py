@@ -14,8 +14,7 @@ from maxrl_fast.algorithms.known import explain_name
 from maxrl_fast.algorithms.losses import ALIASES
 from maxrl_fast.ops import LOSSES, policy_gradient_loss
 from maxrl_fast.ops.dispatch import check_fields
-from maxrl_fast.ops.loss_terms import KL_ESTIMATORS
-from maxrl_fast.ops.token_loss_kernel import LossSums
+from maxrl_fast.ops.loss_kernel import KL_ESTIMATORS, LossSums
 from tests.ops.loss_definitions import (
     HOW,
     OF_RESPONSES,

@@ -13,8 +13,8 @@ from maxrl_fast.algorithms.estimators import Estimator, find_estimator
 from maxrl_fast.algorithms.stopping import stopped_maxrl
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops import group_advantage, log_ratio_reward
-from maxrl_fast.ops.register import example_inputs
+from maxrl_fast.ops import log_ratio_reward
+from maxrl_fast.ops.group_advantage import example_inputs, group_advantage
 from maxrl_fast.records import gather_sequences, sequence_sums
 from maxrl_fast.runtime.device import host_numbers, to_device, to_host
 from maxrl_fast.runtime.loading import place_of

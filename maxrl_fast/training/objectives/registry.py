@@ -12,7 +12,7 @@ from maxrl_fast.algorithms.known import method_hint
 from maxrl_fast.algorithms.method import Method
 from maxrl_fast.algorithms.options import check_options
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops.register import try_out
+from maxrl_fast.ops.group_advantage import try_out
 from maxrl_fast.runtime.loading import is_code, load_code, place_of
 from maxrl_fast.training.objectives import ppo as ppo  # each fills OBJECTIVE_CLASSES
 from maxrl_fast.training.objectives import verifree as verifree

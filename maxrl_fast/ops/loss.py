@@ -1,0 +1,419 @@
+"""Policy-gradient losses of packed responses, and log-probs: from logits, and from hidden states
+and the output matrix, one chunk of logits at a time."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from maxrl_fast.ops.dispatch import check_first_order, eager, has_kernels, is_gpu
+from maxrl_fast.ops.function_loss import (
+    compared,
+    function_loss,
+    linear_loss_of_logits,
+    loss_of_logits,
+    scaled,
+    token_logprobs_reference,
+    tokens_of,
+)
+from maxrl_fast.ops.logit_chunks import Chunks, capped_logits, check_hidden
+from maxrl_fast.ops.loss_kernel import (
+    FUSED,
+    NUM_SUMS,
+    LossFunction,
+    LossInputs,
+    LossSums,
+    LossTerms,
+    TokenLogprobs,
+    TokenLossFunction,
+    TokenRows,
+    new_logprobs,
+    real_dtype,
+    shape_of,
+    write_logprobs_gradient,
+)
+
+_NAMES = LossSums._fields[1:]  # two counts, then means over the tokens with a gradient
+
+
+class Metrics(Mapping[str, Tensor]):
+    """The metrics of LossSums [10] or more: made when one is read. Detached float64 scalars."""
+
+    def __init__(self, sums: Tensor):
+        self.sums = sums
+        self._values: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not self._values:
+            tokens, dropped, *_ = counts = self.sums[1:3].unbind()
+            means = self.sums[3:NUM_SUMS] / (tokens - dropped).clamp_min(1)  # one launch for all
+            self._values = dict(zip(_NAMES, (*counts, *means.unbind()), strict=True))
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
+
+
+@eager
+def token_logprobs(
+    logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return each target's log-prob and each row's entropy under softmax(logits / temperature).
+
+    Both are differentiable, once. The forward pass reads the logits once; the backward pass reads
+    them once and writes their gradient once.
+
+    Args:
+        logits: [T, V] float32, bfloat16, float16 or float64.
+        targets: [T] integers below V.
+        temperature: a number, or [T].
+
+    Returns:
+        logprobs [T] and entropy [T], float32 (float64 for float64 logits).
+    """
+    rows = TokenRows(shape_of(logits), logits.device, targets, temperature)
+    if not has_kernels(logits.device):
+        return token_logprobs_reference(logits, rows.targets, rows.temperatures())
+    logprobs, entropy = TokenLogprobs.apply(contiguous_rows(logits), rows)
+    return logprobs, entropy
+
+
+@eager
+def policy_gradient_loss(
+    logits: Tensor,
+    targets: Tensor,
+    advantages: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    advantages_per_token: bool | None = None,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    importance_weights_per_token: bool | None = None,
+    loss: str | Callable[..., Tensor] = "ppo",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    kl: str = "k3",
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    loss_options: Mapping[str, float] | None = None,
+    temperature: float | Tensor = 1.0,
+    aggregation: str = "token_mean",
+    mask: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return the policy-gradient loss of packed responses, and metrics.
+
+    With logp the log-prob of a target under softmax(logits / temperature), rho = exp(logp - old):
+
+        reinforce   -A logp
+        ppo         max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); with `dual_clip` c, at
+                    most -A c for A < 0 (Schulman et al. 2017, eq. 7; dual clip, Ye et al. 2020)
+        cispo       -stop_gradient(clip(rho)) A logp (MiniMax-M1 2025)
+        gspo        ppo with the sequence's ratio exp(mean_t log rho_t) (Zheng et al. 2025); with
+                    advantages per token, their GSPO-token
+        others      the functions of `ops.LOSSES`, or any function of `ops.Tokens` that returns the
+                    loss of each token
+
+    plus kl_coef KL(policy || reference), estimated per token, minus entropy_coef times the entropy.
+    docs/token_loss.md has the formulas, the clamps of log-ratios and what is computed when.
+
+    Args:
+        logits: [T, V] float32, bfloat16, float16 or float64, with any row stride, computed in
+            float32 (float64 for float64).
+        targets: [T] integers.
+        advantages: [S], one per response, or [T], one per token.
+        cu_seqlens: [S+1] integers, from 0 to T.
+        advantages_per_token: whether advantages are [T]. Default: their length decides. If T = S it
+            must be given, except on a CPU if every response has one token.
+        old_logprobs: [T] of the sampling policy; if absent, the ratio is 1, with logp's gradient.
+        ref_logprobs: [T] of the reference policy, required if kl_coef is not 0.
+        importance_weights: [S] or [T], at least 0: factors of the policy gradient, for rollouts
+            sampled by another policy or engine.
+        importance_weights_per_token: like advantages_per_token.
+        loss: a name in `ops.LOSSES`, or a function such as those in maxrl_fast/algorithms/losses.
+        loss_options: the loss's options by name, such as {"tau_positive": 1.0} for sapo.
+        kl: "k1", "k2", "k3" (Schulman 2020), or "k3+", k3's value with k2's gradient.
+        temperature: a number, or [T].
+        aggregation: "token_mean" divides the sum over tokens by their number, "seq_mean_token_mean"
+            averages each response's mean, "seq_mean_token_sum" averages each response's sum,
+            "seq_sum_constant" divides the sum by `denominator` (Dr. GRPO).
+        mask: [T] bool, False for tokens to leave out, which are not read.
+        denominator: the number, or [], that divides the sum. Give the count of the whole batch
+            (tokens, or responses), so that the losses of micro-batches and ranks add up. Default:
+            the count in this call.
+
+    Returns:
+        The loss, a float32 scalar (float64 for float64 logits), and metrics, detached float64
+        scalars on the device: tokens (not masked), dropped_tokens (those with zero gradient), and
+        means over the others, 0 over none: ratio, ratio_clamped (whether a log-ratio was clamped),
+        clipped_low and clipped_high, kl, entropy, logprob_diff (|logp - old|).
+    """
+    inputs = _inputs(
+        shape_of(logits),
+        logits.device,
+        targets,
+        advantages,
+        cu_seqlens,
+        advantages_per_token=advantages_per_token,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        importance_weights=importance_weights,
+        importance_weights_per_token=importance_weights_per_token,
+        loss=loss,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        kl=kl,
+        kl_coef=kl_coef,
+        entropy_coef=entropy_coef,
+        loss_options=loss_options,
+        temperature=temperature,
+        aggregation=aggregation,
+        mask=mask,
+        denominator=denominator,
+    )
+    if not has_kernels(logits.device) or not inputs.terms.spec.fused:
+        sums = _by_function(logits, inputs)
+        return sums[0].to(real_dtype(logits.dtype)), Metrics(sums.detach())
+    rows, sums = contiguous_rows(logits), inputs.new_sums()
+    needed = torch.is_grad_enabled() and logits.requires_grad
+    return TokenLossFunction.apply(rows, inputs, sums, needed), Metrics(sums)
+
+
+def _inputs(
+    shape: tuple[int, int],
+    device: torch.device,
+    targets: Tensor,
+    advantages: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    loss: str | Callable[..., Tensor] = "ppo",
+    aggregation: str = "token_mean",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    kl: str = "k3",
+    kl_coef: float = 0.0,
+    entropy_coef: float = 0.0,
+    loss_options: Mapping[str, float] | None = None,
+    **of_tokens: Any,
+) -> LossInputs:
+    given = loss, aggregation, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef
+    terms = None
+    if loss in FUSED and loss_options is None:
+        with contextlib.suppress(TypeError):  # what cannot be a key is refused below
+            terms = _cached_terms(*given)
+    terms = terms or LossTerms(*given, loss_options)
+    return LossInputs(terms, shape, device, targets, advantages, cu_seqlens, **of_tokens)
+
+
+@lru_cache(maxsize=256)
+def _cached_terms(*given: Any) -> LossTerms:
+    return LossTerms(*given)
+
+
+def _by_function(logits: Tensor, inputs: LossInputs) -> Tensor:
+    terms, batch = inputs.terms, inputs.batch()
+    if not has_kernels(logits.device) or terms.spec.reads_logits:
+        # masked logits may be NaN, and so their gradient
+        logits = torch.where(batch.loss_mask()[:, None], logits, 0.0)
+    logprobs, entropy = token_logprobs(logits, batch.targets, temperature=batch.temperature)
+    terms, batch = compared(terms, batch, logprobs, entropy)
+    if terms.spec.reads_logits:
+        rows = scaled(logits, batch.temperature)
+        return loss_of_logits(terms, batch, slice(0, len(logits)), rows)
+    return function_loss(terms, batch, tokens_of(batch, logprobs, entropy))
+
+
+def contiguous_rows(logits: Tensor) -> Tensor:
+    """Return them in a dtype of the kernels."""
+    logits = logits.float() if logits.dtype is torch.float16 else logits
+    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+
+
+@eager
+def linear_policy_gradient_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    advantages: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    softcap: float = 0.0,
+    chunk_tokens: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return policy_gradient_loss of the logits hidden @ weight.T, one chunk of tokens at a time.
+
+    The forward pass computes loss and gradients in the memory of one chunk of logits and of the
+    gradients (weight's in float32 until the end), for any T. gspo and losses that are functions
+    take two passes.
+
+    Tokens with zero gradient are left out of the multiplications: on a GPU if there is a mask, as
+    the host waits for their number.
+
+    Args:
+        hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype, on a GPU at
+            least float32.
+        weight: [V, H], of the same dtype or float32 (a master copy). Its gradient is not allocated
+            if it is frozen (requires_grad False).
+        softcap: logits z become softcap * tanh(z / softcap), before the temperature (Gemma 2); 0:
+            unchanged. A gradient through it takes the memory of a second chunk.
+        chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, on a GPU at most 1.25
+            GiB, or a 32nd of its memory if that is more, but at least 128 tokens.
+        options: further arguments of policy_gradient_loss; results are the same.
+
+    Raises:
+        As policy_gradient_loss, and ValueError if hidden and weight do not fit each other.
+    """
+    size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
+    shape = len(hidden), size
+    inputs = _inputs(shape, hidden.device, targets, advantages, cu_seqlens, **options)
+    loss, sums = loss_of_hidden(hidden, weight, inputs, softcap, chunk)
+    return loss, Metrics(sums)
+
+
+def loss_of_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    inputs: LossInputs,
+    softcap: float = 0.0,
+    chunk: int = 0,
+    **of_function: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return linear_policy_gradient_loss of checked arguments, and the LossSums [10], detached.
+    chunk: tokens; 0: the default. of_function: fields of TokenBatch, for losses that read them."""
+    terms, spec = inputs.terms, inputs.terms.spec
+    if has_kernels(hidden.device) and spec.fused:
+        if hidden.dtype is torch.float16:
+            hidden, weight = hidden.float(), weight.float()
+        needed = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
+        sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
+        return _LinearLoss.apply(hidden, weight, inputs, sums, chunk, softcap, needed), sums
+    batch = inputs.batch()
+    batch = batch._replace(**{name: x for name, x in of_function.items() if x is not None})
+    hidden = torch.where(batch.loss_mask()[:, None], hidden, 0.0)  # masked states may be NaN
+    if not spec.reads_logits or (spec.over_batch and batch.statistics is None):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not spec.reads_logits):
+            logprobs, entropy = linear_token_logprobs(
+                *(hidden, weight, batch.targets),
+                temperature=batch.temperature,
+                softcap=softcap,
+                chunk_tokens=chunk or None,
+            )
+        terms, batch = compared(terms, batch, logprobs, entropy)
+    if spec.reads_logits:
+        sums = linear_loss_of_logits(terms, batch, hidden, weight, softcap)
+    else:
+        sums = function_loss(terms, batch, tokens_of(batch, logprobs, entropy))
+    return sums[0].to(real_dtype(hidden.dtype)), sums.detach()
+
+
+class _LinearLoss(LossFunction):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        inputs: LossInputs,
+        total: Tensor,
+        chunk: int,
+        softcap: float,
+        needed: list[bool],
+    ) -> Tensor:
+        rows, index, mask = hidden, None, inputs.mask
+        # On a GPU the host waits for the number of rows that are left out.
+        if mask is not None or not is_gpu(hidden.device):
+            read = inputs.needed_rows().nonzero()[:, 0]
+            if len(read) < len(hidden):
+                index, rows = read, hidden.index_select(0, read)
+                # tokens and dropped_tokens
+                total[1:3] += (len(hidden) if mask is None else mask.sum()) - len(read)
+        if inputs.needs_sequence_ratio:
+            inputs.check_values()
+            logprobs, _ = linear_logprobs(rows, weight, inputs, chunk, softcap, index)
+            inputs.set_ratio(logprobs, index)
+        chunks = Chunks(rows, weight, chunk, *needed, softcap)
+        for start, stop, logits in chunks:
+            gradient = chunks.gradient(start, stop) if any(needed) else None
+            sums = inputs.new_sums()
+            inputs.loss(logits, gradient, sums, None, start, index)
+            total += sums[:NUM_SUMS]
+            if gradient is not None:
+                chunks.backward(start, stop)
+        # frees the chunk before the gradient is rounded
+        chunks.buffer = logits = gradient = chunks.buffer.new_empty(0)
+        grad_hidden, grad_weight = chunks.gradients()
+        if index is not None and grad_hidden is not None:
+            grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_hidden)
+        LossFunction.save(ctx, "linear_policy_gradient_loss", grad_hidden, grad_weight)
+        return total[0].to(real_dtype(hidden.dtype))
+
+
+@eager
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float = 0.0,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return token_logprobs of the logits hidden @ weight.T, one chunk of tokens at a time.
+
+    hidden [T, H], weight [V, H], softcap and chunk_tokens are as in linear_policy_gradient_loss,
+    the rest as in token_logprobs. The backward pass recomputes the logits.
+    """
+    size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
+    rows = TokenRows((len(hidden), size), hidden.device, targets, temperature)
+    if not has_kernels(hidden.device):
+        logits = capped_logits(hidden, weight, softcap)
+        return token_logprobs_reference(logits, rows.targets, rows.temperatures())
+    if hidden.dtype is torch.float16:
+        hidden, weight = hidden.float(), weight.float()
+    logprobs, entropy = _LinearLogprobs.apply(hidden, weight, rows, chunk, softcap)
+    return logprobs, entropy
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: TokenRows,
+    chunk: int,
+    softcap: float,
+    index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    values = new_logprobs(hidden)
+    for start, stop, logits in Chunks(hidden, weight, chunk, False, False, softcap):
+        rows.logprobs(logits, [x[start:stop] for x in values], start, index)
+    return values
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, rows: TokenRows, chunk: int, softcap: float
+    ) -> tuple[Tensor, Tensor]:
+        rows.save(ctx, hidden, weight)
+        ctx.chunk, ctx.softcap = chunk, softcap
+        return linear_logprobs(hidden, weight, rows, chunk, softcap)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("linear_token_logprobs")
+        hidden, weight, *_ = ctx.saved_tensors
+        chunks = Chunks(hidden, weight, ctx.chunk, *ctx.needs_input_grad[:2], ctx.softcap)
+        for start, stop, logits in chunks:
+            gradient = chunks.gradient(start, stop)
+            write_logprobs_gradient(ctx.rows, logits, grads, gradient, start)
+            chunks.backward(start, stop)
+        return *chunks.gradients(), None, None, None

@@ -1,0 +1,641 @@
+"""The kernels of token losses: one call from the caller's tensors to sums and gradient. Values are
+checked in C++, on a CPU; a GPU would wait. csrc/token_loss.h has the records."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from maxrl_fast import _C
+from maxrl_fast.algorithms.arguments import (
+    check_choice,
+    check_flag,
+    check_number,
+    check_tensor,
+    is_host_readable,
+    is_integer,
+)
+from maxrl_fast.algorithms.losses.registry import (
+    LOSSES,
+    TokenLoss,
+    find_loss,
+)
+from maxrl_fast.ops import dispatch
+from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, check_first_order, dtype_name
+
+KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"]
+AGGREGATIONS = get_args(Aggregation)
+FUSED = tuple(name for name, loss in LOSSES.items() if loss.fused)
+# Of logits; float16 is computed as float32.
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_ABOVE_0 = "a finite number above 0", lambda x: 0 < x < math.inf
+
+
+class LossSums(NamedTuple):
+    """LossSums of csrc/token_loss.h: scalar tensors."""
+
+    loss: Tensor  # weighted
+    tokens: Tensor  # not masked
+    dropped_tokens: Tensor  # tokens with zero gradient; the sums below are over the others
+    ratio: Tensor
+    ratio_clamped: Tensor  # tokens whose ratio to the sampling or reference policy was clamped
+    clipped_low: Tensor
+    clipped_high: Tensor
+    kl: Tensor
+    entropy: Tensor
+    logprob_diff: Tensor  # |logp - old|
+
+
+NUM_SUMS = len(LossSums._fields)
+check_fields("LossSums", LossSums._fields)
+check_fields("Loss", FUSED)
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """The arguments of policy_gradient_loss, which explains them, that are the same for all tokens,
+    checked. The trainer makes them once for a run."""
+
+    loss: str | Callable[..., Tensor] = "ppo"
+    aggregation: str = "token_mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl: str = "k3"
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    loss_options: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        spec.resolve(self.loss_options)
+        check_choice("aggregation", self.aggregation, AGGREGATIONS)
+        if self.aggregation != (needed := spec.aggregation or self.aggregation):
+            wanted = f"{needed} for {self.loss}, whose loss it is a part of"
+            raise ValueError(f"aggregation must be {wanted}, got {self.aggregation}")
+        check_choice("kl", self.kl, KL_ESTIMATORS)
+        for name, (wanted, holds) in _LIMITS.items():
+            given = getattr(self, name)
+            if given is not None or name != "dual_clip":
+                # as floats, whatever kind of number was given
+                object.__setattr__(self, name, check_number(name, given, wanted, holds))
+
+    @cached_property
+    def spec(self) -> TokenLoss:
+        return find_loss(self.loss)
+
+    @cached_property
+    def options(self) -> tuple[tuple[str, float], ...]:
+        return tuple(self.spec.resolve(self.loss_options).items())
+
+    @property
+    def clips(self) -> dict[str, float]:
+        dual_clip = math.inf if self.dual_clip is None else self.dual_clip
+        return {"clip_low": self.clip_low, "clip_high": self.clip_high, "dual_clip": dual_clip}
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether tokens with advantage 0 have a gradient too."""
+        own = self.spec.is_users if self.spec.all_tokens is None else self.spec.all_tokens
+        return bool(self.kl_coef or self.entropy_coef or own)
+
+    @property
+    def of_masked(self) -> Self:
+        """The terms of the loss whose tokens this loss masks."""
+        return replace(self, loss=self.spec.masks, loss_options=None)
+
+    @cached_property
+    def of_kernel(self) -> dict[str, Any]:
+        """LossTerms of csrc/token_loss.h."""
+        others = {name: getattr(self, name) for name in ("kl", "kl_coef", "entropy_coef")}
+        return {"loss": self.spec.name} | self.clips | others
+
+
+_NOT_NEGATIVE = "a number of at least 0", lambda x: x >= 0
+_LIMITS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    **{"clip_low": _NOT_NEGATIVE, "clip_high": _NOT_NEGATIVE},
+    "dual_clip": ("a number above 1", lambda x: x > 1),
+    **dict.fromkeys(("kl_coef", "entropy_coef"), ("a finite number", math.isfinite)),
+}
+
+
+def numbers(call: KernelLaunch, x: float | Tensor | None) -> tuple[int, bool, float]:
+    """Numbers of csrc/token_loss.h; 1 if absent. Other dtypes than its two are copied."""
+    if not isinstance(x, Tensor):
+        return 0, False, 1.0 if x is None else x
+    if x.dtype is not torch.float32 and x.dtype is not torch.float64:
+        x = x.detach().double()
+    return call.keep(x.contiguous()), x.dtype is torch.float64, 0.0
+
+
+class TokenRows:
+    """Targets and temperatures of T tokens, whose rows of logits a kernel reads. shape: T and the
+    vocabulary's size. mask: bool [T]; nothing else of tokens with False is read."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        device: torch.device,
+        targets: Tensor,
+        temperature: float | Tensor,
+        mask: Tensor | None = None,
+    ):
+        size = (shape[0],)
+        is_list = isinstance(targets, Tensor) and targets.shape == size and is_integer(targets)
+        check_fits("targets", targets, device, f"integers [T] = [{shape[0]}]", is_list)
+        self.num_tokens, self.vocab_size = shape
+        self.device, self.targets = device, targets.to(torch.int64).contiguous()
+        self.temperature = check_temperature(temperature, shape[0], device)
+        self.mask = checked_mask(mask, shape[0], device)
+
+    def launch(
+        self,
+        call: KernelLaunch,
+        kernel: str,
+        logits: Tensor,
+        gradient: Tensor | None = None,
+        first: int = 0,
+        index: Tensor | None = None,
+        **fields: Any,
+    ) -> None:
+        """Run a kernel on logits [C, V] of the tokens first, first + 1, ..., or index[first], ...
+
+        The gradient [C, V] may be the logits, and on a GPU bfloat16 in the first half of each row
+        of float32. Raises ValueError for values that are not allowed.
+        """
+        if gradient is not None:
+            fields["gradient"] = call.matrix("gradient", gradient)
+            if gradient.dtype is not logits.dtype:
+                kernel += f"_in_{dtype_name(gradient.dtype)}"
+        elif kernel == "token_loss":
+            fields["gradient"] = 0, 0
+        row = call.launch(
+            kernel,
+            dtype=logits.dtype,
+            logits=call.matrix("logits", logits),
+            num_rows=len(logits),
+            vocab_size=self.vocab_size,
+            num_tokens=self.num_tokens,
+            first=first,
+            index=index,
+            targets=self.targets,
+            temperature=numbers(call, self.temperature),
+            mask=self.mask,
+            **fields,
+        )
+        if row is not None and row >= 0:
+            self.refuse()
+
+    def refuse(self) -> None:
+        """Raise ValueError for a value that a kernel does not take."""
+        self.temperatures()
+        wrong = (self.targets < 0) | (self.targets >= self.vocab_size)
+        wanted = f"in [0, {self.vocab_size})"
+        check_values("targets", self.targets, wanted, wrong, self.mask, "token ")
+
+    def temperatures(self) -> Tensor:
+        """Return them as [T] float64; check their values on a CPU."""
+        return token_temperature(self.temperature, self.num_tokens, self.device, self.mask)
+
+    def logprobs(
+        self, logits: Tensor, to: Sequence[Tensor], first: int = 0, index: Tensor | None = None
+    ) -> None:
+        """Write log-probs and entropies [C]; of a masked token any number."""
+        call, fields = KernelLaunch(self.device), {"logprobs": to[0], "entropy": to[1]}
+        self.launch(call, "token_logprobs", logits, None, first, index, **fields)
+
+    def save(self, ctx: Any, *tensors: Tensor) -> None:
+        """Save tensors for a backward pass, which raises where these, targets or temperatures have
+        been changed."""
+        own = [x for x in (self.targets, self.temperature) if isinstance(x, Tensor)]
+        ctx.save_for_backward(*tensors, *own)
+        ctx.rows = self
+
+
+class TokenBatch(NamedTuple):
+    """T tokens of S packed responses for a loss that is a function: what belongs to a response, a
+    mask or an average has become a float64 number of each token."""
+
+    targets: Tensor  # [T] int64
+    temperature: Tensor  # [T]
+    advantages: Tensor  # [T], times the importance weights
+    weights: Tensor  # [T], of the token's loss in the total; 0: masked
+    old_logprobs: Tensor | None  # [T]
+    ref_logprobs: Tensor | None  # [T]
+    cu_seqlens: Tensor  # [S+1] int64
+    importance_weights: Tensor | None = None  # [T], for losses with terms beside the advantages
+    statistics: Tensor | None = None  # [T, ...], of the loss's `statistics`
+
+    def loss_mask(self) -> Tensor:
+        return self.weights != 0
+
+    def at(self, part: slice) -> "TokenBatch":
+        """Return some of the tokens. `cu_seqlens` stay those of all tokens."""
+        own = {name: x[part] for name, x in self._asdict().items() if x is not None}
+        return self._replace(**own | {"cu_seqlens": self.cu_seqlens})
+
+
+class LossInputs(TokenRows):
+    """The arguments of policy_gradient_loss for logits [T, V] = shape on the device, checked but
+    for values. A kernel reads them as they are."""
+
+    def __init__(
+        self,
+        terms: LossTerms,
+        shape: tuple[int, int],
+        device: torch.device,
+        targets: Tensor,
+        advantages: Tensor,
+        cu_seqlens: Tensor,
+        *,
+        advantages_per_token: bool | None = None,
+        old_logprobs: Tensor | None = None,
+        ref_logprobs: Tensor | None = None,
+        importance_weights: Tensor | None = None,
+        importance_weights_per_token: bool | None = None,
+        temperature: float | Tensor = 1.0,
+        mask: Tensor | None = None,
+        denominator: float | Tensor | None = None,
+    ):
+        super().__init__(shape, device, targets, temperature, mask)
+        if terms.kl_coef and ref_logprobs is None:
+            raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
+        if terms.aggregation == "seq_sum_constant" and denominator is None:
+            raise ValueError("aggregation 'seq_sum_constant' needs a denominator")
+        check_tokens(shape[0], device, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+        self.terms, self.old, self.ref = terms, old_logprobs, ref_logprobs
+        self.ratio: Tensor | None = None  # [S], if the loss needs it
+        check_bounds(cu_seqlens, shape[0], device)
+        self.cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
+        self.advantages, self.importance = advantages, importance_weights
+        self.by_token = self._is_per_token("advantages", advantages, advantages_per_token)
+        self.importance_by_token = importance_weights is not None and self._is_per_token(
+            "importance_weights", importance_weights, importance_weights_per_token
+        )
+        self.denominator = loss_denominator(
+            denominator, terms.aggregation, shape[0], len(cu_seqlens) - 1, self.mask, device
+        )
+
+    def _is_per_token(self, name: str, values: Tensor, given: bool | None) -> bool:
+        """Return whether `values` are per token [T], not per response [S]. If T = S and no keyword
+        is given, every response must have one token, which a GPU cannot check without waiting."""
+        check_tensor(name, values, self.device, "the logits are")
+        lengths = {False: len(self.cu_seqlens) - 1, True: self.num_tokens}
+        if given is not None:
+            check_flag(f"{name}_per_token", given)
+            lengths = {given: lengths[given]}
+        if values.dim() != 1 or len(values) not in lengths.values():
+            wanted = " or ".join(f"[{'ST'[by]}] = [{size}]" for by, size in lengths.items())
+            raise ValueError(f"{name} must be {wanted}, got the shape {tuple(values.shape)}")
+        found = [by for by, size in lengths.items() if size == len(values)]
+        if len(found) == 2 and self.num_tokens:
+            bounds = self.cu_seqlens
+            if not is_host_readable(bounds) or bool((bounds.diff() != 1).any()):
+                raise ValueError(
+                    f"{name} may have one number per token or one per response, since T = S = "
+                    f"{self.num_tokens}: give {name}_per_token=True or {name}_per_token=False"
+                )
+        return found[0]
+
+    def refuse(self) -> None:
+        self.check_values()
+        super().refuse()
+
+    def check_values(self) -> None:
+        """Raise ValueError for the first that is not allowed, but for targets; not on a GPU."""
+        check_sequences(self.cu_seqlens, self.num_tokens, self.device)
+        if self.importance is not None and is_host_readable(self.importance):
+            mask = self.mask if self.importance_by_token else None
+            is_wrong = self.importance < 0
+            check_values("importance_weights", self.importance, "at least 0", is_wrong, mask)
+
+    def counts(self) -> Tensor:
+        """Return how many tokens of each response [S] are not masked."""
+        check_sequences(self.cu_seqlens, self.num_tokens, self.device)
+        if self.mask is None:
+            return self.cu_seqlens.diff()
+        return sums_of(self.mask.double(), self.cu_seqlens)
+
+    def new_sums(self) -> Tensor:
+        """Return memory for LossSums [10], the first of what a kernel needs."""
+        if dispatch.is_gpu(self.device):
+            return torch.zeros(_C.LOSS_WORKSPACE, dtype=torch.float64, device=self.device)
+        return torch.empty(NUM_SUMS, dtype=torch.float64)
+
+    def loss(
+        self,
+        logits: Tensor,
+        gradient: Tensor | None,
+        sums: Tensor,
+        total: Tensor | None = None,
+        first: int = 0,
+        index: Tensor | None = None,
+    ) -> None:
+        """Write LossSums to `sums`, the first of them to `total` [], and the gradient of the logits
+        of the tokens that `launch` names."""
+        call = KernelLaunch(self.device)
+        averages = self.terms.aggregation == "seq_mean_token_mean"
+        has_counts = averages and self.mask is not None
+        fields = {
+            **self.terms.of_kernel,
+            "num_sequences": len(self.cu_seqlens) - 1,
+            "cu_seqlens": self.cu_seqlens,
+            "advantages": numbers(call, self.advantages),
+            "importance_weights": numbers(call, self.importance),
+            "advantages_by_token": self.by_token,
+            "weights_by_token": self.importance_by_token,
+            "old_logprobs": numbers(call, self.old),
+            "ref_logprobs": numbers(call, self.ref),
+            "denominator": numbers(call, self.denominator),
+            "divides_responses": averages,
+            "counts": numbers(call, self.counts() if has_counts else None),
+            "sequence_log_ratio": numbers(call, self.ratio),
+            "sums": sums,
+            "total": total,
+        }
+        self.launch(call, "token_loss", logits, gradient, first, index, **fields)
+
+    @property
+    def needs_sequence_ratio(self) -> bool:
+        return self.terms.spec.by_sequence and self.old is not None
+
+    def set_ratio(self, logprobs: Tensor, index: Tensor | None = None) -> None:
+        """Compute each response's mean log-ratio over tokens that are not masked, from the
+        log-probs of all tokens, or of those of an ascending index that are not masked."""
+        assert self.old is not None
+        old, keep, bounds = self.old.detach(), self.mask, self.cu_seqlens
+        if index is not None:
+            old, keep, bounds = old[index], None, torch.searchsorted(index, bounds)
+        difference = (logprobs - old.to(logprobs.dtype)).double()
+        keep = torch.ones_like(difference, dtype=torch.bool) if keep is None else keep
+        sums = sums_of(difference.where(keep, 0.0), bounds)
+        means = sums / sums_of(keep.double(), bounds).clamp_min(1)
+        self.ratio = means.to(logprobs.dtype).double()
+
+    def repeated(self, x: Tensor) -> Tensor:
+        """Repeat one number per response [S] for each of its tokens [T]."""
+        return torch.repeat_interleave(x, self.cu_seqlens.diff(), output_size=self.num_tokens)
+
+    def needed_rows(self) -> Tensor:
+        """Return which rows of logits [T] the kernel reads: those with a gradient, and with a ratio
+        of responses also the others of their response."""
+        batch, terms = self.batch(), self.terms
+        counted = batch.loss_mask()
+        if terms.kl_coef or terms.entropy_coef:
+            return counted
+        needed = counted & (batch.advantages != 0)
+        if self.needs_sequence_ratio:
+            has_gradient = sums_of(needed.double(), self.cu_seqlens) > 0
+            needed = counted & self.repeated(has_gradient)
+        return needed
+
+    def batch(self) -> TokenBatch:
+        """Return the numbers of each token, for a loss that is a function."""
+        self.check_values()
+        double = torch.float64
+        factors = self.advantages.detach().to(double)
+        factors, importance = factors if self.by_token else self.repeated(factors), self.importance
+        if importance is not None:
+            importance = importance.detach().to(double)
+            importance = importance if self.importance_by_token else self.repeated(importance)
+            factors = factors * importance
+        divisor = torch.as_tensor(self.denominator, dtype=double, device=self.device)
+        weights = divisor.reciprocal().expand(self.num_tokens)
+        if self.terms.aggregation == "seq_mean_token_mean":
+            weights = weights / self.repeated(self.counts().clamp_min(1))
+        targets, tau, mask = self.targets, self.temperatures(), self.mask
+        if mask is not None:  # their own may be anything
+            weights, targets = weights.where(mask, 0.0), targets.where(mask, 0)
+            tau = tau.where(mask, 1.0)
+        old, ref = (None if x is None else x.detach().to(double) for x in (self.old, self.ref))
+        return TokenBatch(targets, tau, factors, weights, old, ref, self.cu_seqlens, importance)
+
+
+def sums_of(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    # not index_add, which adds in a varying order on a GPU
+    return torch.segment_reduce(values, "sum", offsets=cu_seqlens, initial=0.0)
+
+
+class LossFunction(torch.autograd.Function):
+    """A loss that computes its gradients in its forward pass and saves them; the backward pass
+    scales them. Inputs that come after those of the gradients have none."""
+
+    @staticmethod
+    def save(ctx: Any, function: str, *gradients: Tensor | None) -> None:
+        """function: the public one, for messages."""
+        ctx.save_for_backward(*gradients)
+        ctx.function, ctx.is_spent = function, False
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order(ctx.function)
+        if ctx.is_spent and scale.device.type == "cuda":
+            raise RuntimeError(
+                "backward ran already, and scaled the gradient in place: compute the loss again "
+                "instead"
+            )
+        ctx.is_spent = True
+        gradients = [None if x is None else scaled(x, scale) for x in ctx.saved_tensors]
+        return *gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients))
+
+
+def scaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    """Return gradient times scale []. If scale is 1, as nearly always, the gradient is not read.
+    On a GPU the gradient is changed in place, so that the host does not wait for the scale."""
+    if dispatch.is_gpu(gradient.device) and dispatch.has_kernels(gradient.device):
+        call, (num_rows, row_size) = KernelLaunch(gradient.device), gradient.shape
+        call.launch(
+            "scale",
+            dtype=gradient.dtype,
+            matrix=call.matrix("gradient", gradient),
+            num_rows=num_rows,
+            row_size=row_size,
+            scale=scale.double().contiguous(),
+        )
+        return gradient
+    return gradient if scale.item() == 1 else gradient * scale.to(gradient.dtype)
+
+
+class TokenLossFunction(LossFunction):
+    """The loss of a kernel, []; the LossSums go to `sums`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, inputs: LossInputs, sums: Tensor, needed: bool) -> Tensor:
+        gradient = None
+        if needed:
+            gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        make = torch.empty if len(logits) else torch.zeros  # no row, no launch on a GPU
+        total = make((), dtype=real_dtype(logits.dtype), device=logits.device)
+        if inputs.needs_sequence_ratio:
+            inputs.check_values()
+            values = new_logprobs(logits)
+            inputs.logprobs(logits, values)
+            inputs.set_ratio(values[0])
+        inputs.loss(logits, gradient, sums, total)
+        LossFunction.save(ctx, "policy_gradient_loss", gradient)
+        return total
+
+
+def new_logprobs(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for log-probs and entropies [T] of logits or hidden states."""
+    logprobs = like.new_empty(len(like), dtype=real_dtype(like.dtype))
+    return logprobs, torch.empty_like(logprobs)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor]:
+        rows.save(ctx, logits)
+        values = new_logprobs(logits)
+        rows.logprobs(logits, values)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("token_logprobs")
+        logits, *_ = ctx.saved_tensors
+        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        write_logprobs_gradient(ctx.rows, logits, grads, gradient)
+        return gradient, None
+
+
+def write_logprobs_gradient(
+    rows: TokenRows, logits: Tensor, grads: Sequence[Tensor], gradient: Tensor, first: int = 0
+) -> None:
+    """Write the gradient of the logits [C, V], which may be their memory, from those of the
+    log-probs and the entropies [T]."""
+    grad_logprobs, grad_entropy = (x[first : first + len(logits)].contiguous() for x in grads)
+    rows.launch(
+        *(KernelLaunch(rows.device), "token_logprobs_backward", logits, gradient, first),
+        grad_logprobs=grad_logprobs,
+        grad_entropy=grad_entropy,
+    )
+
+
+# --- checks of arguments
+
+
+def check_fits(name: str, x: Any, device: torch.device, wanted: str, fits: bool) -> None:
+    check_tensor(name, x, device, "the logits are")
+    if not fits:
+        raise ValueError(f"{name} must be {wanted}, got {x.dtype} of shape {tuple(x.shape)}")
+
+
+def shape_of(logits: Tensor) -> tuple[int, int]:
+    check_tensor("logits", logits)
+    is_matrix, dtypes = logits.dim() == 2, ", ".join(map(dtype_name, DTYPES))
+    fits = is_matrix and logits.dtype in DTYPES
+    check_fits("logits", logits, logits.device, f"[T, V] of {dtypes}", fits)
+    return logits.shape[0], logits.shape[1]
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which logits of `dtype` are computed."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def check_tokens(num_tokens: int, device: torch.device, **given: Tensor | None) -> None:
+    for name, x in given.items():
+        if x is not None:
+            fits = isinstance(x, Tensor) and x.shape == (num_tokens,)
+            check_fits(name, x, device, f"[T] = [{num_tokens}]", fits)
+
+
+def checked_mask(mask: Tensor | None, num_tokens: int, device: torch.device) -> Tensor | None:
+    if mask is None:
+        return None
+    fits = isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.shape == (num_tokens,)
+    check_fits("mask", mask, device, f"bool [T] = [{num_tokens}]", fits)
+    return mask.contiguous()
+
+
+def check_values(
+    name: str, values: Tensor, wanted: str, is_wrong: Tensor, mask: Tensor | None, where: str = ""
+) -> None:
+    is_wrong = is_wrong if mask is None else is_wrong & mask
+    if bool(is_wrong.any()):
+        first = int(is_wrong.nonzero()[0])
+        raise ValueError(f"{name} must be {wanted}, got {values[first].item()} at {where}{first}")
+
+
+def check_temperature(
+    temperature: float | Tensor, num_tokens: int, device: torch.device
+) -> float | Tensor:
+    if not isinstance(temperature, Tensor):
+        return check_number("temperature", temperature, *_ABOVE_0)
+    fits, wanted = temperature.shape == (num_tokens,), f"a number or [T] = [{num_tokens}]"
+    check_fits("temperature", temperature, device, wanted, fits)
+    return temperature
+
+
+def token_temperature(
+    temperature: float | Tensor, num_tokens: int, device: torch.device, mask: Tensor | None
+) -> Tensor:
+    """Check a temperature, one number or [T], and return it as [T] float64."""
+    tau = check_temperature(temperature, num_tokens, device)
+    if not isinstance(tau, Tensor):
+        return torch.full((num_tokens,), tau, dtype=torch.float64, device=device)
+    tau = tau.detach().double()
+    if is_host_readable(tau):
+        check_values("temperature", tau, _ABOVE_0[0], ~((tau > 0) & (tau < math.inf)), mask)
+    return tau
+
+
+def check_bounds(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
+    """Check all of them but their values."""
+    check_tensor("cu_seqlens", cu_seqlens)
+    fits = cu_seqlens.dim() == 1 and len(cu_seqlens) > bool(num_tokens) and is_integer(cu_seqlens)
+    check_fits("cu_seqlens", cu_seqlens, device, "integers [S+1]", fits)
+
+
+def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
+    """On a GPU the values are not read."""
+    check_bounds(cu_seqlens, num_tokens, device)
+    if not is_host_readable(cu_seqlens):
+        return
+    bounds = cu_seqlens.to(torch.int64)
+    # Compared, not subtracted: differences of large or narrow integers overflow.
+    falls = bounds[1:] < bounds[:-1]
+    if int(bounds[0]) != 0 or int(bounds[-1]) != num_tokens or bool(falls.any()):
+        got = f"{bounds[:8].tolist()}"
+        got += "" if len(bounds) <= 8 else f" and {len(bounds) - 8} more"
+        if bool(falls.any()):
+            first = int(falls.nonzero()[0])
+            got += f", where {int(bounds[first])} is followed by {int(bounds[first + 1])}"
+        raise ValueError(f"cu_seqlens must rise from 0 to T = {num_tokens}, got {got}")
+
+
+def loss_denominator(
+    given: float | Tensor | None,
+    aggregation: str,
+    num_tokens: int,
+    num_sequences: int,
+    mask: Tensor | None,
+    device: torch.device,
+) -> float | Tensor:
+    """Return a denominator as a number where the host knows it, or as float64 [] on the device."""
+    if given is None and aggregation == "token_mean" and mask is not None:
+        return mask.sum().clamp_min(1).double()
+    if given is None:
+        given = max(num_tokens if aggregation == "token_mean" else num_sequences, 1)
+    return check_denominator(given, device)
+
+
+def check_denominator(given: float | Tensor, device: torch.device) -> float | Tensor:
+    number: Any = given
+    if isinstance(given, Tensor):
+        check_tensor("denominator", given)
+        if given.numel() != 1 or given.device not in (device, torch.device("cpu")):
+            wanted = "one number on the logits' device or a CPU"
+            got = f"the shape {tuple(given.shape)} on {given.device}"
+            raise ValueError(f"denominator must be {wanted}, got {got}")
+        if not is_host_readable(given):
+            return given.detach().to(device, torch.float64).reshape(())
+        number = float(given.detach())
+    return check_number("denominator", number, *_ABOVE_0)

@@ -180,11 +180,11 @@ def supervised(loop: RunLoop, ending: ExitStatus, is_alone: bool) -> Iterator[No
             checkpoints.wait()  # for a save that started before
         except StorageError as other:
             screen.error(str(other))
-        kept = "no checkpoint was written"
-        if checkpoints.newest and checkpoints.newest.exists():
-            kept = f"the last good checkpoint is {checkpoints.newest}"
+        newest, failed = checkpoints.newest, RuntimeError()
+        is_kept = newest is not None and newest.exists()
+        kept = f"the last good checkpoint is {newest}" if is_kept else "no checkpoint was written"
         if isinstance(error, FAILURES):
-            failed: RuntimeError = type(error)(f"{error}; {kept}. {error.advice}")
+            failed = type(error)(f"{error}; {kept}. {error.advice}")
         elif isinstance(error, UserCodeError | InputError) and loop.progress.step:
             sentence = f"{error}, after {loop.progress}; {kept}. {UserCodeError.advice}"
             failed = UserCodeError(sentence, code=1)

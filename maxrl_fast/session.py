@@ -20,7 +20,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.losses.registry import find_loss
 from maxrl_fast.algorithms.options import REQUIRED, Count, NotNegative, make_option
-from maxrl_fast.config.options import Config, Decoding, Loss, Place
+from maxrl_fast.config.options import Config, Decoding, Loss, Model, Optimizer, Place
 from maxrl_fast.config.read import hint, parse_options
 from maxrl_fast.errors import InputError, warn
 from maxrl_fast.job.build import RunContext, prepare
@@ -33,6 +33,7 @@ from maxrl_fast.job.resume import Saved, find_saved
 from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
 from maxrl_fast.rollout import RolloutRequest, check_finite
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
+from maxrl_fast.rollout.vllm_options import VllmOptions
 from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.files import replace_symlink, storing
 from maxrl_fast.runtime.ranks import Ranks
@@ -44,12 +45,11 @@ from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
 from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 
-_OPTIONS = {x.name for group in (Loss, Decoding, Place, TextOptions) for x in fields(group)} | {
-    *("model_backend", "lora_rank", "lora_alpha", "lora_targets", "loss", "lr", "beta2"),
-    *("weight_decay", "clip_grad", "token_budget", "checkpoint_activations", "rollout", "vllm_url"),
-    *("vllm_tensor_parallel", "seed", "compile", "sharding"),
-}
-_OPTIONS -= {"teacher_prompt", "prompt_suffix", "max_prompt_tokens"}
+_GROUPS = Model, Optimizer, Loss, Decoding, Place, TextOptions, VllmOptions
+_OPTIONS = {x.name for group in _GROUPS for x in fields(group)}
+_OPTIONS |= {"loss", "rollout", "seed", "compile", "sharding"}
+_OPTIONS -= {"model", "teacher_prompt", "prompt_suffix", "max_prompt_tokens"}
+_OPTIONS -= {"steps", "warmup_steps", "lr_schedule", "updates_per_step"}
 
 
 class _GivenTexts(TextTask):
@@ -91,10 +91,8 @@ class SessionSamples(Samples):
 
 
 class Session:
-    """A policy, the engine that samples from it and the learner that trains it.
-
-    Under torchrun all ranks call every method with the same arguments. A wrong argument raises
-    InputError and changes nothing.
+    """A policy, the engine that samples from it and the learner that trains it. A wrong argument
+    raises InputError and changes nothing.
 
     Args:
         model: a Hugging Face folder, or hf://ORG/NAME.
@@ -132,7 +130,7 @@ class Session:
         config, task = prepare(config, ranks, warn, make_task)
         torch.set_num_threads(config.run.threads)
         self._run = run = RunContext.begin(config, task, ranks, saved)
-        run.place()
+        run.place(saved)
         self.config, self.engine, self.learner = run.config, run.engine, run.learner
         self.task: Any = task
         self.learner.copy_policy()
@@ -147,23 +145,19 @@ class Session:
     def encode(
         self, prompts: Any, responses: Sequence[Sequence[str]] | None = None
     ) -> SessionSamples:
-        """Return given texts as samples, with log-probs of 0.
-
-        Args:
-            prompts: G texts, each a user's message where there is a chat template, or lists of
-                messages; or `Prompts`, as tasks return them.
-            responses: [G][N] texts, which end as the template ends them.
-        """
+        """Return texts [G][N] as samples, with log-probs of 0. prompts: G texts, each a user's
+        message where there is a chat template, or lists of messages; or `Prompts` of a task."""
         task, given, device = self.task, list[list[int]](), self._run.device
         if not isinstance(prompts, Prompts):
             if not isinstance(task, TextTask):
                 raise InputError(f"prompts must be Prompts, as {task.name} returns them")
-            places = [f"prompts[{i}]" for i in range(len(_list("prompts", prompts)))]
-            read = [*map(read_prompt, prompts, places)]
-            read = [task.prompt(x) if isinstance(x, str) else x for x in read]
-            ids = [*map(task.encode_prompt, read, places)]
-            if [] in ids:
-                raise InputError(f"{places[ids.index([])]} must be text that the tokenizer knows")
+            read, ids = list[Any](), list[list[int]]()
+            for i, prompt in enumerate(_list("prompts", prompts)):
+                found = read_prompt(prompt, place := f"prompts[{i}]")
+                read.append(task.prompt(found) if isinstance(found, str) else found)
+                ids.append(task.encode_prompt(read[-1], place))
+                if not ids[-1]:
+                    raise InputError(f"{place} must be text that the tokenizer knows")
             prompts = prompts_of(ids, range(len(ids)), [{}] * len(ids))
             if responses is not None:
                 rows = [_list("responses", row) for row in _list("responses", responses)]
@@ -173,16 +167,16 @@ class Session:
                 pairs = [(x, y) for x, row in zip(read, rows, strict=True) for y in row]
                 for _, text in pairs:
                     check_utf8(text, "responses")
-                names = ["responses"] * len(pairs)
-                given = [tokens for _, tokens in task.encode_demonstrations(pairs, names)]
+                encoded = task.encode_demonstrations(pairs, ["responses"] * len(pairs))
+                given = [tokens for _, tokens in encoded]
         elif responses is not None or not len(prompts):
             raise InputError("prompts must be at least one, of text where responses are given")
         parts = prompts.to(device), Rollouts.given(given).to(device), task
         samples = SessionSamples(*parts, self._settings.temperature, is_given=True)
-        lengths = samples.prompts.lengths
+        lengths, most = samples.prompts.lengths, self._positions
         each = lengths.repeat_interleave(samples.num_rollouts) + samples.rollouts.lengths
-        if (found := int(torch.cat([lengths, each]).max())) > self._positions:
-            wanted = f"at most {self._positions} tokens, got {found}"
+        if (longest := int(torch.cat([lengths, each]).max())) > most:
+            wanted = f"at most {most} tokens, got {longest}"
             raise InputError(f"a prompt with a response must have {wanted}")
         return samples
 
@@ -210,23 +204,23 @@ class Session:
         the session's option, or as many tokens as the positions leave."""
         run, own, n = self._run, self.encode(prompts).prompts, _number("n", Count, n)
         room = self._positions - int(own.lengths.max())
-        given: dict[str, Any] = {"max_new_tokens": max(1, min(run.sampling.max_new_tokens, room))}
+        limit, heat = max(1, min(run.sampling.max_new_tokens, room)), run.sampling.temperature
         if temperature is not None:
-            given["temperature"] = _number("temperature", NotNegative, temperature)
+            heat = _number("temperature", NotNegative, temperature)
         if max_new_tokens is not None:
-            given["max_new_tokens"] = _number("max_new_tokens", Count, max_new_tokens)
-        sampling = replace(run.sampling, **given)
+            limit = _number("max_new_tokens", Count, max_new_tokens)
+        sampling = replace(run.sampling, temperature=heat, max_new_tokens=limit)
         if self._is_new:
             self.engine.load_weights(self.learner.model)
             self._is_new = False
-        asked = own.take(*run.ranks.part(len(own))), n, sampling
-        request = RolloutRequest(*asked, run.config.run.seed, self._draws + 1)
+        part, seed = own.take(*run.ranks.part(len(own))), run.config.run.seed
+        request = RolloutRequest(part, n, sampling, seed, self._draws + 1)
         shared = run.shares_engine
         found = sample_and_score(self.engine, self.task, None, request, shares_engine=shared)
         rollouts = run.ranks.gather(found.rollouts)
         self._draws += 1
         check_finite(rollouts, own, self._draws)
-        return SessionSamples(own, rollouts, self.task, sampling.temperature)
+        return SessionSamples(own, rollouts, self.task, heat)
 
     def forward(self, samples: SessionSamples) -> SessionSamples:
         """Return the samples with their log-probs under the policy."""

@@ -34,7 +34,7 @@ from maxrl_fast.job.fingerprints import fingerprints
 from maxrl_fast.job.health import verdict
 from maxrl_fast.job.loop import RunLoop
 from maxrl_fast.job.progress import Progress
-from maxrl_fast.job.resume import check_same, find_saved
+from maxrl_fast.job.resume import Saved, check_same, find_saved
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
@@ -100,9 +100,8 @@ def train(
         prints, config = fingerprints(config, task, saved), config.replace(out=out)
         given = {"functions": functions or {}, "output": output}
         run = RunContext.begin(config, task, ranks, saved, **given)
-        config, options, start = run.config, run.config.flat(), saved and saved.directory
         if saved:
-            check_same(saved, options, prints, ranks, warn, config.run.allow_changes)
+            check_same(saved, run.config.flat(), prints, ranks, warn, config.run.allow_changes)
         found = run.place(saved)
         held.enter_context(closing(run.scorer))
         if not saved:
@@ -113,29 +112,47 @@ def train(
                 return ExitStatus(1, RewardError(f"{error}. {advice}"))
         if not is_resumed:  # its folder was not touched before
             held.enter_context(lock)
-        log_to = config.evaluation.log_to
+        options, log_to = run.config.flat(), config.evaluation.log_to
         files = RunFiles(out, options, log_to, ranks.is_first, is_resumed, saved, warn)
         if ranks.is_first:
             output.open(out, is_resumed)
-        lines = describe_run(config, task, run.policy, ranks, start)
-        lines += [describe_files(config, run.policy)]
-        lines += [own_options(saved.options, options)] if saved else []
-        for line in filter(None, (*lines, *found, run.scorer.describe())):
+        for line in first_lines(run, saved, found):
             screen.info(line)
         run.clock.beat()
         ending, limit = ExitStatus(run=run), config.run.stall_limit
         with StopSignal(ranks, device) as stop, StallWatchdog(run.clock, limit, ends_process):
-            # a resumed run keeps the configuration of its checkpoint
-            kept = build_policy_files(task, run.policy, start or config.model.directory)
-            rhythm = config.run.save_every, config.run.keep_checkpoints
-            checkpoints = Checkpoints(files, *kept, prints, *rhythm, ranks, stop, run.clock, saved)
-            # with the seconds that the clock counts
-            progress = saved.progress if saved else Progress(seconds=run.clock.seconds)
-            parts = run.trainer, run.warm_start, checkpoints, files, progress, screen
-            with supervised(loop := RunLoop(run, *parts), ending, is_alone=ranks.size == 1):
+            loop = build_loop(run, files, saved, prints, stop, screen)
+            with supervised(loop, ending):
                 loop.run()
         close(loop, ending)
         return ending
+
+
+def first_lines(run: RunContext, saved: Saved | None, found: list[str]) -> list[str]:
+    """Return what runs on what, with what was `found` out when it was built."""
+    config, start = run.config, saved.directory if saved else None
+    lines = describe_run(config, run.task, run.policy, run.ranks, start)
+    lines.append(describe_files(config, run.policy))
+    lines.append(own_options(saved.options, config.flat()) if saved else "")
+    return [*filter(None, (*lines, *found, run.scorer.describe()))]
+
+
+def build_loop(
+    run: RunContext,
+    files: RunFiles,
+    saved: Saved | None,
+    prints: dict[str, str],
+    stop: StopSignal,
+    screen: Screen,
+) -> RunLoop:
+    config, start = run.config, saved.directory if saved else run.config.model.directory
+    # a resumed run keeps the configuration of its checkpoint
+    kept = build_policy_files(run.task, run.policy, start)
+    rhythm = config.run.save_every, config.run.keep_checkpoints
+    checkpoints = Checkpoints(files, *kept, prints, *rhythm, run.ranks, stop, run.clock, saved)
+    # with the seconds that the clock counts
+    progress = saved.progress if saved else Progress(seconds=run.clock.seconds)
+    return RunLoop(run, run.trainer, run.warm_start, checkpoints, files, progress, screen)
 
 
 def check_rewards(run: RunContext, warn: Callable[[str], None]) -> None:
@@ -160,7 +177,7 @@ def check_rewards(run: RunContext, warn: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def supervised(loop: RunLoop, ending: ExitStatus, is_alone: bool) -> Iterator[None]:
+def supervised(loop: RunLoop, ending: ExitStatus) -> Iterator[None]:
     """Say how the loop inside ended. With several ranks an error that the others may not have is
     raised, so that they end too."""
     checkpoints, screen = loop.checkpoints, loop.screen
@@ -190,7 +207,7 @@ def supervised(loop: RunLoop, ending: ExitStatus, is_alone: bool) -> Iterator[No
             failed = UserCodeError(sentence, code=1)
         else:
             raise
-        if not (is_alone or isinstance(error, NonFiniteError | RewardError)):
+        if loop.ranks.size > 1 and not isinstance(error, NonFiniteError | RewardError):
             raise failed from error
         failed.__cause__ = error
         ending.code, ending.error = 1, failed

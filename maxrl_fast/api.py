@@ -98,7 +98,9 @@ def run(
         InputError: if an option is unknown or wrong.
         NonFiniteError, RewardError, StorageError, EngineError, UserCodeError: if the run failed.
     """
-    given = dict(config) if isinstance(config, Mapping) else {"config": config}
+    given: dict[str, Any] = {"config": config}
+    if isinstance(config, Mapping):
+        given = dict(config)
     options |= {"task": task, "reward": reward, "environment": environment}
     given |= {name: value for name, value in options.items() if value is not None}
     objects, functions = dict[str, Any](), dict[str, Callable[..., Any]]()
@@ -122,8 +124,8 @@ def run(
     ranks = Ranks.of_environment()
     is_quiet, is_notebook = not ranks.is_first, Console().is_jupyter
     # a notebook gets plain lines: rich would need widgets for a moving bar
-    how = {"force_jupyter": False, "force_terminal": False} if is_notebook else {}
-    console = Console(quiet=quiet or is_quiet, **how)
+    plain = False if is_notebook else None
+    console = Console(quiet=quiet or is_quiet, force_jupyter=plain, force_terminal=plain)
     with ExitStack() as held:
         held.callback(set_random_states, random_states())  # parsing options changes them too
         parsed = parse_options(given)

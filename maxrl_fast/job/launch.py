@@ -98,7 +98,7 @@ def train(
             held.enter_context(lock)
             saved = find_saved(out, ranks, warn)
         prints, config = fingerprints(config, task, saved), config.replace(out=out)
-        given = {"functions": functions or {}, "output": output}
+        given: dict[str, Any] = {"functions": functions or {}, "output": output}
         run = RunContext.begin(config, task, ranks, saved, **given)
         if saved:
             check_same(saved, run.config.flat(), prints, ranks, warn, config.run.allow_changes)

@@ -111,8 +111,11 @@ class Session:
         is_saved = RunFolder(path).checkpoints or (path / "progress.json").exists()
         if not (is_saved and (saved := find_saved(path, Ranks(), warn))):
             raise InputError(f"folder must be of a run with a checkpoint, or of save, got {folder}")
+        if "loss" not in options:  # it would follow from the objective, which is the caller's
+            kept = {x: saved.options[x] for x in ("loss", "aggregation") if x in saved.options}
+            options = {**kept, **options}
         session = cls.__new__(cls)
-        session._start(_parsed(options, resume=saved.directory), saved)
+        session._start(_parsed(options, resume=saved.directory, objective="maxpo"), saved)
         return session
 
     def _start(self, config: Config, saved: Saved | None) -> None:

@@ -163,7 +163,7 @@ WRONG = {  # what is called, with what values, and what is said
     "responses": (lambda s, x, y: s.encode(["a"], y), [3, [], [3], [[]], [[3]]], "responses must"),
     "number": (lambda s, x, y: s.encode(["a"], y), [[["b"], ["c"]]], "as many to each of 1"),
     "long": (lambda s, x, y: s.encode(["a"], y), [[["b" * 512]]], "at most 512 tokens"),
-    "n": (lambda s, x, y: s.sample(["a"], y), [0, -1, 1.5, True], "n must be an integer"),
+    "n": (lambda s, x, y: s.sample(["a"], y), [0, -1, 1.5, True], "^n must be"),
     "heat": (lambda s, x, y: s.sample(["a"], temperature=y), [-1, float("nan")], "temperature"),
     "limit": (lambda s, x, y: s.sample(["a"], max_new_tokens=y), [0, 1.5, 600], "max_new_tokens"),
     "samples": (lambda s, x, y: s.forward_backward(y, ROWS), [None, []], "samples must have resp"),
@@ -174,9 +174,9 @@ WRONG = {  # what is called, with what values, and what is said
         "advantages must be finite",
     ),
     "loss": (lambda s, x, y: s.forward_backward(x, ROWS, y), [3, "po", []], "loss must be"),
-    "lr": (lambda s, x, y: s.optim_step(y), [-1, float("nan"), "x"], "lr must be a finite number"),
+    "lr": (lambda s, x, y: s.optim_step(y), [-1, float("nan"), "x"], "^lr must be"),
     "folder": (lambda s, x, y: Session.from_run(y), ["", "docs"], "folder must be of a run with"),
-    "rate": (lambda s, x, y: tiny_session(lr=y), [0, -1, float("nan")], "lr must be a finite num"),
+    "rate": (lambda s, x, y: tiny_session(lr=y), [0, -1, float("nan")], "^lr must be"),
     "steps": (lambda s, x, y: tiny_session(steps=y), [3], "unknown option steps"),
 }
 

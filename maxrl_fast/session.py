@@ -47,7 +47,7 @@ from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 
 _GROUPS = Model, Optimizer, Loss, Decoding, Place, TextOptions, VllmOptions
 _OPTIONS = {x.name for group in _GROUPS for x in fields(group)}
-_OPTIONS |= {"loss", "rollout", "seed", "compile", "sharding"}
+_OPTIONS |= {"loss", "rollout", "seed", "sharding"}
 _OPTIONS -= {"model", "teacher_prompt", "prompt_suffix", "max_prompt_tokens"}
 _OPTIONS -= {"steps", "warmup_steps", "lr_schedule", "updates_per_step"}
 
@@ -170,8 +170,7 @@ class Session:
                 pairs = [(x, y) for x, row in zip(read, rows, strict=True) for y in row]
                 for _, text in pairs:
                     check_utf8(text, "responses")
-                encoded = task.encode_demonstrations(pairs, ["responses"] * len(pairs))
-                given = [tokens for _, tokens in encoded]
+                given = [task.encode_demonstration(*x, "responses")[1] for x in pairs]
         elif responses is not None or not len(prompts):
             raise InputError("prompts must be at least one, of text where responses are given")
         parts = prompts.to(device), Rollouts.given(given).to(device), task

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import maxrl_fast
 from maxrl_fast.algorithms.known import explain_name
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import KEPT_BYTES, evaluation_schedule, tensor_parallel
@@ -14,10 +13,9 @@ from maxrl_fast.config.rules import objective_of
 from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops.dispatch import kernels_for
-from maxrl_fast.rollout.names import ENGINES
-from maxrl_fast.rollout.native import MAX_BATCH
-from maxrl_fast.rollout.vllm_shared import MAX_SEQUENCES
-from maxrl_fast.runtime.device import Machine
+from maxrl_fast.rollout import ENGINES, MAX_BATCH
+from maxrl_fast.rollout.vllm import MAX_SEQUENCES
+from maxrl_fast.runtime.device import Machine, versions
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.tuning import chunk_bytes
 from maxrl_fast.tasks import Task, describe_task
@@ -51,10 +49,10 @@ def describe_run(
     kernels = kernels_for(device), kernel_name(device, dtype, model.config.head_dim)
     how = "; ops: {}; attention: {}".format(*kernels)
     how += "; checkpointed activations" * config.optimizer.checkpoint_activations
-    how += "; torch.compile" * config.run.compile
     start = f"from {saved or config.model.model}" if saved or config.model.model else "new"
     lines = [
-        f"maxrl_fast {maxrl_fast.__version__}: {method}, task {task.name}, seed {config.run.seed}",
+        f"maxrl_fast {versions()['maxrl_fast']}: {method}, task {task.name}, "
+        f"seed {config.run.seed}",
         f"on {where} in {config.run.dtype}{how}",
         f"policy: {model.config.num_hidden_layers}-layer {model.config.model_type} decoder "
         f"({model.backend}), {_parameters(model)}, {start}",

@@ -18,8 +18,8 @@ from maxrl_fast.algorithms.options import (
     parameters_of,
 )
 from maxrl_fast.errors import InputError
-from maxrl_fast.rollout.names import check_engine_name
-from maxrl_fast.rollout.vllm_options import VllmOptions
+from maxrl_fast.rollout import check_engine_name
+from maxrl_fast.rollout.vllm import VllmOptions
 from maxrl_fast.runtime.loading import is_code, load_code
 from maxrl_fast.tasks.dataset import DatasetOptions
 from maxrl_fast.tasks.dataset_specs import DATASETS

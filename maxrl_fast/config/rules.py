@@ -7,7 +7,6 @@ from dataclasses import replace
 from string import Formatter
 from typing import Any
 
-from maxrl_fast.algorithms.losses.registry import learns_without_advantage
 from maxrl_fast.algorithms.options import multiple_of
 from maxrl_fast.config.options import Config, Options
 from maxrl_fast.config.parts import loss_of, part_options
@@ -16,8 +15,8 @@ from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.objective import OBJECTIVE_CLASSES, Objective, has_teacher
-from maxrl_fast.training.objectives.registry import make_objective
+from maxrl_fast.training.objectives.objective import Objective, has_teacher
+from maxrl_fast.training.objectives.registry import find_objective, make_objective
 from maxrl_fast.training.policy_reward import LIKELIHOODS
 
 
@@ -164,9 +163,6 @@ RULES: Rules = {
     "--resume writes into the run's own folder, {resume}, got --out {out}": (
         lambda c: c.resume and c.out and c.out.absolute() != c.resume.absolute()
     ),
-    "--compile is for the native decoder, got --model-backend {model_backend}": (
-        lambda c: c.compile and c.model_backend == "transformers"
-    ),
     "dynamic_sampling leaves out groups whose rewards are equal, from which {objective} learns": (
         lambda c: c.dynamic_sampling and c.method.learns_from_equal_rewards(c.rollouts)
     ),
@@ -250,10 +246,10 @@ def check(config: Config) -> None:
     objective, loss = objective_of(config), loss_of(c.loss)
     c |= {"method": objective, "needs": objective.needs, "token_loss": loss}
     c["fixed"] = objective.aggregation if objective.owns_loss else loss.aggregation
-    refuse({**RULES, **getattr(OBJECTIVE_CLASSES.get(c.objective), "refuses", {})}, c)
+    refuse({**RULES, **getattr(find_objective(c.objective), "refuses", {})}, c)
     config.sampling.stopping()  # or an error
     try:
-        learns_without_advantage(loss, tuple(loss_options(config).items()))
+        loss.resolve(loss_options(config))
     except ValueError as error:
         raise InputError(str(error), "loss", *config.parts["loss"]) from error
     correction_of(config)
@@ -289,6 +285,10 @@ def correction_of(config: Config) -> tuple[str, dict[str, float]]:
     """Return the name and the numbers of the correction."""
     name = config.chosen.correction
     try:
-        return name, CORRECTIONS[name].resolve(own_options(config, "correction"))
+        numbers = CORRECTIONS[name].resolve(own_options(config, "correction"))
+        if "low" in numbers and numbers["low"] >= numbers["high"]:
+            bounds = f"{numbers['low']:g} and {numbers['high']:g}"
+            raise ValueError(f"low of {name} must be below high, got {bounds}")
+        return name, numbers
     except ValueError as error:
         raise InputError(str(error), *config.parts["correction"]) from error

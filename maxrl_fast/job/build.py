@@ -22,7 +22,7 @@ from maxrl_fast.job.build_policy import (
 )
 from maxrl_fast.job.build_task import build_run_task, build_scorer, closing_task
 from maxrl_fast.job.resume import Saved
-from maxrl_fast.model.flash_choice import choose
+from maxrl_fast.model.flash import choose
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.rewards.combined import MajorityVote
@@ -35,7 +35,7 @@ from maxrl_fast.tasks.episode import EpisodeTask
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.text_codec import end_of
 from maxrl_fast.training.collect import LengthPenalty, RolloutCollector
-from maxrl_fast.training.correction import CORRECTIONS
+from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.critic import Critic, critic_model
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.logprob_parity import check_engine, check_exact
@@ -162,7 +162,7 @@ class RunContext:
         config, ranks, number = self.config, self.ranks, tensor_parallel(self.config)
         own = config.parts["rollout"], config.sampling, self.policy, self.task, self.dtype
         batch = config.sampling.samples_of_engine(ranks.size, number)
-        return build_engine(config.chosen.rollout, *own, batch, config.run.compile, ranks)
+        return build_engine(config.chosen.rollout, *own, batch, ranks)
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -235,7 +235,7 @@ class RunContext:
             self.engine,
             LearningRate(options.lr, options.steps, options.warmup_steps, options.lr_schedule),
             options.updates_per_step,
-            CORRECTIONS[correction].function(**numbers),
+            make_correction(correction, numbers),
             self.clock,
             self.teacher_prompts,
             self.config.sampling.ahead,

@@ -27,7 +27,7 @@ from maxrl_fast.model.policy import check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.rollout import Engine
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.validation import CheckedEngine
 from maxrl_fast.runtime.files import read_json
 from maxrl_fast.runtime.loading import build_from_code
@@ -90,8 +90,6 @@ def build_policy(
     dtype = torch.promote_types(DTYPES[model.config.dtype], dtype_of(config))
     model.config = dataclasses.replace(model.config, dtype=str(dtype).removeprefix("torch."))
     model.checkpoint_activations = config.optimizer.checkpoint_activations
-    if config.run.compile and not is_empty:
-        model.compile_layers()
     return model
 
 
@@ -150,32 +148,31 @@ def build_engine(
     task: Task,
     dtype: torch.dtype,
     max_batch: int,
-    compiled: bool = False,
     ranks: Ranks | None = None,
-) -> CheckedEngine:
+) -> Engine:
     """Build the engine `name`, with its own options and the model's weights. vLLM samples
     `max_batch` responses at once."""
     own, cache = part_options("rollout", name, own), dict[str, Any]()
     if sampling.kv_cache_gb is not None:  # an engine of the user's may refuse it
         cache["cache_bytes"] = int(sampling.kv_cache_gb * 1e9)
     how: dict[str, Any] = {"ranks": ranks or Ranks()}
-    engine: Engine
     if name == "native":
-        engine = native = NativeEngine(model, dtype, compiled=compiled, **cache)
+        engine = native_engine(model, dtype, **cache)
         # refuses a cache that is too small
-        native.sequence_bytes(task.prompt_length, sampling.max_new_tokens)
-    elif name != "vllm":
+        engine.check_fits(task.prompt_length, sampling.max_new_tokens)
+        return engine
+    if name != "vllm":
         offered = {"model": model, "dtype": dtype, "max_batch": max_batch, **how}
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
-        engine = build_from_code("rollout", name, Engine, offered, own | cache, hint)
+        made = build_from_code("rollout", name, Engine, offered, own | cache, hint)
     else:
         from maxrl_fast.rollout import vllm, vllm_server  # of which few runs need anything
 
         how["filters_tokens"], url = sampling.top_p < 1, own["vllm_url"]
         if url is not None:
-            engine = vllm_server.VllmServerEngine(model, dtype, url, **how)
+            made = vllm_server.VllmServerEngine(model, dtype, url, **how)
         else:
             how |= {"max_batch": max(max_batch, 256), **cache}
             number = own["vllm_tensor_parallel"]
-            engine = vllm.VllmEngine(model, dtype, tensor_parallel=number, **how)
-    return CheckedEngine(engine, name, model.config.vocab_size)
+            made = vllm.VllmEngine(model, dtype, tensor_parallel=number, **how)
+    return CheckedEngine(made, name, model.config.vocab_size)

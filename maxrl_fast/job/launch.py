@@ -165,7 +165,6 @@ def check_rewards(run: RunContext, warn: Callable[[str], None]) -> None:
     if not scorer.can_fail and not is_binary:
         return
     prompts = task.prompts("train", 0, NUM_PROMPTS).to(run.device)
-    scorer.check(prompts)
     limit = min(run.sampling.max_new_tokens, MAX_TOKENS)
     sampling, seed = replace(run.sampling, max_new_tokens=limit), run.config.run.seed
     request = RolloutRequest(prompts, NUM_ROLLOUTS, sampling, seed)
@@ -217,7 +216,7 @@ def close(loop: RunLoop, ending: ExitStatus) -> None:
     """Close the files, and print what the run has come to."""
     files, screen, seconds = loop.files, loop.screen, loop.clock.seconds
     try:
-        files.close(seconds, is_done=ending.code == 0)
+        files.close(seconds)
     except StorageError as error:
         if ending.error:  # it comes first; the caller prints it
             screen.error(f"{error}. {error.advice}")

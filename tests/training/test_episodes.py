@@ -11,7 +11,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts
-from tests.models import tiny_decoder
+from tests.models import tiny_decoder, updated
 from tests.random_episodes import naive_logprobs, random_parts, rollouts_of
 from tests.training.test_packing import tries
 
@@ -106,7 +106,7 @@ def test_updates_learn_from_sampled_tokens_alone(loss, budget):
     state = {"siren_anchor": torch.zeros(1, dtype=torch.float64)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     learner = Learner(model, optimizer, settings, 1e9, budget, torch.float32, objective_state=state)
-    metrics = learner.update(samples, advantages, samples.sequences, when="step 1", lr=0.0)
+    metrics = updated(learner, samples, advantages, samples.sequences, when="step 1", lr=0.0)
     for (name, parameter), gradient in zip(parameters.items(), expected, strict=True):
         assert gradient.abs().max() > 1e-4
         assert (parameter.grad - gradient).abs().max() < 2e-4 * gradient.abs().max(), name

@@ -33,7 +33,7 @@ from maxrl_fast.job.resume import Saved, find_saved
 from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
 from maxrl_fast.rollout import RolloutRequest, check_finite
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
-from maxrl_fast.rollout.vllm_options import VllmOptions
+from maxrl_fast.rollout.vllm import VllmOptions
 from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.files import replace_symlink, storing
 from maxrl_fast.runtime.ranks import Ranks

@@ -26,7 +26,6 @@ from maxrl_fast.runtime.loading import check_members, naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.jsonl import json_value
 from maxrl_fast.tasks.names import OBJECT
 
 NOTEBOOK_LINES = 20  # progress lines per stage; a terminal shows one moving line
@@ -161,7 +160,7 @@ def _stored(option: str, value: Any, folder: Path) -> Any:
         return value
 
     def plain(x: Any) -> Any:  # as of files of Parquet
-        return x.tolist() if hasattr(x, "tolist") else json_value(x)
+        return None if isinstance(x, bytes) else getattr(x, "tolist", x.__str__)()
 
     try:
         content = "".join(json.dumps(row, default=plain) + "\n" for row in value)

@@ -35,7 +35,7 @@ from maxrl_fast.rollout import RolloutRequest, check_finite
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.rollout.vllm import VllmOptions
 from maxrl_fast.runtime.device import resolve_device
-from maxrl_fast.runtime.files import replace_symlink, storing
+from maxrl_fast.runtime.files import atomic_file, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks.dataset import DatasetOptions
@@ -112,8 +112,8 @@ class Session:
         if not (is_saved and (saved := find_saved(path, Ranks(), warn))):
             raise InputError(f"folder must be of a run with a checkpoint, or of save, got {folder}")
         if "loss" not in options:  # it would follow from the objective, which is the caller's
-            kept = {x: saved.options[x] for x in ("loss", "aggregation") if x in saved.options}
-            options = {**kept, **options}
+            names = [x for x in ("loss", "aggregation") if x in saved.options]
+            options = {x: saved.options[x] for x in names} | options
         session = cls.__new__(cls)
         session._start(_parsed(options, resume=saved.directory, objective="maxpo"), saved)
         return session
@@ -295,7 +295,8 @@ class Session:
             write_checkpoint(directory, content, saved, *self._files, base, ranks)
         if ranks.is_first:
             with storing(str(path)):
-                replace_symlink(path / "latest", directory)
+                with atomic_file(path / "latest") as link:
+                    link.symlink_to(os.path.relpath(directory, path))
                 for old in before:
                     shutil.rmtree(old)
         ranks.wait_for_all()

@@ -59,7 +59,8 @@ def test_it_trains_as_the_command_does_and_leaves_the_process_as_it_was(maze_run
     assert run.metrics["reward_mean"].tolist() == reward
     records = read(maze_run / "eval.jsonl")
     assert run.evaluations["pass_at_2"].tolist() == [record["pass_at_k"]["2"] for record in records]
-    assert run.log("rollouts")["reward"] == [x["reward"] for x in read(out / "rollouts.jsonl")]
+    rewards = [x["reward"] for x in read(out / "rollouts.jsonl")]
+    assert run.log("rollouts")["reward"].tolist() == rewards != []
     passes = [f"{record['pass_at_k']['1']:.3f}" for record in (records[0], records[-1])]
     assert repr(run) == f"Run({str(out)!r}: 6 steps, pass@1 {' to '.join(passes)})"
 

@@ -13,10 +13,9 @@ from bench.layouts import update_flops
 from bench.measure import DeviceStopwatch, gemm_throughput, milliseconds
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.config.rules import objective_of
-from maxrl_fast.job.build import RunContext, build_trainer, build_warm_start
-from maxrl_fast.job.build_policy import build_policy, build_run_engine
-from maxrl_fast.job.build_task import build_run_task, build_scorer
+from maxrl_fast.job.build import RunContext
+from maxrl_fast.job.build_policy import build_policy
+from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts
 from maxrl_fast.tasks import Task
@@ -82,7 +81,7 @@ def warm_started(config: Config) -> tuple[Config, Task, PolicyModel]:
     task = build_run_task(config)
     resolved = resolve(config, task)
     model = build_policy(resolved, task).to(torch.device(resolved.run.device))
-    for _ in build_warm_start(resolved, task, model).steps():
+    for _ in RunContext(resolved, task, model).warm_start.steps():
         pass
     return resolved, task, model
 
@@ -97,10 +96,7 @@ def timed_trainer(
         trains: False: the learning rate is 0, so that every step starts from the same weights.
     """
     clock = DeviceStopwatch(torch.device(config.run.device))
-    engine, scorer = build_run_engine(config, model, task), build_scorer(config.reward, task)
-    objective = objective_of(config)
-    context = RunContext(config, task, objective, model, engine, scorer, clock=clock)
-    trainer, _ = build_trainer(context)
+    trainer = RunContext(config, task, model, clock=clock).trainer
     timed_task = copy.copy(task)
 
     def timed_prompts(split: str, start: int, count: int) -> Prompts:

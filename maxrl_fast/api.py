@@ -1,38 +1,26 @@
-"""Training from Python: `maxrl_fast.run(objective="maxpo", k=4)` does what the command does, and
-returns its results.
-"""
+"""Training from Python, with the numbers of the command (docs/python.md)."""
 
-import contextlib
 import hashlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import date, time, timedelta
-from decimal import Decimal
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 from rich.console import Console
 
 from maxrl_fast.config.read import parse_options
-from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.kept_samples import sample_records
-from maxrl_fast.job.build import RunContext
-from maxrl_fast.job.build_policy import build_sampling, find_policy
-from maxrl_fast.job.build_task import build_run_task, closing_task
-from maxrl_fast.job.launch import Job
+from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.launch import train
 from maxrl_fast.job.learner_state import random_states, set_random_states
 from maxrl_fast.job.log import Log, flat
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.rollout import RolloutRequest
-from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
-from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.files import atomic_file
 from maxrl_fast.runtime.loading import check_members, naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
@@ -40,87 +28,35 @@ from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import OBJECT
 
-Reward = str | Callable[..., Any]
 NOTEBOOK_LINES = 20  # progress lines per stage; a terminal shows one moving line
 
 
 @dataclass(repr=False)
 class Run:
-    """The results of a run: its folder, and the trained policy.
-
-    Attributes:
-        out: the folder, with config.json, the logs, curves.png and the checkpoints.
-        exit: 0; or, if a signal ended the run early, 128 + its number: 130 for Ctrl-C or an
-            interrupted notebook kernel.
-        task: the task; `run.task.decode(tokens)` returns text.
-    """
+    """The results of a run."""
 
     out: Path
-    exit: int
-    task: Task
-    _context: RunContext
+    exit: int  # 0, or 130 where Ctrl-C or an interrupted kernel of a notebook ended it early
+    task: Task  # `run.task.decode(tokens)` returns text
+    policy: PolicyModel  # after the last step, in evaluation mode with float32 weights
     _objects: dict[str, Any]  # arguments of `run` that the folder cannot store
 
-    @property
-    def policy(self) -> PolicyModel:
-        """The model after the last step, a torch.nn.Module in evaluation mode with float32 weights.
-
-        `out / "latest"` is its Hugging Face checkpoint.
-        """
-        return self._context.policy
+    def log(self, name: str) -> Log:
+        """Return the rows of NAME.jsonl, such as samples or rollouts."""
+        return Log(map(flat, RunFolder(self.out).log(name)))
 
     @cached_property
     def metrics(self) -> Log:
-        """A row per step: metrics.jsonl."""
-        return Log(map(flat, RunFolder(self.out).log("metrics")))
+        """A row per step."""
+        return self.log("metrics")
 
     @cached_property
     def evaluations(self) -> Log:
-        """A row per evaluation on held-out prompts, with pass_at_1, pass_at_2, ...: eval.jsonl."""
-        return Log(map(flat, RunFolder(self.out).log("eval")))
-
-    @cached_property
-    def samples(self) -> Log:
-        """Responses from the evaluations with their rewards: samples.jsonl."""
-        return Log(RunFolder(self.out).log("samples"))
-
-    @cached_property
-    def rollouts(self) -> Log:
-        """The training rollouts of --keep-rollouts, with rewards and advantages: rollouts.jsonl."""
-        return Log(RunFolder(self.out).log("rollouts"))
-
-    def sample(
-        self,
-        prompts: int = 4,
-        samples: int = 4,
-        *,
-        start: int = 0,
-        temperature: float | None = None,
-        seed: int = 0,
-    ) -> Log:
-        """Sample new responses to held-out prompts, without scoring them.
-
-        Args:
-            prompts, samples: number of prompts, from index `start` on, and of responses to each.
-            temperature: 0 is greedy decoding; None: the run's temperature.
-
-        A row has the id of the prompt, prompt, response, truncated, tokens.
-        """
-        config, engine = self._context.config, self._context.engine
-        sampling = build_sampling(config, self.task)
-        if temperature is not None:
-            sampling = replace(sampling, temperature=temperature)
-        batch = self.task.prompts("test", start, prompts).to(self.policy.lm_head.weight.device)
-        engine.load_weights(self.policy)
-        request = RolloutRequest(batch, samples, sampling, seed)
-        sampled = sample_and_score(engine, self.task, None, request)
-        rows = sample_records(self.task, sampled, sampled.rewards, sampled.components)
-        return Log({name: x for name, x in row.items() if name != "reward"} for row in rows)
+        """A row per evaluation on held-out prompts, with pass_at_1, pass_at_2, ..."""
+        return self.log("eval")
 
     def resume(self, **options: Any) -> "Run":
-        """Resume the run from its newest checkpoint, as `--resume` does. Options not given keep
-        their values.
-        """
+        """Resume from the newest checkpoint. Options not given keep their values."""
         return run(resume=self.out, **{**self._objects, **options})
 
     def __repr__(self) -> str:
@@ -134,114 +70,101 @@ class Run:
         return f"Run({str(self.out)!r}: {len(self.metrics)} steps{shown})"
 
 
-@contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
-    states = random_states()
-    try:
-        yield
-    finally:
-        set_random_states(states)
-
-
-@_random_states_kept()  # parsing options changes them too
 @naming_user_code()
 def run(
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     *,
     task: str | Task | None = None,
-    reward: Reward | Sequence[Reward] | None = None,
+    reward: Any = None,
     environment: str | type | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> Run:
     """Train as `python -m maxrl_fast.train` does, bitwise identically, and return the results.
 
-    Ctrl-C, or interrupting a notebook's kernel, stops the run after its step with a checkpoint; a
-    second one raises KeyboardInterrupt at once. Signal handlers, random states and the number of
-    CPU threads are restored.
+    Ctrl-C stops the run after its step with a checkpoint. Signal handlers, random states and the
+    number of CPU threads are restored.
 
     Args:
         config: options by name, or the path of a TOML file of them; keyword options override them.
-        task: a task's name, or an object with the members of `maxrl_fast.tasks.Task`.
-        reward: what --reward takes, or a Python function (prompt, response, **columns) -> float,
-            such as a lambda. It is called in this process, without a sandbox or a time limit.
-        environment: what --environment takes, or a class, whose objects live in this process.
+        task, reward, environment: as on the command line; or a `maxrl_fast.tasks.Task`, functions
+            (prompt, response, **columns) -> float, and a class, which live in this process.
         quiet: print only warnings and errors.
-        options: as on the command line, with underscores: `maze_size=11`. None: not given. `data`,
-            `test_data` and `sft_data` may be a list of dicts, or what has `to_list()` (a Dataset)
-            or `to_dict("records")` (a DataFrame); a file beside the run's folder keeps them.
+        options: as on the command line, with underscores; None: not given. `data`, `test_data` and
+            `sft_data` may be a list of dicts, or what has `to_list()` or `to_dict("records")`.
 
     Raises:
-        InputError: if an option is unknown or wrong, with the command line's message.
+        InputError: if an option is unknown or wrong.
         NonFiniteError, RewardError, StorageError, EngineError, UserCodeError: if the run failed.
-            The message names the last checkpoint.
     """
-    given = dict(config) if isinstance(config, Mapping) else {"config": config}
+    given: dict[str, Any] = {"config": config}
+    if isinstance(config, Mapping):
+        given = dict(config)
     options |= {"task": task, "reward": reward, "environment": environment}
     given |= {name: value for name, value in options.items() if value is not None}
+    objects, functions = dict[str, Any](), dict[str, Callable[..., Any]]()
     folder = Path(given.get("out") or given.get("resume") or "runs/run").absolute().parent
     for name in ("data", "test_data", "sft_data"):
-        if (rows := _rows_of(given.get(name))) is not None:
-            given[name] = _stored(name, rows, folder)
-    names, functions = _named_rewards(given.get("reward"))
-    given |= {"reward": names} if names else {}
-    objects: dict[str, Any] = {"reward": reward} if functions else {}
+        given[name] = _stored(name, given.get(name), folder)
     for name in ("task", "environment"):
         if not isinstance(given.get(name, ""), str):
             objects[name], given[name] = given[name], _name_of(given[name])
-    if (own_task := objects.get("task")) is not None:
-        check_members(f"task {type(own_task).__name__}", own_task, Task)
-    parsed = parse_options(given)
-    if parsed.run.dry_run is not None:
-        command = "python -m maxrl_fast.train --dry-run"
-        raise InputError(f"dry_run works only on the command line: {command}")
+    if (rewards := given.get("reward")) is not None:
+        given["reward"] = names = list[str]()
+        for one in rewards if isinstance(rewards, list | tuple) else [rewards]:
+            if not isinstance(one, str) and not callable(one):
+                raise InputError(f"reward must be a name or a function, got {one!r:.80}")
+            name = _name_of(one)
+            names.append(f"{name}-{len(names)}" if name in functions else name)  # two lambdas
+            if not isinstance(one, str):
+                functions[names[-1]], objects["reward"] = one, rewards
+    if own := objects.get("task"):
+        check_members(f"task {type(own).__name__}", own, Task)
     ranks = Ranks.of_environment()
-    device, screen = resolve_device(parsed.run.device), _screen(not ranks.is_first, quiet)
-    with ranks.connected(device):
-        parsed = find_policy(parsed, ranks, screen.warning)
-        found = own_task or build_run_task(parsed, objects.get("environment"))
-        with closing_task(found):  # also where the configuration is refused
-            resolved = resolve(parsed, found, ranks, warn=screen.warning)
-            job = Job(resolved, found, ranks, screen, device, functions, ranks.size > 1)
-            ending, context = job.run()
+    is_quiet, is_notebook = not ranks.is_first, Console().is_jupyter
+    # a notebook gets plain lines: rich would need widgets for a moving bar
+    plain = False if is_notebook else None
+    console = Console(quiet=quiet or is_quiet, force_jupyter=plain, force_terminal=plain)
+    with ExitStack() as held:
+        held.callback(set_random_states, random_states())  # parsing options changes them too
+        parsed = parse_options(given)
+        if parsed.run.dry_run is not None:
+            command = "python -m maxrl_fast.train --dry-run"
+            raise InputError(f"dry_run works only on the command line: {command}")
+        ending = train(
+            parsed,
+            ranks,
+            Screen(console, is_quiet, NOTEBOOK_LINES if is_notebook else None),
+            lambda found: own or build_run_task(found, objects.get("environment")),
+            functions,
+            ends_process=ranks.size > 1,
+        )
     if ending.error is not None:
         raise ending.error
     # SIGTERM or SIGHUP: everything is saved, so let this process handle it
     if ending.code not in (0, 128 + signal.SIGINT):
         signal.raise_signal(ending.code - 128)
-    assert context is not None  # None only after an error
-    context.policy.eval()
-    return Run(context.config.run.out, ending.code, found, context, objects)
+    done = ending.run
+    assert done is not None  # None only after an error
+    return Run(done.config.run.out, ending.code, done.task, done.policy.eval(), objects)
 
 
-def _named_rewards(reward: Any) -> tuple[list[str], dict[str, Callable[..., Any]]]:
-    """Return the names of all rewards, and the functions of this process by theirs."""
-    names, functions = list[str](), dict[str, Callable[..., Any]]()
-    rewards = reward if isinstance(reward, list | tuple) else [] if reward is None else [reward]
-    for one in rewards:
-        if not isinstance(one, str) and not callable(one):
-            raise InputError(f"reward must be a name or a function, got {one!r:.80}")
-        name = _name_of(one)
-        names.append(f"{name}-{len(names)}" if name in functions else name)  # as two lambdas
-        if not isinstance(one, str):
-            functions[names[-1]] = one
-    return names, functions
-
-
-def _rows_of(value: Any) -> list[Any] | None:
-    """Return the rows that are given in place of a file; None for the names of files."""
+def _stored(option: str, value: Any, folder: Path) -> Any:
+    """Return the file of rows that are given in place of one, named by its content, for a resumed
+    run to read again; names of files as they are."""
     if hasattr(value, "to_list"):  # a Dataset, whose images are not decoded
-        return value.to_list()
-    if hasattr(value, "to_dict"):
-        return value.to_dict("records")
-    return value if isinstance(value, list) and isinstance([*value, ""][0], Mapping) else None
+        value = value.to_list()
+    elif hasattr(value, "to_dict"):
+        value = value.to_dict("records")
+    if not (isinstance(value, list) and isinstance([*value, ""][0], Mapping)):
+        return value
 
+    def plain(x: Any) -> Any:  # as of files of Parquet
+        return None if isinstance(x, bytes) else getattr(x, "tolist", x.__str__)()
 
-def _stored(option: str, rows: list[Any], folder: Path) -> Path:
-    """Write rows to a file that is named by its content, for a resumed run to read again."""
     try:
-        content = "".join(json.dumps(row, default=_plain) + "\n" for row in rows)
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        content = "".join(json.dumps(row, default=plain) + "\n" for row in value)
+    except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{option} must be rows of JSON values: {error}") from error
     path = folder / f"data-{hashlib.sha256(content.encode()).hexdigest()[:12]}.jsonl"
     if Ranks.of_environment().is_first:
@@ -251,21 +174,6 @@ def _stored(option: str, rows: list[Any], folder: Path) -> Path:
     return path
 
 
-def _plain(value: Any) -> Any:
-    """Return a value of a row that JSON has no type for, as files of Parquet have it."""
-    if isinstance(value, bytes):
-        return None
-    is_text = isinstance(value, (date, time, timedelta, Decimal, UUID))
-    return str(value) if is_text else value.tolist()
-
-
 def _name_of(value: Any) -> str:
     own = getattr(value, "__name__", type(value).__name__)
     return value if isinstance(value, str) else f"{OBJECT}{own}"
-
-
-def _screen(is_quiet: bool, quiet: bool) -> Screen:
-    """A notebook gets plain lines: rich would need widgets for a moving bar."""
-    forced = False if Console().is_jupyter else None
-    console = Console(quiet=quiet or is_quiet, force_jupyter=forced, force_terminal=forced)
-    return Screen(console, is_quiet, None if forced is None else NOTEBOOK_LINES)

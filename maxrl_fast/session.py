@@ -4,11 +4,11 @@ sample --texts, log-probs--> your rewards --advantages--> forward_backward --> o
 """
 
 import atexit
-import contextlib
 import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -18,24 +18,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.losses.registry import find_loss
 from maxrl_fast.algorithms.options import REQUIRED, Count, NotNegative, make_option
-from maxrl_fast.config.options import Config, Decoding, Loss, Place
-from maxrl_fast.config.parts import loss_of
+from maxrl_fast.config.options import Config, Decoding, Loss, Model, Optimizer, Place
 from maxrl_fast.config.read import hint, parse_options
-from maxrl_fast.config.resolve import resolve, tensor_parallel
 from maxrl_fast.errors import InputError, warn
-from maxrl_fast.job.build import build_context, build_learner, build_policies
-from maxrl_fast.job.build_policy import build_policy_files, build_sampling, find_policy
+from maxrl_fast.job.build import RunContext, prepare
+from maxrl_fast.job.build_policy import build_policy_files
 from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.job.checkpoints import check_weights, progress_record, write_checkpoint
 from maxrl_fast.job.learner_state import Snapshot, load_learner
 from maxrl_fast.job.progress import Progress
-from maxrl_fast.job.resume import find_saved
+from maxrl_fast.job.resume import Saved, find_saved
 from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
 from maxrl_fast.rollout import RolloutRequest, check_finite
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
+from maxrl_fast.rollout.vllm import VllmOptions
 from maxrl_fast.runtime.device import resolve_device
-from maxrl_fast.runtime.files import read_json, storing
+from maxrl_fast.runtime.files import atomic_file, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks.dataset import DatasetOptions
@@ -45,12 +45,11 @@ from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
 from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 
-_OPTIONS = {x.name for group in (Loss, Decoding, Place, TextOptions) for x in fields(group)} | {
-    *("model_backend", "lora_rank", "lora_alpha", "lora_targets", "loss", "lr", "beta2"),
-    *("weight_decay", "clip_grad", "token_budget", "checkpoint_activations", "rollout", "vllm_url"),
-    *("vllm_tensor_parallel", "seed", "sharding"),
-}
-_OPTIONS -= {"teacher_prompt", "prompt_suffix", "max_prompt_tokens"}
+_GROUPS = Model, Optimizer, Loss, Decoding, Place, TextOptions, VllmOptions
+_OPTIONS = {x.name for group in _GROUPS for x in fields(group)}
+_OPTIONS |= {"loss", "rollout", "seed", "sharding"}
+_OPTIONS -= {"model", "teacher_prompt", "prompt_suffix", "max_prompt_tokens"}
+_OPTIONS -= {"steps", "warmup_steps", "lr_schedule", "updates_per_step"}
 
 
 class _GivenTexts(TextTask):
@@ -92,11 +91,8 @@ class SessionSamples(Samples):
 
 
 class Session:
-    """A policy, the engine that samples from it and the learner that trains it.
-
-    Under torchrun all ranks call every method with the same arguments. An interrupted call loses
-    the gradient that was being summed, and nothing else; an interrupted `optim_step` may have
-    changed weights. A wrong argument raises InputError and changes nothing.
+    """A policy, the engine that samples from it and the learner that trains it. A wrong argument
+    raises InputError and changes nothing.
 
     Args:
         model: a Hugging Face folder, or hf://ORG/NAME.
@@ -104,112 +100,98 @@ class Session:
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
-        self._start(_parsed(options, task="dataset", model=model))
+        self._start(_parsed(options, task="dataset", model=model), None)
 
     @classmethod
     def from_run(cls, folder: str | os.PathLike[str], **options: Any) -> "Session":
         """Continue from the newest checkpoint of a run, or from what `save` wrote, with its Adam
         moments; options not given keep their values. `session.task` is the run's, or for text one
         without its data."""
-        path, new = _places("folder", folder)
-        path = new if new.exists() else path  # a whole save, which a kill kept from its name
+        path = Path(folder).expanduser().absolute()
         is_saved = RunFolder(path).checkpoints or (path / "progress.json").exists()
-        saved = find_saved(path, Ranks(), warn) if is_saved else None
-        if saved is None:
+        if not (is_saved and (saved := find_saved(path, Ranks(), warn))):
             raise InputError(f"folder must be of a run with a checkpoint, or of save, got {folder}")
-        config = _parsed(options, resume=path)
-        # objective and rewards are the caller's; a session has no data of text
-        kept = {*_OPTIONS, *config.parts["loss"], *config.parts["rollout"], "prompts", "rollouts"}
-        if dataset_spec(config.chosen.task) is None:
-            kept |= {"task", *config.parts["task"], *vars(config.warm_start), "eval_prompts"}
-        values = {name: x for name, x in config.flat().items() if name in kept}
+        if "loss" not in options:  # it would follow from the objective, which is the caller's
+            names = [x for x in ("loss", "aggregation") if x in saved.options]
+            options = {x: saved.options[x] for x in names} | options
         session = cls.__new__(cls)
-        # a checkpoint is also the folder of a model
-        session._start(parse_options({"task": "dataset", **values, "model": saved.directory}))
-        session._base = saved.options.get("model")
-        load_learner(saved.directory / "state", session.learner, session._ranks)
-        session._draws = saved.progress.step
+        session._start(_parsed(options, resume=saved.directory, objective="maxpo"), saved)
         return session
 
-    def _start(self, config: Config) -> None:
-        self._ranks, device = Ranks.of_environment(), resolve_device(config.run.device)
-        _connect(device)
-        config = find_policy(config, self._ranks, warn)
-        self._base = config.model.model  # what adapters are trained on
-        folder = config.model.directory
-        self.task: Any  # a Task
-        if dataset_spec(config.chosen.task) is None or folder is None:
-            self.task = build_run_task(config)
-        else:
-            self.task = _GivenTexts(folder, DatasetOptions(**config.parts["task"]))
-        resolved = resolve(config, self.task, self._ranks, warn=warn)
-        torch.set_num_threads(resolved.run.threads)
-        place = self._ranks, device
-        self.config, policy, teacher = build_policies(resolved, self.task, *place, None)
-        context, _ = build_context(self.config, self.task, policy, teacher, *place)
-        self.engine, self.learner = context.engine, build_learner(context)
+    def _start(self, config: Config, saved: Saved | None) -> None:
+        ranks, start = Ranks.of_environment(), saved and saved.directory
+        _connect(resolve_device(config.run.device))
+        if is_text := dataset_spec(config.chosen.task) is not None:  # without data, or a teacher's
+            config = config.replace(sft_steps=0, eval_prompts=None, teacher_prompt=None)
+
+        def make_task(found: Config) -> Any:
+            folder = start or found.model.directory
+            if is_text and folder:
+                return _GivenTexts(folder, DatasetOptions(**found.parts["task"]))
+            return build_run_task(found)
+
+        config, task = prepare(config, ranks, warn, make_task)
+        torch.set_num_threads(config.run.threads)
+        self._run = run = RunContext.begin(config, task, ranks, saved)
+        run.place(saved)
+        self.config, self.engine, self.learner = run.config, run.engine, run.learner
+        self.task: Any = task
         self.learner.copy_policy()
+        if saved:
+            load_learner(saved.directory / "state", self.learner, ranks)
         self._settings = self.learner.settings  # without a call's own loss
-        self._files = build_policy_files(self.task, policy, self.config.model.directory)
-        self._positions = self.learner.model.config.max_position_embeddings
-        self._draws, self._is_new = 0, True  # whether the engine has other weights
-        self._ranks.wait_for_all()  # the model's folder may be a temporary one of the first rank
+        self._files = build_policy_files(task, run.policy, start or config.model.directory)
+        self._draws = saved.progress.step if saved else 0
+        self._is_new = True  # whether the engine has other weights
+        ranks.wait_for_all()  # the model's folder may be a temporary one of the first rank
 
     def encode(
         self, prompts: Any, responses: Sequence[Sequence[str]] | None = None
     ) -> SessionSamples:
-        """Return given texts as samples, with log-probs of 0.
-
-        Args:
-            prompts: G texts, each a user's message where there is a chat template, or lists of
-                messages; or `Prompts`, as tasks return them.
-            responses: [G][N] texts, which end as the template ends them.
-        """
-        given = list[list[int]]()
+        """Return texts [G][N] as samples, with log-probs of 0. prompts: G texts, each a user's
+        message where there is a chat template, or lists of messages; or `Prompts` of a task."""
+        task, given, device = self.task, list[list[int]](), self._run.device
         if not isinstance(prompts, Prompts):
-            prompts, given = self._read(prompts, responses)
+            if not isinstance(task, TextTask):
+                raise InputError(f"prompts must be Prompts, as {task.name} returns them")
+            read, ids = list[Any](), list[list[int]]()
+            for i, prompt in enumerate(_list("prompts", prompts)):
+                found = read_prompt(prompt, place := f"prompts[{i}]")
+                read.append(task.prompt(found) if isinstance(found, str) else found)
+                ids.append(task.encode_prompt(read[-1], place))
+                if not ids[-1]:
+                    raise InputError(f"{place} must be text that the tokenizer knows")
+            prompts = prompts_of(ids, range(len(ids)), [{}] * len(ids))
+            if responses is not None:
+                rows = [_list("responses", row) for row in _list("responses", responses)]
+                if len(rows) != len(read) or len({*map(len, rows)}) > 1:
+                    wanted = f"as many to each of {len(read)} prompts"
+                    raise InputError(f"responses must be {wanted}, got {responses!r:.80}")
+                pairs = [(x, y) for x, row in zip(read, rows, strict=True) for y in row]
+                for _, text in pairs:
+                    check_utf8(text, "responses")
+                given = [task.encode_demonstration(*x, "responses")[1] for x in pairs]
         elif responses is not None or not len(prompts):
             raise InputError("prompts must be at least one, of text where responses are given")
-        device, rollouts = self.learner.model.lm_head.weight.device, Rollouts.given(given)
-        parts = prompts.to(device), rollouts.to(device), self.task, self._settings.temperature
-        samples = SessionSamples(*parts, is_given=True)
-        each = prompts.lengths.repeat_interleave(samples.num_rollouts) + rollouts.lengths
-        found, most = int(torch.cat([prompts.lengths, each]).max()), self._positions
-        if found > most:
-            raise InputError(
-                f"a prompt with a response must have at most {most} tokens, got {found}"
-            )
+        parts = prompts.to(device), Rollouts.given(given).to(device), task
+        samples = SessionSamples(*parts, self._settings.temperature, is_given=True)
+        lengths, most = samples.prompts.lengths, self._positions
+        each = lengths.repeat_interleave(samples.num_rollouts) + samples.rollouts.lengths
+        if (longest := int(torch.cat([lengths, each]).max())) > most:
+            wanted = f"at most {most} tokens, got {longest}"
+            raise InputError(f"a prompt with a response must have {wanted}")
         return samples
 
-    def _read(self, prompts: Any, responses: Any) -> tuple[Prompts, list[list[int]]]:
-        task = self.task
-        if not isinstance(task, TextTask):
-            raise InputError(f"prompts must be Prompts, as {task.name} returns them")
-        places = [f"prompts[{i}]" for i in range(len(_list("prompts", prompts)))]
-        read = [*map(read_prompt, prompts, places)]
-        read = [task.prompt(x) if isinstance(x, str) else x for x in read]
-        ids = [*map(task.encode_prompt, read, places)]
-        if [] in ids:
-            raise InputError(f"{places[ids.index([])]} must be text that the tokenizer knows")
-        pairs = list[tuple[Any, str]]()
-        if responses is not None:
-            rows = [_list("responses", row) for row in _list("responses", responses)]
-            if len(rows) != len(read) or len({*map(len, rows)}) > 1:
-                wanted = f"as many to each of {len(read)} prompts"
-                raise InputError(f"responses must be {wanted}, got {responses!r:.80}")
-            pairs = [(x, y) for x, row in zip(read, rows, strict=True) for y in row]
-        names = [f"responses, {i}" for i in range(len(pairs))]
-        for (_, text), name in zip(pairs, names, strict=True):
-            check_utf8(text, name)
-        given = [task.encode_demonstration(*x, y)[1] for x, y in zip(pairs, names, strict=True)]
-        return prompts_of(ids, range(len(ids)), [{}] * len(ids)), given
+    @property
+    def _positions(self) -> int:
+        return self._run.policy.config.max_position_embeddings
 
     def _checked(self, samples: Any) -> SessionSamples:
-        wanted = "samples must have responses, of sample or encode of this session"
         if isinstance(samples, SessionSamples) and len(samples.rollouts):
             tokens = torch.cat([samples.prompts.tokens, samples.rollouts.all_tokens])
-            if int(tokens.max()) < self.learner.model.config.vocab_size:
+            if int(tokens.max()) < self._run.policy.config.vocab_size:
                 return samples
+        wanted = "samples must have responses, of sample or encode of this session"
         raise InputError(f"{wanted}, got {samples!r:.80}")
 
     def sample(
@@ -222,28 +204,25 @@ class Session:
     ) -> SessionSamples:
         """Sample n responses to each prompt with the newest weights and new random numbers. None:
         the session's option, or as many tokens as the positions leave."""
-        n = _number("n", Count, n)
-        own, sampling = self.encode(prompts).prompts, build_sampling(self.config, self.task)
+        run, own, n = self._run, self.encode(prompts).prompts, _number("n", Count, n)
         room = self._positions - int(own.lengths.max())
-        given: dict[str, Any] = {"max_new_tokens": max(1, min(sampling.max_new_tokens, room))}
+        limit, heat = max(1, min(run.sampling.max_new_tokens, room)), run.sampling.temperature
         if temperature is not None:
-            given["temperature"] = _number("temperature", NotNegative, temperature)
+            heat = _number("temperature", NotNegative, temperature)
         if max_new_tokens is not None:
-            given["max_new_tokens"] = _number("max_new_tokens", Count, max_new_tokens)
-        sampling = replace(sampling, **given)
+            limit = _number("max_new_tokens", Count, max_new_tokens)
+        sampling = replace(run.sampling, temperature=heat, max_new_tokens=limit)
         if self._is_new:
             self.engine.load_weights(self.learner.model)
             self._is_new = False
-        part = own.take(*self._ranks.part(len(own)))
-        asked = part, n, sampling, self.config.run.seed, self._draws + 1
-        shared = tensor_parallel(self.config) > 1
-        found = sample_and_score(
-            self.engine, self.task, None, RolloutRequest(*asked), shares_engine=shared
-        )
-        rollouts = self._ranks.gather(found.rollouts)
+        part, seed = own.take(*run.ranks.part(len(own))), run.config.run.seed
+        request = RolloutRequest(part, n, sampling, seed, self._draws + 1)
+        shared = run.shares_engine
+        found = sample_and_score(self.engine, self.task, None, request, shares_engine=shared)
+        rollouts = run.ranks.gather(found.rollouts)
         self._draws += 1
         check_finite(rollouts, own, self._draws)
-        return SessionSamples(own, rollouts, self.task, sampling.temperature)
+        return SessionSamples(own, rollouts, self.task, heat)
 
     def forward(self, samples: SessionSamples) -> SessionSamples:
         """Return the samples with their log-probs under the policy."""
@@ -261,22 +240,18 @@ class Session:
         """Add the gradient of the loss to that of earlier calls since the last `optim_step`.
         advantages: [G, N]; loss: as of `policy_gradient_loss`, None: the session's option."""
         samples, learner, settings = self._checked(samples), self.learner, self._settings
-        values, shape = torch.empty(0), [len(samples.prompts), samples.num_rollouts]
-        device = samples.rollouts.tokens.device
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # of what is no tensor
-            given = torch.as_tensor(advantages, device=device).detach()
-            values = values if given.is_complex() else given.float()
-        if [*values.shape] != shape or not values.isfinite().all():
-            raise InputError(f"advantages must be finite, {shape}, got {advantages!r:.80}")
+        values, shape = torch.empty(0), (len(samples.prompts), samples.num_rollouts)
+        with suppress(TypeError, ValueError, RuntimeError):  # of what is no tensor
+            values = torch.as_tensor(advantages, device=self._run.device).detach().float()
+        if values.shape != shape or not values.isfinite().all():
+            raise InputError(f"advantages must be finite, {[*shape]}, got {advantages!r:.80}")
         if (found := samples.temperature) != settings.temperature:
             wanted = f"the temperature of the session, {settings.temperature:g}"
             raise InputError(f"samples must have {wanted}, got {found:g}")
         if loss is not None:
-            known = loss_of(loss) if isinstance(loss, str) else None
-            how = (known and known.aggregation) or settings.aggregation
-            function = known.function if known else loss
             try:
-                settings = replace(settings, loss=function, loss_options=None, aggregation=how)
+                how = find_loss(loss).aggregation or settings.aggregation
+                settings = replace(settings, loss=loss, loss_options=None, aggregation=how)
             except (TypeError, ValueError) as error:
                 raise InputError(f"loss must be a name or a function: {error}") from error
         # an interrupted call discards the sum
@@ -304,39 +279,27 @@ class Session:
         return replace(found, **means if found.num_targets else {"ratio": 1.0})
 
     def save(self, out: str | os.PathLike[str]) -> None:
-        """Write, or replace, a Hugging Face folder with the state that `from_run` continues."""
-        ranks, wrong, (path, new) = self._ranks, "", _places("out", out)
+        """Write a checkpoint, which `from_run` continues, in place of those that `out` has. Its
+        Hugging Face folder is OUT/latest."""
+        ranks, path = self._run.ranks, Path(out).expanduser().absolute()
         check_weights(self.learner, f"draw {self._draws}", ranks)
-        if ranks.is_first:
-            _finish(new, path)
-            record = path / "progress.json"
-            is_own = record.exists() and not read_json(record).get("logs", 1)
-            is_base = self.config.model.lora_rank and self._base == str(path)
-            if is_base or (path.exists() and not is_own):
-                wrong = f"out must be a new folder or one of save, not the adapters' model: {path}"
-        if wrong := ranks.values(wrong)[0]:
-            raise InputError(wrong)
-        saved = Snapshot.of(self.learner, ranks.is_first)
+        if ranks.values((path / "config.json").exists())[0]:
+            raise InputError(f"out must be a new folder or one of save, got {path}")
+        before = ranks.values([str(x) for x in RunFolder(path).checkpoints])[0]
+        number = int(before[-1][-6:]) + 1 if before else 1
+        directory = path / "checkpoints" / f"step-{number:06d}"
+        saved, base = Snapshot.of(self.learner, ranks.is_first), self.config.model.model
         if ranks.is_first or saved.is_sharded:
-            progress, sizes = Progress("training", self._draws), self.learner.model.config
-            options = self.config.flat() | {"model": self._base}
-            content = progress_record(progress, sizes, {}, options, {}, ranks)
-            write_checkpoint(new, content, saved, *self._files, self._base, ranks)
+            progress, sizes = Progress("training", self._draws), self._run.policy.config
+            content = progress_record(progress, sizes, {}, self.config.flat(), {}, ranks)
+            write_checkpoint(directory, content, saved, *self._files, base, ranks)
         if ranks.is_first:
-            _finish(new, path)
+            with storing(str(path)):
+                with atomic_file(path / "latest") as link:
+                    link.symlink_to(os.path.relpath(directory, path))
+                for old in before:
+                    shutil.rmtree(old)
         ranks.wait_for_all()
-
-
-def _finish(new: Path, path: Path) -> None:
-    """Put a whole save in its place; a kill may have kept an earlier one from it."""
-    if new.exists():
-        with storing(str(path)):
-            old = new.with_suffix(".old")
-            shutil.rmtree(old, ignore_errors=True)
-            if path.exists():
-                path.rename(old)
-            new.rename(path)
-            shutil.rmtree(old, ignore_errors=True)
 
 
 @cache
@@ -366,12 +329,3 @@ def _list(name: str, value: Any) -> Any:
     if not (isinstance(value, (list, tuple)) and value):
         raise InputError(f"{name} must be a list of at least one, got {value!r:.80}")
     return value
-
-
-def _places(name: str, folder: Any) -> tuple[Path, Path]:
-    """Return the folder, and where `save` has a whole one before it renames it."""
-    text = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else ""
-    if not (isinstance(text, str) and text.isprintable() and text):
-        raise InputError(f"{name} must be the path of a folder, got {folder!r:.80}")
-    path = Path(os.path.expanduser(text)).absolute()
-    return path, path.parent / f".{path.name}.new"

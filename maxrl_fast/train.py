@@ -16,18 +16,17 @@ from maxrl_fast.config.estimates import estimate
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.read import located, parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.config.rules import objective_of
 from maxrl_fast.errors import EngineError, InputError, StorageError, UserCodeError
-from maxrl_fast.job.build_policy import build_policy, build_reference, find_policy
+from maxrl_fast.job.build import RunContext
+from maxrl_fast.job.build_policy import find_policy
 from maxrl_fast.job.build_task import build_run_task, closing_task
-from maxrl_fast.job.launch import ExitStatus, Job, describe_files
+from maxrl_fast.job.launch import ExitStatus, describe_files, train
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.device import Machine, resolve_device
 from maxrl_fast.runtime.loading import naming_user_code
 from maxrl_fast.runtime.output import command
 from maxrl_fast.runtime.ranks import FIRST_RANK_GRACE_SECONDS, Ranks, exit_process, rank0_reports
 from maxrl_fast.tasks import describe_task
-from maxrl_fast.training.sharding import is_sharded
 
 
 @command
@@ -65,21 +64,16 @@ def main(arguments: Sequence[str]) -> int:
     return code if ranks.size == 1 else exit_process(code)
 
 
-@naming_user_code()
 def run_job(arguments: Sequence[str], ranks: Ranks, screen: Screen) -> ExitStatus:
     """Parse, build and run."""
-    with rank0_reports(ranks):
-        config = parse(arguments)
-    if config.run.dry_run is not None:
+    with naming_user_code():
+        with rank0_reports(ranks):
+            config = parse(arguments)
+        if config.run.dry_run is None:
+            return train(config, ranks, screen)
         with located(config.places):
             screen.info(dry_run(config, ranks.size, screen.warning))
         return ExitStatus()
-    device = resolve_device(config.run.device)
-    with ranks.connected(device), located(config.places):
-        config = find_policy(config, ranks, screen.warning)
-        task = build_run_task(config)
-        resolved = resolve(config, task, ranks, warn=screen.warning)
-        return Job(resolved, task, ranks, screen, device).run()[0]
 
 
 def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:
@@ -94,9 +88,6 @@ def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:
     with closing_task(task):
         ranks = Ranks(0, machine.processes)
         resolved = resolve(config, task, ranks, has_gpus=bool(name), warn=warn)
-        model, needs = build_policy(resolved, task, is_empty=True), objective_of(resolved).needs
-        is_full = is_sharded(resolved.run.sharding, model, machine, needs.critic)
-        resolved = resolved.replace(sharding="full" if is_full else "none")
-        teacher = build_reference(resolved, task, is_empty=True)
-        own = [*describe_task(task), describe_files(resolved, model)]
-        return "\n".join([*own, estimate(resolved, task, model, machine, teacher)])
+        run = RunContext.begin(resolved, task, Ranks(), machine=machine, is_empty=True)
+        own = [*describe_task(task), describe_files(run.config, run.policy)]
+        return "\n".join([*own, estimate(run.config, task, run.policy, machine, run.teacher)])

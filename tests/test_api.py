@@ -59,8 +59,8 @@ def test_it_trains_as_the_command_does_and_leaves_the_process_as_it_was(maze_run
     assert run.metrics["reward_mean"].tolist() == reward
     records = read(maze_run / "eval.jsonl")
     assert run.evaluations["pass_at_2"].tolist() == [record["pass_at_k"]["2"] for record in records]
-    assert [*run.samples] == read(maze_run / "samples.jsonl")
-    assert [*run.rollouts] == read(maze_run / "rollouts.jsonl") != []
+    rewards = [x["reward"] for x in read(out / "rollouts.jsonl")]
+    assert run.log("rollouts")["reward"].tolist() == rewards != []
     passes = [f"{record['pass_at_k']['1']:.3f}" for record in (records[0], records[-1])]
     assert repr(run) == f"Run({str(out)!r}: 6 steps, pass@1 {' to '.join(passes)})"
 
@@ -72,13 +72,6 @@ def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
     run = maxrl_fast.run(tmp_path / "run.toml", steps=1, order=None, out=tmp_path / "run")
     assert len(run.metrics) == 1
     assert next(iter(run.evaluations[0])) == "step"
-    shown = [sample["response"] for sample in run.sample(2, 3, temperature=0)]
-    assert len(shown) == 6
-    assert shown[0] == shown[1] == shown[2]  # greedy
-    drawn = run.sample(2, 3, start=1, seed=5)
-    assert [sample["id"] for sample in drawn] == [1, 1, 1, 2, 2, 2]
-    assert [*drawn] == [*run.sample(2, 3, start=1, seed=5)]
-    assert drawn[0]["prompt"] == run.task.decode(run.task.prompts("test", 1, 1).tokens.tolist())
 
 
 @pytest.mark.parametrize(
@@ -209,12 +202,12 @@ def test_rows_are_data_which_a_resumed_run_reads_again(tmp_path, monkeypatch):
     numbers = {"a": np.arange(2), "b": Decimal("1.5"), "c": b"c"}
     dataset = SimpleNamespace(to_list=lambda: [row | numbers for row in rows])
     with pytest.raises(InputError, match="data must be rows of JSON values"):
-        maxrl_fast.run(data=[{"prompt": "a", "b": object()}], out="other", **options)
-    texts = [x["response"] for x in done.rollouts if x["step"] == 1]
+        maxrl_fast.run(data=[{"prompt": "a", ("b",): 1}], out="other", **options)
+    texts = [x["response"] for x in done.log("rollouts") if x["step"] == 1]
     [pair, *_] = re.findall("[!-;=?-Z]{2}", "\n".join(texts))  # not in a special token
     stopped = maxrl_fast.run(data=dataset, steps=1, out="p", stop=[pair], **options)
     ended = [x.partition(pair)[0] + pair * (pair in x) for x in texts]
-    assert [x["response"] for x in stopped.rollouts] == ended
+    assert [x["response"] for x in stopped.log("rollouts")] == ended
     [more] = set(tmp_path.glob("data-*.jsonl")) - {file}
     assert read(more)[0] == rows[0] | {"a": [0, 1], "b": "1.5", "c": None}
     image = [{"role": "user", "content": [{"type": "image", "image": {"bytes": b"c"}}]}]

@@ -38,16 +38,13 @@ from maxrl_fast import train
 from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.help_page import help_row, print_help, split_help
 from maxrl_fast.config.read import convert, hint, parse_options, read_flags
-from maxrl_fast.config.resolve import resolve
-from maxrl_fast.config.rules import objective_of
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, warn
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.job.build import RunContext, build_evaluators, build_trainer
-from maxrl_fast.job.build_policy import build_policy, build_reference, build_run_engine
-from maxrl_fast.job.build_task import build_run_task, build_scorer
+from maxrl_fast.job.build import RunContext, prepare
 from maxrl_fast.records import Prompts
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, write_json
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.trainer import Trainer
 
 # not the committed results beside this file, which only --out replaces
@@ -322,18 +319,11 @@ def build(options: dict[str, Any]) -> tuple[Trainer, Evaluator]:
     Raises:
         InputError: where an option does not fit the objective.
     """
-    parsed = parse_options(options)
-    task = build_run_task(parsed)
-    config = resolve(parsed, task)
-    model = build_policy(config, task)
-    engine, scorer = build_run_engine(config, model, task), build_scorer(config.reward, task)
-    teacher = build_reference(config, task)
-    objective = objective_of(config)
-    context = RunContext(config, task, objective, model, engine, scorer, teacher)
-    trainer, _ = build_trainer(context)
-    trainer.learner.set_reference()
-    engine.load_weights(model)
-    return trainer, build_evaluators(context)["test"]
+    alone = Ranks()
+    run = RunContext.begin(*prepare(parse_options(options), alone, warn), alone)
+    run.learner.set_reference()
+    run.engine.load_weights(run.policy)
+    return run.trainer, run.evaluators["test"]
 
 
 @dataclass(frozen=True)

@@ -1,43 +1,48 @@
-"""Builds the trainer and the evaluator of a run from its context."""
+"""Builds what a run consists of, by its parts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parts import loss_of
-from maxrl_fast.config.resolve import tensor_parallel
+from maxrl_fast.config.resolve import resolve, tensor_parallel
 from maxrl_fast.config.rules import correction_of, loss_options, objective_of, own_options
+from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build_policy import (
+    build_engine,
     build_policy,
     build_reference,
-    build_run_engine,
-    build_sampling,
-    compare_engine,
     dtype_of,
+    find_policy,
 )
-from maxrl_fast.job.build_task import build_length_penalty, build_policy_reward, build_scorer
+from maxrl_fast.job.build_task import build_run_task, build_scorer, closing_task
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.model.flash import choose
+from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.rewards.combined import MajorityVote
 from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rollout import Engine
+from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import Task, held_out_sets
+from maxrl_fast.tasks import AnsweredTask, Task, held_out_sets
+from maxrl_fast.tasks.episode import EpisodeTask
 from maxrl_fast.tasks.scorer import Scorer
-from maxrl_fast.training.collect import RolloutCollector
+from maxrl_fast.tasks.text_codec import end_of
+from maxrl_fast.training.collect import LengthPenalty, RolloutCollector
 from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.critic import Critic, critic_model
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.logprob_parity import check_exact
+from maxrl_fast.training.logprob_parity import check_engine, check_exact
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
+from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward, check_answers
 from maxrl_fast.training.schedule import DynamicSampling, Schedule, StdFilter, Stopping
 from maxrl_fast.training.sharding import distribute, is_sharded, shard
 from maxrl_fast.training.stopwatch import Stopwatch
@@ -48,82 +53,258 @@ from maxrl_fast.training.warm_start import WarmStart
 NOT_OF_LOSS = ("reference", "teacher_prompt", "jsd_beta")
 
 
+def prepare(
+    config: Config,
+    ranks: Ranks,
+    warn: Callable[[str], None],
+    make_task: Callable[[Config], Task] = build_run_task,
+) -> tuple[Config, Task]:
+    """Return the configuration with every default worked out, and its task."""
+    config = find_policy(config, ranks, warn)
+    task = make_task(config)
+    try:
+        return resolve(config, task, ranks, warn=warn), task
+    except BaseException:
+        with closing_task(task):
+            raise
+
+
 @dataclass(frozen=True)
 class RunContext:
-    """What a run consists of, made once.
+    """What a run consists of. A part is built from the options when it is first asked for.
 
     policy, teacher: on their device, the same on all ranks or sharded. teacher: the frozen
-    checkpoint of --reference. copies: `build_copies` of a sharded policy.
+    checkpoint of --reference. functions: rewards of this process by their names in --reward.
     """
 
     config: Config
     task: Task
-    objective: Objective
     policy: PolicyModel
-    engine: Engine
-    scorer: Scorer
     teacher: PolicyModel | None = None
     ranks: Ranks = field(default_factory=Ranks)
     clock: Stopwatch = field(default_factory=Stopwatch)
-    copies: "tuple[PolicyModel | None, PolicyModel | None] | None" = None
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    output: RewardOutput | None = None  # of the functions' workers
+
+    @classmethod
+    def begin(
+        cls,
+        config: Config,
+        task: Task,
+        ranks: Ranks,
+        saved: Saved | None = None,
+        machine: Machine | None = None,
+        is_empty: bool = False,
+        **others: Any,
+    ) -> "RunContext":
+        """Build the policy and its teacher on the CPU, or without weights for a `machine`; the
+        configuration says whether `place` will shard them."""
+        policy = build_policy(config, task, saved, is_empty)
+        teacher = build_reference(config, task, is_empty)
+        device, needs = torch.device(config.run.device), objective_of(config).needs
+        machine = machine or Machine.here(device, ranks.size)
+        is_full = is_sharded(config.run.sharding, policy, machine, needs.critic)
+        config = config.replace(sharding="full" if ranks.any(is_full, device) else "none")
+        clock = Stopwatch(saved.progress.seconds if saved else None)
+        return cls(config, task, policy, teacher, ranks, clock, **others)
+
+    def place(self, saved: Saved | None = None) -> list[str]:
+        """Move the models to their device, or shard them, and return what was found out about them
+        and the engine."""
+        policy, engine_name = self.policy, self.config.chosen.rollout
+        if self.teacher_prompts is not None and not saved:
+            self.teacher_prompts.check()
+        if self.config.run.sharding == "full":
+            # the copies are in the same memory until sharded
+            for model in filter(None, (policy, *self.copies)):
+                shard(model, self.dtype, self.device)
+        else:
+            for model in filter(None, (policy, self.teacher)):
+                model.to(self.device)
+        # before the comparison, so that it uses the attention that will run
+        how = policy.head_sizes, lambda failed: self.ranks.any(failed, self.device)
+        lines = [*choose(self.device, self.dtype, *how), check_exact(policy)]
+        if self.teacher is not None:
+            check_exact(self.teacher)
+        engine, is_users = self.engine, engine_name not in ("native", "vllm")
+        is_vllm = engine_name == "vllm" and isinstance(policy, HuggingFacePolicy)
+        # weights of a run that resumes are loaded later; tests cover the other engines
+        if (is_users or is_vllm) and (saved is None or saved.decoder is None):
+            if is_users:
+                engine.load_weights(policy)
+            lines.append(check_engine(policy, engine, engine_name))
+        return [*lines, f"rollout engine: {engine.describe()}"]
 
     @property
     def device(self) -> torch.device:
         return torch.device(self.config.run.device)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_of(self.config)
 
-def build_policies(
-    config: Config, task: Task, ranks: Ranks, device: torch.device, saved: Saved | None
-) -> tuple[Config, PolicyModel, PolicyModel | None]:
-    """Return the configuration, which says whether they will be sharded, the policy and its
-    teacher, on the CPU."""
-    needs = objective_of(config).needs
-    policy, teacher = build_policy(config, task, saved), build_reference(config, task)
-    machine = Machine.here(device, ranks.size)
-    is_full = is_sharded(config.run.sharding, policy, machine, needs.critic)
-    is_full = ranks.any(is_full, device)
-    return config.replace(sharding="full" if is_full else "none"), policy, teacher
+    @cached_property
+    def objective(self) -> Objective:
+        return objective_of(self.config)
 
+    @cached_property
+    def sampling(self) -> Sampling:
+        options, task = self.config.sampling, self.task
+        limits = options.temperature, options.max_new_tokens, task.stop_ids
+        return Sampling(*limits, top_p=options.top_p, end_of=end_of(task))
 
-def build_context(
-    config: Config,
-    task: Task,
-    policy: PolicyModel,
-    teacher: PolicyModel | None,
-    ranks: Ranks,
-    device: torch.device,
-    saved: Saved | None = None,
-    output: RewardOutput | None = None,
-    functions: Mapping[str, Callable[..., Any]] | None = None,
-) -> tuple[RunContext, list[str]]:
-    """Return the context, and what was found out about the policy and the engine. `functions` are
-    rewards of this process by their names in --reward."""
-    teacher_prompts = build_teacher_prompts(config, task, teacher or policy)
-    if teacher_prompts is not None and not saved:
-        teacher_prompts.check()
-    copies, dtype = None, dtype_of(config)
-    if config.run.sharding == "full":
-        # in the same memory until sharded
-        copies = build_copies(config, policy, teacher, lambda x: x)
-        for model in filter(None, (policy, *copies)):
-            shard(model, dtype, device)
-    else:
-        for model in filter(None, (policy, teacher)):
-            model.to(device)
-    # before the comparison, so that it uses the attention that will run
-    lines = choose(device, dtype, policy.head_sizes, lambda failed: ranks.any(failed, device))
-    lines.append(check_exact(policy))
-    if teacher is not None:
-        check_exact(teacher)
-    engine = build_run_engine(config, policy, task, ranks)
-    if saved is None or saved.decoder is None:  # otherwise its weights are loaded later
-        lines.append(compare_engine(policy, engine, config.chosen.rollout))
-    own = output if ranks.is_first else None
-    scorer = build_scorer(config.reward, task, device, dtype, functions, ranks.size, own)
-    clock = Stopwatch(saved.progress.seconds if saved else None)
-    objective = objective_of(config)
-    whole = (config, task, objective, policy, engine, scorer, teacher, ranks, clock, copies)
-    return RunContext(*whole), [*lines, f"rollout engine: {engine.describe()}"]
+    @property
+    def shares_engine(self) -> bool:
+        return tensor_parallel(self.config) > 1
+
+    @cached_property
+    def engine(self) -> Engine:
+        config, ranks, number = self.config, self.ranks, tensor_parallel(self.config)
+        own = config.parts["rollout"], config.sampling, self.policy, self.task, self.dtype
+        batch = config.sampling.samples_of_engine(ranks.size, number)
+        return build_engine(config.chosen.rollout, *own, batch, ranks)
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        output = self.output if self.ranks.is_first else None
+        how = self.device, self.dtype, self.functions, self.ranks.size, output
+        return build_scorer(self.config.reward, self.task, *how)
+
+    @cached_property
+    def teacher_prompts(self) -> TeacherPrompts | None:
+        config, source = self.config, self.config.loss.teacher_prompt
+        sizes = (self.teacher or self.policy).config
+        limit = sizes.max_position_embeddings - config.sampling.max_new_tokens
+        return None if source is None else TeacherPrompts(self.task, source, limit)
+
+    @cached_property
+    def copies(self) -> tuple[PolicyModel | None, PolicyModel | None]:
+        """The reference policy and the critic's model."""
+        needs, loss, policy = self.objective.needs, self.config.loss, self.policy
+        make: Change = (lambda x: x) if self.config.run.sharding == "full" else None
+        reference = self.teacher
+        # with another prompt the policy itself, as it is at each step, is the teacher
+        is_copy = (loss.kl_coef or needs.reference) and loss.teacher_prompt is None
+        if reference is None and is_copy:
+            reference = policy.copied(make).requires_grad_(False)
+        return reference, critic_model(policy, make) if needs.critic else None
+
+    @cached_property
+    def learner(self) -> Learner:
+        config, (reference, trained), critic = self.config, self.copies, None
+        beta2 = config.optimizer.beta2
+        if trained is not None:
+            optimizer = make_optimizer(trained, beta2, config.optimizer.weight_decay)
+            own, module = config.parts["objective"], distribute(trained, self.ranks, self.dtype)
+            critic = Critic(trained, optimizer, own["critic_lr"], own["value_clip"], module)
+        state = dict(self.objective.state)
+        kept = {"siren_anchor": config.loss.siren, "reward_std": config.sampling.std_filter}
+        for name in filter(kept.get, kept):
+            state[name] = torch.full((1,), torch.nan, dtype=torch.float64)
+        return self._learner(
+            build_loss_settings(config),
+            beta2,
+            module=distribute(self.policy, self.ranks, self.dtype),
+            reference=reference,
+            copies_policy=self.teacher is None,
+            objective_state=state,
+            critic=critic,
+        )
+
+    def _learner(self, settings: LossSettings, beta2: float, **others: Any) -> Learner:
+        options = self.config.optimizer
+        optimizer = make_optimizer(self.policy, beta2, options.weight_decay)
+        how = settings, options.clip_grad, options.token_budget, self.dtype
+        return Learner(self.policy, optimizer, *how, ranks=self.ranks, **others)
+
+    @cached_property
+    def warm_start(self) -> WarmStart:
+        options, loss = self.config.warm_start, LossSettings("reinforce", aggregation="token_mean")
+        learner = self._learner(loss, options.sft_beta2, module=self.learner.module)
+        rate = LearningRate(options.sft_lr, options.sft_steps, warmup_steps=10)
+        takes_prompts = not self.config.parts["task"].get("sft_data")
+        return WarmStart(self.task, learner, rate, options.sft_batch, self.device, takes_prompts)
+
+    @cached_property
+    def trainer(self) -> Trainer:
+        options, (correction, numbers) = self.config.optimizer, correction_of(self.config)
+        return Trainer(
+            self._collector(),
+            self.objective,
+            self.learner,
+            self.engine,
+            LearningRate(options.lr, options.steps, options.warmup_steps, options.lr_schedule),
+            options.updates_per_step,
+            make_correction(correction, numbers),
+            self.clock,
+            self.teacher_prompts,
+            self.config.sampling.ahead,
+        )
+
+    def _collector(self) -> RolloutCollector:
+        config, task, needs, scorer = self.config, self.task, self.objective.needs, self.scorer
+        options, reward, ranks, clock = config.sampling, config.reward, self.ranks, self.clock
+        limit, penalty, policy_reward = options.max_new_tokens, None, None
+        if answered := answered_task(config, task, self.objective):
+            kind = PROBABILITY if needs.answers else reward.reward_source
+            policy_reward = PolicyReward(kind, answered, self.learner, limit)
+            scorer = Scorer(task, None)
+        elif reward.reward_source == "vote":
+            scorer = Scorer(task, MajorityVote(task.answer))
+        if reward.overlong_buffer:
+            penalty = LengthPenalty(limit, reward.overlong_buffer, reward.overlong_penalty)
+        if options.ahead:  # its collective operations and its time are its own
+            ranks, clock = ranks.copied(), Stopwatch(parent=clock)
+            needs = replace(needs, components=True)  # of all ranks, for checkpoints
+        return RolloutCollector(
+            task,
+            self.engine,
+            scorer,
+            self.sampling,
+            num_prompts=options.prompts,
+            num_rollouts=options.rollouts,
+            seed=config.run.seed,
+            device=self.device,
+            schedule=self._schedule(),
+            needs=needs,
+            policy_reward=policy_reward,
+            length_penalty=penalty,
+            clock=clock,
+            ranks=ranks,
+            shares_engine=self.shares_engine,
+            truncated=reward.truncated,
+        )
+
+    def _schedule(self) -> Schedule | None:
+        options, state = self.config.sampling, self.learner.objective_state
+        if options.dynamic_sampling > 1:
+            average = state.get("reward_std")
+            own = None if average is None else StdFilter(options.std_filter, average)
+            limits = options.prompts, options.rollouts, options.dynamic_sampling
+            return DynamicSampling(*limits, own)
+        stopping: Stopping | None = options.stopping()
+        if stopping is not None:
+            state |= stopping.state
+        return stopping
+
+    @cached_property
+    def evaluators(self) -> dict[str, Evaluator]:
+        options, parts = self.config.evaluation, (self.engine, self.task, self.scorer)
+        sets = held_out_sets(self.task, options.eval_prompts, options.eval_samples)
+        return {
+            name: Evaluator(
+                *parts,
+                self.sampling,
+                *sizes,  # prompts and samples
+                seed=self.config.run.seed,
+                device=self.device,
+                split=name,
+                ranks=self.ranks,
+                shares_engine=self.shares_engine,
+                beat=self.clock.beat,
+            )
+            for name, sizes in sets.items()
+        }
 
 
 def build_loss_settings(config: Config) -> LossSettings:
@@ -144,151 +325,12 @@ def build_loss_settings(config: Config) -> LossSettings:
     )
 
 
-def _learner(
-    config: Config, policy: PolicyModel, settings: LossSettings, beta2: float, **others: Any
-) -> Learner:
-    options = config.optimizer
-    optimizer, limits = make_optimizer(policy, beta2, options.weight_decay), options.clip_grad
-    how = settings, limits, options.token_budget, dtype_of(config)
-    return Learner(policy, optimizer, *how, **others)
-
-
-def build_warm_start(
-    config: Config,
-    task: Task,
-    policy: PolicyModel,
-    ranks: Ranks | None = None,
-    module: Any = None,
-) -> WarmStart:
-    options, loss = config.warm_start, LossSettings(loss="reinforce", aggregation="token_mean")
-    own = {"ranks": ranks or Ranks(), "module": module}
-    learner = _learner(config, policy, loss, options.sft_beta2, **own)
-    rate = LearningRate(options.sft_lr, options.sft_steps, warmup_steps=10)
-    device = torch.device(config.run.device)
-    takes_prompts = not config.parts["task"].get("sft_data")
-    return WarmStart(task, learner, rate, options.sft_batch, device, takes_prompts)
-
-
-def build_collector(context: RunContext, learner: Learner | None = None) -> RolloutCollector:
-    """Without a learner, as in the check of the rewards, the scorer of evaluations replaces
-    majority votes and rewards from the policy."""
-    config, task, needs = context.config, context.task, context.objective.needs
-    policy_reward = build_policy_reward(config, task, context.objective, learner)
-    is_vote, scorer = config.reward.reward_source == "vote", context.scorer
-    if policy_reward is not None:
-        scorer = Scorer(task, None)
-    elif is_vote and learner is not None:
-        scorer = Scorer(task, MajorityVote(task.answer))
-    options, std_filter, state = config.sampling, None, learner.objective_state if learner else {}
-    if "reward_std" in state:
-        std_filter = StdFilter(options.std_filter, state["reward_std"])
-    schedule: Schedule | None = options.stopping()
-    if options.dynamic_sampling > 1:
-        limits = options.prompts, options.rollouts, options.dynamic_sampling
-        schedule = DynamicSampling(*limits, std_filter)
-    ranks, clock = context.ranks, context.clock
-    if options.ahead and learner:  # its collective operations and its time are its own
-        ranks, clock = ranks.copied(), Stopwatch(parent=clock)
-        needs = replace(needs, components=True)  # of all ranks, for checkpoints
-    return RolloutCollector(
-        task,
-        context.engine,
-        scorer,
-        build_sampling(config, task),
-        num_prompts=options.prompts,
-        num_rollouts=options.rollouts,
-        seed=config.run.seed,
-        device=context.device,
-        schedule=schedule,
-        # rewards that serve only the evaluation may be any number
-        needs=replace(needs, binary=needs.binary and not (is_vote and learner is None)),
-        policy_reward=policy_reward,
-        length_penalty=build_length_penalty(config),
-        clock=clock,
-        ranks=ranks,
-        shares_engine=tensor_parallel(config) > 1,
-        truncated=config.reward.truncated,
-    )
-
-
-def build_teacher_prompts(
-    config: Config, task: Task, teacher: PolicyModel
-) -> TeacherPrompts | None:
-    source = config.loss.teacher_prompt
-    if source is None:
-        return None
-    limit = teacher.config.max_position_embeddings - config.sampling.max_new_tokens
-    return TeacherPrompts(task, source, limit)
-
-
-def build_copies(
-    config: Config, policy: PolicyModel, teacher: PolicyModel | None, make: Change = None
-) -> tuple[PolicyModel | None, PolicyModel | None]:
-    """Return the reference policy and the critic's model; `make` as for PolicyModel.copied."""
-    needs, reference = objective_of(config).needs, teacher
-    # with another prompt the policy itself, as it is at each step, is the teacher
-    needs_copy = config.loss.kl_coef or needs.reference
-    if teacher is None and needs_copy and config.loss.teacher_prompt is None:
-        reference = policy.copied(make).requires_grad_(False)
-    return reference, critic_model(policy, make) if needs.critic else None
-
-
-def build_learner(context: RunContext) -> Learner:
-    config, policy, ranks, teacher = context.config, context.policy, context.ranks, context.teacher
-    options, dtype, critic = config.optimizer, dtype_of(config), None
-    reference, trained = context.copies or build_copies(config, policy, teacher)
-    if trained is not None:
-        of_critic, module = config.parts["objective"], distribute(trained, ranks, dtype)
-        optimizer = make_optimizer(trained, options.beta2, options.weight_decay)
-        critic = Critic(trained, optimizer, of_critic["critic_lr"], of_critic["value_clip"], module)
-    own = {"reference": reference, "ranks": ranks, "module": distribute(policy, ranks, dtype)}
-    learner = _learner(config, policy, build_loss_settings(config), options.beta2, **own)
-    learner.objective_state = dict(context.objective.state)
-    kept = {"siren_anchor": config.loss.siren, "reward_std": config.sampling.std_filter}
-    for name in filter(kept.get, kept):
-        learner.objective_state[name] = torch.full((1,), torch.nan, dtype=torch.float64)
-    learner.critic, learner.copies_policy = critic, teacher is None
-    return learner
-
-
-def build_trainer(context: RunContext) -> tuple[Trainer, WarmStart]:
-    config, task, policy = context.config, context.task, context.policy
-    options = config.optimizer
-    learner, (correction, numbers) = build_learner(context), correction_of(config)
-    collector = build_collector(context, learner)
-    if isinstance(collector.schedule, Stopping):
-        learner.objective_state |= collector.schedule.state
-    trainer = Trainer(
-        collector,
-        context.objective,
-        learner,
-        context.engine,
-        LearningRate(options.lr, options.steps, options.warmup_steps, options.lr_schedule),
-        options.updates_per_step,
-        make_correction(correction, numbers),
-        context.clock,
-        build_teacher_prompts(config, task, context.teacher or policy),
-        config.sampling.ahead,
-    )
-    return trainer, build_warm_start(config, task, policy, context.ranks, learner.module)
-
-
-def build_evaluators(context: RunContext) -> dict[str, Evaluator]:
-    config, task, options = context.config, context.task, context.config.evaluation
-    sets = held_out_sets(task, options.eval_prompts, options.eval_samples)
-    return {
-        name: Evaluator(
-            context.engine,
-            task,
-            context.scorer,
-            build_sampling(config, task),
-            *sizes,  # prompts and samples
-            seed=config.run.seed,
-            device=context.device,
-            split=name,
-            ranks=context.ranks,
-            shares_engine=tensor_parallel(config) > 1,
-            beat=context.clock.beat,
-        )
-        for name, sizes in sets.items()
-    }
+def answered_task(config: Config, task: Task, objective: Objective) -> AnsweredTask | None:
+    """Return the task if the policy itself rewards training rollouts, by the reference answers."""
+    who, source = f"--objective {config.chosen.objective}", config.reward.reward_source
+    is_own = objective.needs.answers or source in LIKELIHOODS
+    if not objective.needs.answers:
+        who = f"--reward-source {source}"
+    if (is_own or source == "vote") and isinstance(task, EpisodeTask):
+        raise InputError(f"{who} needs responses of one turn, got episodes of {task.name}")
+    return check_answers(task, who) if is_own else None

@@ -9,7 +9,7 @@ from maxrl_fast.config.resolve import evaluation_schedule
 from maxrl_fast.evaluation.evaluator import Evaluation, over_sets
 from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records, sample_lines
 from maxrl_fast.evaluation.scores import label_of, score_of
-from maxrl_fast.job.build import RunContext, build_evaluators
+from maxrl_fast.job.build import RunContext
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.health import Health
 from maxrl_fast.job.progress import Progress
@@ -42,7 +42,7 @@ class RunLoop:
         self.clock, self.ranks = self.context.clock, self.context.ranks
         self.options = self.context.config.evaluation
         self.schedule = evaluation_schedule(self.context.config, self.context.task)
-        self.evaluators, loss = build_evaluators(self.context), self.context.config.loss
+        self.evaluators, loss = self.context.evaluators, self.context.config.loss
         needs_no_rewards = bool(loss.kl_coef) and has_teacher(loss)
         self.health = Health(needs_no_rewards, self.context.config.optimizer.clip_grad)
         self.expects_binary = self.context.objective.needs.expects_binary

@@ -38,26 +38,27 @@ def test_a_rank_never_holds_half_of_the_weights(tmp_path):
 
 def main():
     """Train, where weights go from the host to a device as if it were another than the CPU."""
-    counted, make, build_loop = LiveBytes(), launch.build_context, launch.Job._build_loop
-    build_engine, host = build.build_run_engine, []
+    counted, place, build_loop = LiveBytes(), build.RunContext.place, launch.build_loop
+    build_engine, host = build.build_engine, []
 
-    def started(config, task, policy, *rest):
+    def placed(run, saved):
+        policy = run.policy
         host.extend(p.detach() for p in policy.parameters())  # so that no address is used again
         host.append(max(sum(p.nbytes for p in x.parameters()) for x in policy.blocks))
         with counted:
-            return make(config, task, policy, *rest)
+            return place(run, saved)
 
     def engine(*arguments):
         with _disable_current_modes():
             return build_engine(*arguments)
 
-    def loop(job, *arguments):
+    def loop(run, *arguments):
         with counted:
-            loop = build_loop(job, *arguments)
+            loop = build_loop(run, *arguments)
         learner = loop.trainer.learner
         models = learner.model, learner.reference, learner.critic.model
         whole = sum(4 * p.numel() for model in models for p in model.parameters())
-        print("BYTES", job.ranks.rank, whole, host[-1], counted.peak, counted.now, flush=True)
+        print("BYTES", run.ranks.rank, whole, host[-1], counted.peak, counted.now, flush=True)
         return loop
 
     def moved(params, *_):
@@ -66,8 +67,8 @@ def main():
 
     nn.Module.to = lambda self, _: self._apply(torch.clone)
     _fsdp_init._move_states_to_device = moved
-    build.build_run_engine = engine
-    launch.build_context, launch.Job._build_loop = started, loop
+    build.build_engine = engine
+    build.RunContext.place, launch.build_loop = placed, loop
     return train.main(sys.argv[1:])
 
 

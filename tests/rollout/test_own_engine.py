@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from examples.naive_engine import NaiveEngine
-from maxrl_fast.job.build_policy import compare_engine
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
+from maxrl_fast.training.logprob_parity import check_engine
 from tests.batches import make_prompts
 from tests.models import tiny_decoder
 from tests.tables import refused
@@ -47,10 +47,11 @@ def test_it_draws_the_tokens_of_the_native_engine(sampling):
 
 def test_an_engine_of_other_weights_is_refused_at_the_start_of_a_run():
     model = tiny_decoder()
-    told = compare_engine(model, NaiveEngine(model, torch.float32), "naive.py:NaiveEngine")
+    engine = NaiveEngine(model, torch.float32)
+    engine.load_weights(model)
+    told = check_engine(model, engine, "naive.py:NaiveEngine")
     assert "log-probs of the rollout engine differ from the policy's by" in told
     other = NaiveEngine(model, torch.float32)
     other.load_weights(tiny_decoder(seed=1))
-    other.load_weights = lambda model: None
     with refused(r"--rollout naive\.py:NaiveEngine samples from another model than this .*differ"):
-        compare_engine(model, other, "naive.py:NaiveEngine")
+        check_engine(model, other, "naive.py:NaiveEngine")

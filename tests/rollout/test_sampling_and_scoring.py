@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.build_task import build_policy_reward
+from maxrl_fast.job.build import answered_task
 from maxrl_fast.rewards import Outcome, RewardSource, failure
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
@@ -131,4 +131,4 @@ def test_rewards_of_one_turn_refuse_episodes(option):
     flag = "--objective" if is_objective else "--reward-source"
     sentence = f"^{flag} {option} needs responses of one turn, got episodes of maze 5x5$"
     with pytest.raises(InputError, match=sentence):
-        build_policy_reward(config, CountingTask(), objective, None)
+        answered_task(config, CountingTask(), objective)

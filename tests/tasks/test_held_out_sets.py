@@ -102,7 +102,7 @@ def test_a_held_out_file_with_the_name_of_a_split_has_that_of_its_folder(policy,
     assert task.held_out == {"other": 2, (name := f"{tmp_path.name}-train"): 2}
     assert prompts(task, "train")[2] == ["some.jsonl"] * 2
     assert prompts(task, name)[2] == ["train.jsonl"] * 2
-    batch = task.prompts("test", 0, 4)  # what run.sample() asks for
+    batch = task.prompts("test", 0, 4)
     assert [x["answer"] for x in batch.columns] == ["other.jsonl"] * 2 + ["train.jsonl"] * 2
 
 

@@ -316,7 +316,7 @@ def test_a_class_trains_from_python(policy, data, tmp_path):
         objective="rloo", steps=1, prompts=2, rollouts=2, max_new_tokens=16, eval_prompts=1,
         eval_samples=1, device="cpu", out=tmp_path / "run", environment=environments.CounterEnv,
     )  # fmt: skip
-    assert (own.exit, len(own.metrics), len(own.rollouts)) == (0, 1, 4)
+    assert (own.exit, len(own.metrics), len(own.log("rollouts"))) == (0, 1, 4)
     with pytest.raises(InputError, match="is a Python object that was given to maxrl_fast"):
         maxrl_fast.run(resume=own.out, steps=2, allow_changes=True)
 

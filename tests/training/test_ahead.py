@@ -10,14 +10,12 @@ import torch
 
 from examples.chain import ChainTask
 from maxrl_fast.config.read import parse
-from maxrl_fast.config.resolve import resolve
-from maxrl_fast.config.rules import correction_of, objective_of
-from maxrl_fast.errors import RewardError
-from maxrl_fast.job.build import RunContext, build_evaluators, build_trainer
-from maxrl_fast.job.build_policy import build_policy, build_reference, build_run_engine
-from maxrl_fast.job.build_task import build_run_task, build_scorer
+from maxrl_fast.config.rules import correction_of
+from maxrl_fast.errors import RewardError, warn
+from maxrl_fast.job.build import RunContext, prepare
 from maxrl_fast.job.waiting_batches import load_batches, save_batches
 from maxrl_fast.records import Inserted, Rollouts, cumulative
+from maxrl_fast.runtime.ranks import Ranks
 from tests.job.test_resume import resumes_bitwise
 from tests.models import save_checkpoint, tiny_decoder
 from tests.runs import GUESS_TASK, base
@@ -32,17 +30,12 @@ def build(*flags):
     """Return the trainer after a warm start, if the flags have one, and the evaluator."""
     task_flags = [] if "--task" in flags else CHAIN
     config = parse([*base()[2:], *task_flags, "--lr", "1e-2", "--steps", str(STEPS), *flags])
-    task = build_run_task(config)
-    config = resolve(config, task)
-    policy, teacher = build_policy(config, task), build_reference(config, task)
-    engine, scorer = build_run_engine(config, policy, task), build_scorer(config.reward, task)
-    context = RunContext(config, task, objective_of(config), policy, engine, scorer, teacher)
-    trainer, warm_start = build_trainer(context)
-    for _ in warm_start.steps():
+    run = RunContext.begin(*prepare(config, Ranks(), warn), Ranks())
+    for _ in run.warm_start.steps():
         pass
-    trainer.learner.copy_policy()
-    engine.load_weights(policy)
-    return trainer, build_evaluators(context)["test"]
+    run.learner.copy_policy()
+    run.engine.load_weights(run.policy)
+    return run.trainer, run.evaluators["test"]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.config.rules import objective_of
-from maxrl_fast.job.build import RunContext, build_trainer
-from maxrl_fast.job.build_policy import build_policy, build_run_engine
-from maxrl_fast.job.build_task import build_run_task, build_scorer
+from maxrl_fast.job.build import RunContext
+from maxrl_fast.job.build_policy import build_policy
+from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
@@ -137,9 +136,7 @@ def test_each_step_asks_its_teacher_about_its_own_responses(monkeypatch, is_self
     model, teacher = build_policy(config, task), None if is_self else build_policy(config, task)
     if teacher is not None:
         teacher.requires_grad_(False).lm_head.weight.mul_(2)
-    engine, scorer = build_run_engine(config, model, task), build_scorer(config.reward, task)
-    context = RunContext(config, task, objective_of(config), model, engine, scorer, teacher)
-    trainer, _ = build_trainer(context)
+    trainer = RunContext(config, task, model, teacher).trainer
     pass_, seen = trainer.learner.forward_backward, []
 
     def watched(samples, *arguments, **keywords):

@@ -3,7 +3,8 @@
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.config.rules import correction_of, objective_of
-from maxrl_fast.job.build_task import build_length_penalty
+from maxrl_fast.job.build import RunContext
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.collect import LengthPenalty
 from maxrl_fast.training.correction import make_correction
@@ -68,7 +69,8 @@ def test_the_defaults_that_depend_on_other_options():
             LengthPenalty(16, 8, 0.5),
         ),
     ):
-        assert build_length_penalty(resolved(flags)) == penalty
+        run = RunContext.begin(resolved(flags), MazeTask(9), Ranks())
+        assert run.trainer.collector.length_penalty == penalty
     with refused("overlong_buffer must be at most max_new_tokens, got 33 and 32"):
         resolved("--overlong-buffer 33")
 

@@ -13,7 +13,6 @@ own ones too) has the options of its signature: they are flags while it is chose
 import ast
 import contextlib
 import dataclasses
-import enum
 import inspect
 import itertools
 import json
@@ -85,13 +84,12 @@ class Option:
     @property
     def shown_default(self) -> str:
         """The default as help shows it; "" where the help says it."""
-        if self.default is REQUIRED:
-            return "must be given"
-        if isinstance(self.default, bool):
-            return "on" if self.default else "off"
-        if isinstance(self.default, tuple):
-            return " ".join(map(str, self.default))
-        return "" if self.default is None else str(self.default)
+        value = self.default
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        if isinstance(value, tuple):
+            return " ".join(map(str, value))
+        return "must be given" if value is REQUIRED else "" if value is None else str(value)
 
     @property
     def wanted(self) -> str:
@@ -100,13 +98,22 @@ class Option:
         return self.limit.wanted if self.limit else _WANTED[self.kind]
 
     def convert(self, value: Any, name: str) -> Any:
-        """Return a value of a flag, TOML, JSON or Python as the option's. name: for messages."""
+        """Return a value as the option's. name: as the user writes it; that of a flag begins with
+        two dashes, and its value is a list of words, otherwise it is one of Python, TOML or JSON.
+        """
         if self.takes_several:
-            one = dataclasses.replace(self, takes_several=False)
-            values = value if isinstance(value, list | tuple) else [value]
-            return tuple(one.convert(x, name) for x in values)
-        if value is None or (isinstance(value, str) and value == "None" and self.default is None):
-            return None
+            return tuple(self._one(x, name) for x in as_list(value))
+        if name.startswith("--") and isinstance(value, list):
+            if len(value) > 1:
+                raise InputError(f"{name} must be one value, got {' '.join(value):.80}")
+            value = value[0] if value else True
+        return self._one(value, name)
+
+    def _one(self, value: Any, name: str) -> Any:
+        if value is None or (value is True and self.name == "dry_run"):
+            return None if value is None else ""
+        if value is True and self.kind not in (bool, dict):
+            raise InputError(f"{name} needs a value: {self.wanted}")
         try:
             found = self._converted(value)
         except (ValueError, RecursionError):
@@ -124,16 +131,20 @@ class Option:
     def _converted(self, value: Any) -> Any:
         if self.kind is dict:
             return json.loads(value) if isinstance(value, str) else value
-        is_flag = isinstance(value, bool)
-        if is_flag != (self.kind is bool) or not isinstance(value, int | float | str | Path):
+        if self.kind is bool:
+            return value if isinstance(value, bool) else ["false", "true"].index(value) > 0
+        if isinstance(value, bool) or not isinstance(value, int | float | str | Path):
             raise ValueError
-        text: Any = value if is_flag else str(value)
-        if self.choices and (text := _SAME.get(text, text)) not in self.choices:
-            raise ValueError
-        # which raises on half characters
-        if self.kind in (str, Path) and b"\0" in os.fsencode(text):
+        text = _SAME.get(str(value), str(value)) if self.choices else str(value)
+        # fsencode raises on half characters
+        if (self.choices and text not in self.choices) or b"\0" in os.fsencode(text):
             raise ValueError
         return self.kind(text)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return several values that config.json has as one value or null, as a list."""
+    return [*value] if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -171,8 +182,6 @@ def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
             hint, several = get_args(hint)[0], True
         else:
             hint = dict
-    if inspect.isclass(hint) and issubclass(hint, enum.Enum):
-        hint, choices = str, tuple(str(x.value) for x in hint)
     kind = hint if hint in _WANTED else dict
     return Option(name, kind, default, " ".join(text.split()), choices, limit, several)
 
@@ -206,12 +215,8 @@ def _helps(cls: type) -> dict[str, str]:
         with contextlib.suppress(OSError, TypeError, SyntaxError):  # without a source
             (definition,) = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
             for field, below in itertools.pairwise(getattr(definition, "body", ())):
-                match field, below:
-                    case (
-                        ast.AnnAssign(target=ast.Name(id=name)),
-                        ast.Expr(value=ast.Constant(value=str(text))),
-                    ):
-                        helps[name] = text
+                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    helps[ast.unparse(field.target)] = ast.literal_eval(below.value)
     return helps
 
 
@@ -219,21 +224,19 @@ def check_options(
     owner: str, options: Mapping[str, Option], given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return all options of `owner`: given values and defaults; numbers are floats."""
-    for name in given:
-        if name not in options:
-            takes = f"the options {', '.join(options)}" if options else "no options"
-            advice = nearest(str(name), options)
-            raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{advice}")
+    for name in given.keys() - options.keys():
+        takes = f"the options {', '.join(options)}" if options else "no options"
+        advice = nearest(str(name), options)
+        raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{advice}")
     checked: dict[str, Any] = {}
     for name, option in options.items():
         value, limit = given.get(name, option.default), option.limit or FINITE
-        if value is None and option.default is None:
-            continue
-        if value is REQUIRED or value is None:
+        if value is REQUIRED or (value is None and option.default is not None):
             raise ValueError(f"{owner} needs {name}, {limit.wanted}")
         if option.choices:
             check_choice(f"{name} of {owner}", value, option.choices)
+        elif value is not None:
+            value = check_number(f"{name} of {owner}", value, limit.wanted, limit.holds)
+        if value is not None:
             checked[name] = value
-        else:
-            checked[name] = check_number(f"{name} of {owner}", value, limit.wanted, limit.holds)
     return checked

@@ -9,7 +9,7 @@ from torch import nn
 import maxrl_fast
 from maxrl_fast.algorithms.known import explain_name
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.resolve import KEPT_BYTES, evaluation_schedule, tensor_parallel
+from maxrl_fast.config.resolve import evaluation_schedule, tensor_parallel
 from maxrl_fast.config.rules import objective_of
 from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.policy_model import PolicyModel
@@ -155,10 +155,8 @@ def estimate_memory(
         "critic with gradients and moments (float32)": (
             16 * num_critic_weights(model) * part if needs.critic else 0
         ),
-        # every process has all of them
-        "rollouts of a step": (
-            KEPT_BYTES * responses * sampling.max_new_tokens * (1 + sampling.ahead)
-        ),
+        # every process has all of them: of a token its id in int64 and its log-prob in float32
+        "rollouts of a step": (12 * responses * sampling.max_new_tokens * (1 + sampling.ahead)),
         **_of_engine(config, task, model, machine, width),
     }
     tokens, num_layers = config.optimizer.token_budget, sizes.num_hidden_layers

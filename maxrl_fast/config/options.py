@@ -2,13 +2,13 @@
 have their own, beside their code."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from maxrl_fast.algorithms.options import (
     BelowOne,
+    BetweenZeroAndOne,
     Count,
     CountOrZero,
     Limit,
@@ -330,6 +330,50 @@ class Run(Place):
 
 
 @dataclass(frozen=True)
+class Measure:
+    """What is measured."""
+
+    eval_prompts: Count = DERIVED
+    """Prompts of the split, or of each held-out set. By default 256, or all that are held out."""
+    samples: Count = 256
+    """Responses to each prompt (n)."""
+    k: tuple[int, ...] = ()
+    """Sizes at which pass@k, max@k and maj@k are reported. By default 1 2 4 ... up to --samples."""
+    split: Literal["test", "train"] = "test"
+    """Held-out prompts, or training prompts, which repeat where a file has fewer."""
+    against: tuple[Path, ...] = ()
+    """Compare with these finished evaluations, by prompt where all settings are the same."""
+    bootstrap: Count = 1000
+    """Bootstrap resamples of the prompts for the intervals."""
+    confidence: BetweenZeroAndOne = 0.95
+    """Confidence of the intervals."""
+
+
+@dataclass(frozen=True)
+class EvaluatedDecoding(Decoding):
+    """How responses are sampled; the papers' language models with --temperature .6 --top-p .95."""
+
+    temperature: NotNegative = 1.0
+    """Sampling temperature; 0: greedy decoding, with one sample."""
+    top_k: CountOrZero = 0
+    """Sample from this many of the most probable tokens; 0: from all."""
+    min_p: UnitInterval = 0.0
+    """Sample from tokens with at least this share of the greatest probability."""
+    seed: Seed = DERIVED
+    """Seed of the sampling and the bootstrap. By default the run's, else 0."""
+
+
+@dataclass(frozen=True)
+class EvaluationPlace(Place):
+    """Where it is computed and written."""
+
+    out: Path = DERIVED
+    """Folder of results, new or empty. By default evaluations/<name>-<time>."""
+    task_seed: Seed = DERIVED
+    """Seed of the mazes and of the order of training prompts. By default the run's, else 0."""
+
+
+@dataclass(frozen=True)
 class Options:
     """A configuration: groups of options, and the options of each part that is chosen.
 
@@ -347,16 +391,17 @@ class Options:
     @classmethod
     def groups(cls) -> dict[str, Any]:
         """The dataclasses of the groups, by name."""
-        return {x.name: x.type for x in fields(cls) if x.name not in ("parts", "unused", "places")}
+        return {x.name: x.type for x in fields(cls) if is_dataclass(x.type)}
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """The names of the options of all groups."""
+        return {x.name for group in cls.groups().values() for x in fields(group)}
 
     def values(self) -> dict[str, Any]:
-        """All options by flag name: those of a part after its name."""
-        found: dict[str, Any] = {}
-        for name, value in vars(self.chosen).items():
-            found |= {name: value} | dict(self.parts.get(name, {}))
-        for name in self.groups():
-            found |= vars(getattr(self, name))
-        return found
+        """All options by flag name."""
+        groups = (vars(getattr(self, name)) for name in self.groups())
+        return {key: x for own in (*groups, *self.parts.values()) for key, x in own.items()}
 
     def flat(self) -> dict[str, Any]:
         """Options that are used and have a value, in the types of JSON."""
@@ -365,16 +410,14 @@ class Options:
 
     def replace(self: AnyConfig, **options: Any) -> AnyConfig:
         """A copy with other values for some options, by flag name; the parts stay."""
-        parts = {
-            section: {key: options.get(key, x) for key, x in own.items()}
-            for section, own in self.parts.items()
-        }
+
+        def changed(own: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: options.get(key, x) for key, x in own.items()}
+
         groups = {name: getattr(self, name) for name in self.groups()}
-        changed = {
-            name: replace(x, **{key: options[key] for key in vars(x) if key in options})
-            for name, x in groups.items()
-        }
-        return replace(self, parts=parts, **changed)
+        made: dict[str, Any] = {name: replace(x, **changed(vars(x))) for name, x in groups.items()}
+        parts = {section: changed(own) for section, own in self.parts.items()}
+        return replace(self, parts=parts, **made)
 
 
 @dataclass(frozen=True)
@@ -400,6 +443,28 @@ class Config(Options):
     run: Run = Run()
 
 
+@dataclass(frozen=True)
+class EvaluationConfig(Options):
+    """Sample many responses to each held-out prompt, and report pass@k, max@k and maj@k.
+
+    CHECKPOINT is a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub, or
+    the folder of a run: its latest checkpoint; RUN/best has the highest mean reward. The task's
+    options and the response limit are the run's, unless others are given. The folder of a finished
+    evaluation in its place is only compared with those of --against.
+
+    Examples:
+        python -m maxrl_fast.evaluate runs/maxpo-... --samples 256
+        python -m maxrl_fast.evaluate DIR --task gsm8k --temperature .6 --top-p .95
+        python -m maxrl_fast.evaluate evaluations/one --against evaluations/other
+    """
+
+    chosen: TaskAndEngine = TaskAndEngine()
+    measure: Measure = Measure()
+    sampling: EvaluatedDecoding = EvaluatedDecoding()
+    reward: Reward = Reward()
+    place: EvaluationPlace = EvaluationPlace()
+
+
 def as_json(value: Any) -> Any:
     """Return an option's value in the types of JSON and TOML: of several values a list, of one the
     value, of none None.
@@ -407,14 +472,3 @@ def as_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [*map(as_json, value)] if len(value) > 1 else as_json(value[0]) if value else None
     return str(value) if isinstance(value, Path) else value
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return the values that `as_json` made one value of."""
-    return [*value] if isinstance(value, list | tuple) else [] if value is None else [value]
-
-
-@lru_cache
-def fields_of(config: type[Options]) -> frozenset[str]:
-    """Return the names of the options of all groups."""
-    return frozenset(x.name for group in config.groups().values() for x in fields(group))

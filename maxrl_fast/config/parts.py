@@ -17,6 +17,7 @@ from maxrl_fast.algorithms.options import (
     options_of,
     parameters_of,
 )
+from maxrl_fast.config.options import Config, EvaluationConfig
 from maxrl_fast.errors import InputError
 from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.rollout.vllm_options import VllmOptions
@@ -113,13 +114,15 @@ def purpose_of(section: str, name: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def options_of_part(section: str, name: str, taken: frozenset[str]) -> dict[str, Option]:
+def options_of_part(section: str, name: str) -> dict[str, Option]:
     """Return the options of the part that --SECTION NAME names, by the names of their flags. Where
-    a group (`taken`) or a built-in part of an earlier section has the name, the part's own is
-    before it: simko_k, icepop_low."""
-    before = {"loss": ("objective",), "correction": ("objective", "loss")}.get(section, ())
-    used, short = taken.union(*(owners_by_option(x, taken) for x in before)), short_name(name)
-    signature = _signature(section, name).items()
+    a group or a built-in part of an earlier section has the name, the part's own is before it:
+    simko_k, icepop_low."""
+    commands = (Config, EvaluationConfig) if section in ("task", "rollout") else (Config,)
+    used = {x for command in commands for x in command.names()}
+    for before in {"loss": ("objective",), "correction": ("objective", "loss")}.get(section, ()):
+        used |= owners_by_option(before).keys()
+    signature, short = _signature(section, name).items(), short_name(name)
     flags = {f"{short}_{key}" if key in used else key: option for key, option in signature}
     return {flag: dataclasses.replace(option, name=flag) for flag, option in flags.items()}
 
@@ -130,11 +133,11 @@ def short_name(name: str) -> str:
 
 
 @lru_cache
-def owners_by_option(section: str, taken: frozenset[str]) -> dict[str, tuple[str, ...]]:
+def owners_by_option(section: str) -> dict[str, tuple[str, ...]]:
     """Return the built-in parts of a section that have each option, by its name."""
     owners: dict[str, tuple[str, ...]] = {}
     for name in _BUILT_IN[section]:
-        for key in options_of_part(section, name, taken):
+        for key in options_of_part(section, name):
             owners[key] = (*owners.get(key, ()), name)
     return owners
 

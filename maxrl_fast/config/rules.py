@@ -1,19 +1,19 @@
 """What options need and what they exclude: the only place for conditions between options of several
 parts. What concerns one part alone, that part refuses (`refuses` of an objective)."""
 
+import contextlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from string import Formatter
 from typing import Any
 
-from maxrl_fast.algorithms.losses.registry import learns_without_advantage
+from maxrl_fast.algorithms.losses.registry import CLIPS, learns_without_advantage
 from maxrl_fast.algorithms.options import multiple_of
 from maxrl_fast.config.options import Config, Options
 from maxrl_fast.config.parts import loss_of, part_options
 from maxrl_fast.errors import InputError
-from maxrl_fast.rewards.models import CLASSIFIER
-from maxrl_fast.tasks.names import GYM, OBJECT, dataset_spec, is_plugin, is_reward
+from maxrl_fast.tasks.names import is_reward, spec_of
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import OBJECTIVE_CLASSES, Objective, has_teacher
@@ -31,48 +31,29 @@ class View(dict[str, Any]):
         return None
 
 
-def _has_processes(c: View) -> bool:
-    """Whether a reward or an environment runs in processes: no Python object, no reward model."""
-    if c.environment and not c.environment.startswith(OBJECT):
-        return True
-    if c.reward:
-        return any(not x.startswith((OBJECT, CLASSIFIER)) for x in c.reward)
-    is_text = dataset_spec(c.task) is not None or c.task.startswith((GYM, OBJECT))
-    return is_text or is_plugin(c.task)
-
-
-def _has_answers(c: View) -> bool:
-    return (spec := dataset_spec(c.task)) is None or spec.gold is not None
-
-
 # What a run must have to use the options of these names: a sentence, and the condition. Without it
 # an option is not in the configuration, and is refused where it is given; without a sentence it is
 # ignored.
 NEEDS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     (
-        "reward_workers reward_concurrency reward_seconds reward_memory_gb reward_env",
-        "needs a --reward that runs in processes",
-        _has_processes,
+        "reward_workers reward_concurrency reward_seconds reward_memory_gb reward_env "
+        "max_reward_error_rate reward_threshold",
+        "needs --reward with task {task}",
+        lambda c: c.reward or c.task != "maze",
     ),
-    ("max_reward_error_rate", "needs --reward", lambda c: c.reward or _has_processes(c)),
     ("reward", "is not used by task {task}", lambda c: not is_reward(c.task)),
     (
         "reward_weights",
         "needs --reward: with --task FILE:f write --task dataset --reward FILE:f and others",
         lambda c: c.reward,
     ),
-    (
-        "reward_threshold",
-        "needs --reward with task {task}",
-        lambda c: c.reward or c.task != "maze",
-    ),
-    ("answer_key", "is not used by task {task}", _has_answers),
+    ("answer_key", "is not used by task {task}", lambda c: spec_of(c.task).gold),
     ("max_turns", "needs --environment", lambda c: c.environment or "environment" not in c),
     ("overlong_penalty", "needs --overlong-buffer", lambda c: c.overlong_buffer),
     (
         "vllm_tensor_parallel kv_cache_gb",
         "cannot be used with --vllm-url",
-        lambda c: c.vllm_url is None,
+        lambda c: not c.vllm_url,
     ),
     (
         "stop_at",
@@ -90,11 +71,7 @@ NEEDS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         lambda c: c.kl_coef or c.objective == "pacs_paper",
     ),
     # the sizes of a checkpoint are its own
-    (
-        "hidden_size intermediate_size layers heads kv_heads rope_theta",
-        "",
-        lambda c: c.model is None,
-    ),
+    ("hidden_size intermediate_size layers heads kv_heads rope_theta", "", lambda c: not c.model),
     ("model_backend", "needs --model", lambda c: c.model),
     ("lora_alpha lora_targets", "needs --lora-rank", lambda c: c.lora_rank),
     ("allow_changes", "needs --resume", lambda c: c.resume),
@@ -111,7 +88,19 @@ def unused_options(values: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _is_likelihood(c: View) -> bool:
+# A rule: a sentence, which is a format of the options that it refuses, and whether it does.
+Rules = dict[str, Callable[[Any], Any]]
+
+
+def only(why: str, holds: Callable[[Any], Any], **wanted: Any) -> Rules:
+    """Return the refusal of other values than these, where a condition holds."""
+    needed = " and ".join(f"--{name.replace('_', '-')} {x}" for name, x in wanted.items())
+    got = " and ".join(f"{{{name}}}" for name in wanted)
+    sentence = f"{why} needs {needed.lower()}, got {got}"
+    return {sentence: lambda c: holds(c) and any(c[name] != x for name, x in wanted.items())}
+
+
+def _reads_policy(c: View) -> bool:
     return c.reward_source in LIKELIHOODS
 
 
@@ -124,16 +113,21 @@ def _is_over_batch(c: View) -> bool:
     return c.token_loss.over_batch or c.top_entropy != 1 or c.siren or is_masked
 
 
-# A rule: a sentence, which is a format of the options that it refuses, and whether it does.
-Rules = dict[str, Callable[[Any], Any]]
-SHARED_RULES: Rules = {  # of training and of evaluation
+_WEIGHTS: Rules = {
     "reward_weights must be a number for each reward, got {reward_weights} for {reward}": (
         lambda c: len(c.reward_weights) not in (0, len(c.reward))
     ),
 }
+EVALUATION_RULES: Rules = {
+    **_WEIGHTS,
+    **only("greedy decoding, of temperature 0,", lambda c: c.temperature == 0, samples=1),
+    "k must be from 1 to the {samples} samples, got {k}": (
+        lambda c: not all(1 <= k <= c.samples for k in c.k)
+    ),
+}
 # besides the options there are the objective as `method`, what it `needs`, and the `token_loss`
 RULES: Rules = {
-    **SHARED_RULES,
+    **_WEIGHTS,
     "prompts x rollouts must be below 2^31, got {prompts} x {rollouts}": (
         lambda c: c.prompts * c.rollouts >= 2**31
     ),
@@ -145,21 +139,26 @@ RULES: Rules = {
     ),
     "rollouts must be a multiple of first_rollouts with --stop-at, got {rollouts} and "
     "{first_rollouts}": lambda c: c.stop_at and c.rollouts % c.first_rollouts,
-    "--stop-at draws again for prompts without successes, each response with a reward of 0 or 1: "
-    "it needs --dynamic-sampling 0 and --reward-source given, got {dynamic_sampling} and "
-    "{reward_source}": (lambda c: c.stop_at and (c.dynamic_sampling or c.reward_source != "given")),
+    **only(
+        "--stop-at draws again for prompts without successes, and",
+        lambda c: c.stop_at,
+        dynamic_sampling=0,
+        reward_source="given",
+    ),
     "stop_at is MaxRL of the order of rollouts, {rollouts}, so that order cannot be {order}": (
         lambda c: c.stop_at and c.order not in (None, c.rollouts - 1)
     ),
     "--ahead {ahead} needs an engine that samples while the policy trains: native, or vllm with "
-    "--vllm-url": lambda c: c.ahead and c.rollout == "vllm" and c.vllm_url is None,
+    "--vllm-url": lambda c: c.ahead and c.rollout == "vllm" and not c.vllm_url,
     "--ahead {ahead} cannot be used for {objective} with --reward-source {reward_source}, because "
     "its rewards read the policy while it changes": (
-        lambda c: c.ahead and (_is_likelihood(c) or c.needs.answers)
+        lambda c: c.ahead and (_reads_policy(c) or c.needs.answers)
     ),
     # vLLM has no log-probs before top-p at another temperature
-    "--rollout vllm with --top-p {top_p} needs --temperature 1, got {temperature:g}": (
-        lambda c: c.rollout == "vllm" and c.top_p < 1 and c.temperature != 1
+    **only(
+        "--rollout vllm with --top-p below 1",
+        lambda c: c.rollout == "vllm" and c.top_p < 1,
+        temperature=1,
     ),
     "--resume writes into the run's own folder, {resume}, got --out {out}": (
         lambda c: c.resume and c.out and c.out.absolute() != c.resume.absolute()
@@ -171,40 +170,42 @@ RULES: Rules = {
         lambda c: c.dynamic_sampling and c.method.learns_from_equal_rewards(c.rollouts)
     ),
     "{objective} weights single tokens by either sign, so loss cannot be one of whole responses "
-    "and correction not sequence_mask, got {loss} and {correction}": (
-        lambda c: (
-            c.needs.token_weights and (c.token_loss.by_sequence or c.correction == "sequence_mask")
-        )
+    "and correction not sequence_mask, got {loss} and {correction}": lambda c: (
+        c.needs.token_weights and (c.token_loss.by_sequence or c.correction == "sequence_mask")
     ),
-    "{objective} learns from the reference answer: it needs --reward-source given, --truncated "
-    "keep and --overlong-buffer 0, got {reward_source}, {truncated} and {overlong_buffer}": (
-        lambda c: (
-            c.needs.answers
-            and (c.reward_source, c.truncated, c.overlong_buffer) != ("given", "keep", 0)
-        )
+    **only(
+        "{objective} learns from the reference answer: it",
+        lambda c: c.needs.answers,
+        reward_source="given",
+        truncated="keep",
+        overlong_buffer=0,
     ),
-    "{objective} needs each reward separately: --reward of 2 or more without --reward-source, "
-    "--reward-threshold and --overlong-buffer, got {reward}, {reward_source}, {reward_threshold} "
-    "and {overlong_buffer}": lambda c: (
-        c.needs.parts
-        and (
-            len(c.reward) < 2
-            or (c.reward_source, c.reward_threshold, c.overlong_buffer) != ("given", None, 0)
-        )
+    "{objective} needs a --reward of 2 or more functions, got {reward}": (
+        lambda c: c.needs.parts and len(c.reward) < 2
+    ),
+    **only(
+        "{objective} learns from each reward separately: it",
+        lambda c: c.needs.parts,
+        reward_source="given",
+        reward_threshold=None,
+        overlong_buffer=0,
+    ),
+    **only(
+        "{objective} reads rewards of single responses: it",
+        lambda c: c.needs.greedy,
+        reward_source="given",
     ),
     "{objective} needs rewards of 0 or 1, which --reward-source {reward_source} and "
     "--overlong-buffer {overlong_buffer} do not give": (
-        lambda c: c.needs.binary and (_is_likelihood(c) or c.overlong_buffer)
-    ),
-    "--reward-source {reward_source} does not support {objective}: it needs individual rewards": (
-        lambda c: c.reward_source != "given" and c.needs.greedy
+        lambda c: c.needs.binary and (_reads_policy(c) or c.overlong_buffer)
     ),
     "reward_source cannot be {reward_source} for task {task}, whose responses are answers without "
-    "reasoning, so that all responses to a prompt have the same reward; --objective verifree "
-    "learns from them": lambda c: _is_likelihood(c) and c.task == "maze",
+    "reasoning, so that all have the same reward; --objective verifree learns from them": (
+        lambda c: _reads_policy(c) and c.task == "maze"
+    ),
     "truncated cannot be zero with --reward-source {reward_source}: the reference answer, not the "
     "end of a response, decides its reward; use keep or mask": (
-        lambda c: c.truncated == "zero" and _is_likelihood(c)
+        lambda c: c.truncated == "zero" and _reads_policy(c)
     ),
     "hero needs 1 as the weight of the verifier, the first reward, got {reward_weights}": (
         lambda c: c.objective == "hero" and c.reward_weights[:1] not in ((), (1.0,))
@@ -229,7 +230,7 @@ RULES: Rules = {
 }
 
 
-def refuse(rules: Mapping[str, Callable[[Any], Any]], c: View) -> None:
+def refuse(rules: Rules, c: View) -> None:
     """Raise the InputError of the first rule by which the options are refused."""
     for sentence, is_wrong in rules.items():
         if is_wrong(c):
@@ -252,11 +253,19 @@ def check(config: Config) -> None:
     c["fixed"] = objective.aggregation if objective.owns_loss else loss.aggregation
     refuse({**RULES, **getattr(OBJECTIVE_CLASSES.get(c.objective), "refuses", {})}, c)
     config.sampling.stopping()  # or an error
-    try:
+    with _about("loss", *config.parts["loss"]):
         learns_without_advantage(loss, tuple(loss_options(config).items()))
-    except ValueError as error:
-        raise InputError(str(error), "loss", *config.parts["loss"]) from error
     correction_of(config)
+
+
+@contextlib.contextmanager
+def _about(*options: str) -> Iterator[None]:
+    """Say of a ValueError, which a part raises, of which options it is."""
+    try:
+        yield
+    except ValueError as error:
+        advice = "; --rollouts sets N" * ("rollouts" in options and "rollouts" in str(error))
+        raise InputError(f"{error}{advice}", *options) from error
 
 
 def own_options(config: Options, section: str) -> dict[str, Any]:
@@ -267,19 +276,14 @@ def own_options(config: Options, section: str) -> dict[str, Any]:
 def loss_options(config: Config) -> dict[str, Any]:
     """Return the options of the loss besides its clips."""
     own = own_options(config, "loss")
-    return loss_of(config.chosen.loss).resolve(
-        {name: x for name, x in own.items() if name not in ("clip_low", "clip_high")}
-    )
+    return loss_of(config.chosen.loss).resolve({x: y for x, y in own.items() if x not in CLIPS})
 
 
 def objective_of(config: Config) -> Objective:
-    name, num_updates = config.chosen.objective, config.optimizer.updates_per_step
     own = {key: x for key, x in own_options(config, "objective").items() if x is not None}
-    try:
-        made = make_objective(name, own, config.sampling.rollouts, num_updates)
-    except ValueError as error:
-        advice = "; --rollouts sets N" * ("rollouts" in str(error))
-        raise InputError(f"{error}{advice}", *own, "rollouts") from error
+    sizes = config.sampling.rollouts, config.optimizer.updates_per_step
+    with _about(*own, "rollouts"):
+        made = make_objective(config.chosen.objective, own, *sizes)
     if isinstance(made, GroupObjective) and (stop_at := config.sampling.stop_at):
         return replace(made, stop_at=stop_at)
     return made
@@ -288,7 +292,5 @@ def objective_of(config: Config) -> Objective:
 def correction_of(config: Config) -> tuple[str, dict[str, float]]:
     """Return the name and the numbers of the correction."""
     name = config.chosen.correction
-    try:
+    with _about(*config.parts["correction"]):
         return name, CORRECTIONS[name].resolve(own_options(config, "correction"))
-    except ValueError as error:
-        raise InputError(str(error), *config.parts["correction"]) from error

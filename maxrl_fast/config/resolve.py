@@ -118,17 +118,14 @@ def response_limit(
     if directory is None:
         return limit
     positions, longest = read_sizes(directory).max_position_embeddings, task.prompt_length
-    room = positions - longest
-    if limit <= room:
+    if limit <= (room := positions - longest):
         return limit
     why = (
         f"{directory} has {positions} positions, and prompts have up to {longest} tokens (a lower "
         "--max-prompt-tokens leaves more)"
     )
-    if room <= 0:
-        raise InputError(f"prompts must leave room for a response: {why}")
-    if wanted is not None:
-        most = f"--max-new-tokens must be at most {room}, got {wanted}"
+    if wanted or room < 1:
+        most = f"--max-new-tokens must be at most {room}, got {limit}"
         raise InputError(f"{most}: {why}", "max_new_tokens")
     warn(f"responses end after {room} tokens instead of the task's {limit}: {why}")
     return room

@@ -112,14 +112,16 @@ class Option:
     def _one(self, value: Any, name: str) -> Any:
         if value is None or (value is True and self.name == "dry_run"):
             return None if value is None else ""
-        if value is True and self.kind not in (bool, dict):
+        if value is True and self.kind is not bool and name.startswith("--"):
             raise InputError(f"{name} needs a value: {self.wanted}")
         try:
             found = self._converted(value)
-        except (ValueError, RecursionError):
+        except (ValueError, TypeError, RecursionError):
             wanted = self.wanted if self.choices else _WANTED[self.kind]
             if callable(value):
                 wanted = "a name: put the function into a file and give FILE.py:NAME"
+            if isinstance(value, dict):
+                wanted += "; keys stand at the top of a file, not in a table"
             raise InputError(
                 f"{name} must be {wanted}, got {value!r:.80}{nearest(str(value), self.choices)}"
             ) from None
@@ -130,7 +132,7 @@ class Option:
 
     def _converted(self, value: Any) -> Any:
         if self.kind is dict:
-            return json.loads(value) if isinstance(value, str) else value
+            return json.loads(value if isinstance(value, str) else json.dumps(value))
         if self.kind is bool:
             return value if isinstance(value, bool) else ["false", "true"].index(value) > 0
         if isinstance(value, bool) or not isinstance(value, int | float | str | Path):

@@ -1,7 +1,7 @@
 """From the flags of `python -m maxrl_fast.evaluate` and the folder of a run to resolved options."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from maxrl_fast.config.read import (
     read_run,
 )
 from maxrl_fast.config.resolve import num_held_out, resolve_place, response_limit
-from maxrl_fast.config.rules import EVALUATION_RULES, View, refuse
+from maxrl_fast.config.rules import View, refuse, wrong_rewards
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.outcome import RESULTS
@@ -49,8 +49,15 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | Path]:
         elif "task" not in flags:
             raise InputError(f"a checkpoint that is not in the folder of a run {TASK_IS_MISSING}")
     config, _ = build(EvaluationConfig, flags, of_run)
-    refuse(EVALUATION_RULES, View(config.values()))
+    refuse(View(config.values()), wrong_rewards, _wrong)
     return config, source
+
+
+def _wrong(c: View) -> Iterator[str]:
+    if c.temperature == 0 and c.samples > 1:
+        yield "greedy decoding, of temperature 0, needs --samples 1, got {samples}"
+    if not all(1 <= k <= c.samples for k in c.k):
+        yield "k must be from 1 to the {samples} samples, got {k}"
 
 
 def _of_task(of_run: dict[str, Given], flags: dict[str, Given]) -> dict[str, Given]:

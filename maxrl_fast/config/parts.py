@@ -19,14 +19,13 @@ from maxrl_fast.algorithms.options import (
 )
 from maxrl_fast.config.options import Config, EvaluationConfig
 from maxrl_fast.errors import InputError
-from maxrl_fast.rollout.names import check_engine_name
 from maxrl_fast.rollout.vllm_options import VllmOptions
 from maxrl_fast.runtime.loading import is_code, load_code
 from maxrl_fast.tasks.dataset import DatasetOptions
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.gym import GymOptions, generator_options
 from maxrl_fast.tasks.maze import MazeOptions
-from maxrl_fast.tasks.names import GYM, OBJECT, check_known, is_reward
+from maxrl_fast.tasks.names import GYM, OBJECT, is_reward
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import (
     OBJECTIVES,
@@ -40,10 +39,9 @@ SECTIONS = ("objective", "rollout", "task", "loss", "correction")
 TASKS: dict[str, Any] = {"maze": MazeOptions}
 TASKS |= dict.fromkeys(DATASETS, DatasetOptions)
 ENGINES: dict[str, Any] = {"native": None, "vllm": VllmOptions}
-_LOSSES = (*LOSSES, *ALIASES)
 _BUILT_IN: dict[str, Any] = {
     "objective": OBJECTIVES,
-    "loss": _LOSSES,
+    "loss": LOSSES | ALIASES,
     "correction": CORRECTIONS,
     "task": TASKS,
     "rollout": ENGINES,
@@ -55,37 +53,32 @@ OFFERED = {
 }
 
 
-def loss_of(name: str) -> TokenLoss:
-    """Return the token loss of --loss: a name in LOSSES, or one of your own."""
-    if name in _LOSSES:
-        return find_loss(name)
-    if not is_code(name):
-        raise InputError(
-            f"loss must be one of {', '.join(_LOSSES)}, or FILE.py:FUNCTION, got {name!r:.80}"
-            f"{method_hint(name, _LOSSES)}"
-        )
-    found: TokenLoss = find_code("loss", name, find_loss)
-    return found
-
-
 def part(section: str, name: str) -> Any:
     """Return the part that --SECTION NAME names: a method, a dataclass of options, a user's class,
     or None for one without options."""
     if section == "objective":
         return find_objective(name)
-    if section == "loss":
-        return loss_of(name)
-    if section == "rollout":
-        check_engine_name(name)
-    elif section == "task":
-        check_known(name)
     if name in (built_in := _BUILT_IN[section]):
         return built_in[name]
-    if name.startswith(GYM):
-        return GymOptions
+    if section == "task" and name.startswith((GYM, OBJECT)):
+        return GymOptions if name.startswith(GYM) else None
     if section == "task" and is_reward(name):
         return DatasetOptions
-    return None if name.startswith(OBJECT) else load_code(section, name, "CLASS")
+    if is_code(name):
+        is_loss = section == "loss"
+        return find_code("loss", name, find_loss) if is_loss else load_code(section, name, "CLASS")
+    names = ", ".join([*built_in, *["gym:NAME"] * (section == "task")])
+    raise InputError(
+        f"--{section} must be one of {names}, or FILE.py:NAME or package.module:NAME, got "
+        f"{name!r:.80}{method_hint(name, built_in)}",
+        section,
+    )
+
+
+def loss_of(name: str) -> TokenLoss:
+    """Return the token loss of --loss."""
+    found: TokenLoss = part("loss", name)
+    return found
 
 
 def _signature(section: str, name: str) -> Mapping[str, Option]:

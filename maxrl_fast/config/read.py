@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from maxrl_fast.algorithms.options import REQUIRED, Option, as_list, options_of
+from maxrl_fast.algorithms.options import REQUIRED, Option, options_of
 from maxrl_fast.config.help_page import show_help, split_help
 from maxrl_fast.config.names import OF_ONE_START
 from maxrl_fast.config.options import Config, Options, Run
@@ -144,7 +144,7 @@ def convert(option: Option, x: Given) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Given]:
-    """Return the options in a TOML file by name; tables are refused."""
+    """Return the options in a TOML file by name."""
     try:
         check_regular(path, JSON_BYTES)
         text = path.read_text()
@@ -159,11 +159,6 @@ def read_toml(path: Path) -> dict[str, Given]:
     given = {}
     for key, value in options.items():
         place = f"{path}, line {lines[key]}" if key in lines else str(path)
-        if any(isinstance(item, dict) for item in (value, *as_list(value))):
-            raise InputError(
-                f"{place}: options must stand at the top of the file, without tables, got the "
-                f"table [{key:.80}]; write its keys there, and a JSON object as a string"
-            )
         if key in ("config", "resume"):
             raise InputError(f"{place}: {key} is only a flag")
         given[key] = Given(value, key, f"{place}: ")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.options import REQUIRED, Count, NotNegative, make_option
 from maxrl_fast.config.options import Config, Decoding, Loss, Place
-from maxrl_fast.config.parts import loss_of
+from maxrl_fast.config.parts import part
 from maxrl_fast.config.read import hint, parse_options
 from maxrl_fast.config.resolve import resolve, tensor_parallel
 from maxrl_fast.errors import InputError
@@ -272,7 +272,7 @@ class Session:
             wanted = f"the temperature of the session, {settings.temperature:g}"
             raise InputError(f"samples must have {wanted}, got {found:g}")
         if loss is not None:
-            known = loss_of(loss) if isinstance(loss, str) else None
+            known = part("loss", loss) if isinstance(loss, str) else None
             how = (known and known.aggregation) or settings.aggregation
             function = known.function if known else loss
             try:

@@ -6,9 +6,10 @@ from maxrl_fast.__main__ import run_command
 if __name__ == "__main__":
     run_command("train")
 
+import contextlib
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -26,7 +27,7 @@ from maxrl_fast.runtime.device import Machine, resolve_device
 from maxrl_fast.runtime.loading import naming_user_code
 from maxrl_fast.runtime.output import command
 from maxrl_fast.runtime.ranks import FIRST_RANK_GRACE_SECONDS, Ranks, exit_process, rank0_reports
-from maxrl_fast.tasks import describe_task
+from maxrl_fast.tasks import Task, describe_task
 from maxrl_fast.training.sharding import is_sharded
 
 
@@ -67,36 +68,31 @@ def main(arguments: Sequence[str]) -> int:
 
 @naming_user_code()
 def run_job(arguments: Sequence[str], ranks: Ranks, screen: Screen) -> ExitStatus:
-    """Parse, build and run."""
+    """Parse, build and run; or print what --dry-run says, for this machine with so many processes,
+    or for one with GPUs, each with a process of torchrun."""
     with rank0_reports(ranks):
         config = parse(arguments)
-    if config.run.dry_run is not None:
-        with located(config.places):
-            screen.info(dry_run(config, ranks.size, screen.warning))
-        return ExitStatus()
-    device = resolve_device(config.run.device)
-    with ranks.connected(device), located(config.places):
-        config = find_policy(config, ranks, screen.warning)
+    name = config.run.dry_run
+    is_dry, device = name is not None, resolve_device("auto" if name else config.run.device)
+    machine = Machine.named(name) if name else Machine.here(device, ranks.size)
+    connected = contextlib.nullcontext() if is_dry else ranks.connected(device)
+    with connected, located(config.places):
+        config = find_policy(config, Ranks() if is_dry else ranks, screen.warning)
         task = build_run_task(config)
-        resolved = resolve(config, task, ranks, warn=screen.warning)
+        of_run = Ranks(0, machine.processes) if is_dry else ranks
+        resolved = resolve(config, task, of_run, has_gpus=bool(name), warn=screen.warning)
+        if is_dry:
+            with closing_task(task):
+                screen.info(describe_dry(resolved, task, machine))
+            return ExitStatus()
         return Job(resolved, task, ranks, screen, device).run()[0]
 
 
-def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:
-    """Return what --dry-run prints, for this machine with so many processes, or for one with GPUs,
-    each with a process of torchrun."""
-    if name := config.run.dry_run:
-        machine = Machine.named(name)
-    else:
-        machine = Machine.here(resolve_device(config.run.device), processes)
-    config = find_policy(config, Ranks(), warn)
-    task = build_run_task(config)
-    with closing_task(task):
-        ranks = Ranks(0, machine.processes)
-        resolved = resolve(config, task, ranks, has_gpus=bool(name), warn=warn)
-        model, needs = build_policy(resolved, task, is_empty=True), objective_of(resolved).needs
-        is_full = is_sharded(resolved.run.sharding, model, machine, needs.critic)
-        resolved = resolved.replace(sharding="full" if is_full else "none")
-        teacher = build_reference(resolved, task, is_empty=True)
-        own = [*describe_task(task), describe_files(resolved, model)]
-        return "\n".join([*own, estimate(resolved, task, model, machine, teacher)])
+def describe_dry(config: Config, task: Task, machine: Machine) -> str:
+    """Return what --dry-run prints of a resolved configuration."""
+    model, needs = build_policy(config, task, is_empty=True), objective_of(config).needs
+    is_full = is_sharded(config.run.sharding, model, machine, needs.critic)
+    config = config.replace(sharding="full" if is_full else "none")
+    teacher = build_reference(config, task, is_empty=True)
+    own = [*describe_task(task), describe_files(config, model)]
+    return "\n".join([*own, estimate(config, task, model, machine, teacher)])

@@ -76,6 +76,7 @@ class Option:
     choices: tuple[str, ...] = ()
     limit: Limit | None = None
     takes_several: bool = False
+    own_name: str = ""  # in the signature of its part
 
     @property
     def flag(self) -> str:

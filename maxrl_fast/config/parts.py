@@ -1,8 +1,8 @@
 """The parts of a run that are chosen by name, and the options of each."""
 
-import dataclasses
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +11,6 @@ from maxrl_fast.algorithms.losses import ALIASES, LOSSES
 from maxrl_fast.algorithms.losses.registry import Clips, TokenLoss, find_loss
 from maxrl_fast.algorithms.method import Method
 from maxrl_fast.algorithms.options import (
-    REQUIRED,
     Option,
     make_option,
     options_of,
@@ -65,8 +64,7 @@ def part(section: str, name: str) -> Any:
     if section == "task" and is_reward(name):
         return DatasetOptions
     if is_code(name):
-        is_loss = section == "loss"
-        return find_code("loss", name, find_loss) if is_loss else load_code(section, name, "CLASS")
+        return loss_of(name) if section == "loss" else load_code(section, name, "CLASS")
     names = ", ".join([*built_in, *["gym:NAME"] * (section == "task")])
     raise InputError(
         f"--{section} must be one of {names}, or FILE.py:NAME or package.module:NAME, got "
@@ -76,8 +74,9 @@ def part(section: str, name: str) -> Any:
 
 
 def loss_of(name: str) -> TokenLoss:
-    """Return the token loss of --loss."""
-    found: TokenLoss = part("loss", name)
+    """Return the token loss of --loss, a name that `part` knows."""
+    known = name in LOSSES or name in ALIASES
+    found: TokenLoss = find_loss(name) if known else find_code("loss", name, find_loss)
     return found
 
 
@@ -116,8 +115,8 @@ def options_of_part(section: str, name: str) -> dict[str, Option]:
     for before in {"loss": ("objective",), "correction": ("objective", "loss")}.get(section, ()):
         used |= owners_by_option(before).keys()
     signature, short = _signature(section, name).items(), short_name(name)
-    flags = {f"{short}_{key}" if key in used else key: option for key, option in signature}
-    return {flag: dataclasses.replace(option, name=flag) for flag, option in flags.items()}
+    flags = {f"{short}_{key}" if key in used else key: (key, x) for key, x in signature}
+    return {flag: replace(x, name=flag, own_name=key) for flag, (key, x) in flags.items()}
 
 
 def short_name(name: str) -> str:
@@ -133,15 +132,6 @@ def owners_by_option(section: str) -> dict[str, tuple[str, ...]]:
         for key in options_of_part(section, name):
             owners[key] = (*owners.get(key, ()), name)
     return owners
-
-
-def part_options(section: str, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a part's options, by flags or by the names in its signature, by these
-    names; what has no value has its default."""
-    found, short = dict(values), short_name(name)
-    for key, option in _signature(section, name).items():
-        found[key] = found.pop(f"{short}_{key}", found.get(key, option.default))
-    return {key: x for key, x in found.items() if x is not REQUIRED}
 
 
 def default_of(section: str, chosen: Mapping[str, str], ahead: int, has_cap: bool) -> str:

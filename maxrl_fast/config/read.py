@@ -221,7 +221,8 @@ def build(
         for name, group in command.groups().items()
     }
     parts = {section: {key: values[key] for key in known[f"--{section}"]} for section in chosen}
-    return command(**groups, parts=parts, unused=frozenset(unused)), known
+    own = {flag: x.own_name for flag, x in options.items() if x.own_name}
+    return command(**groups, parts=parts, unused=frozenset(unused), own_names=own), known
 
 
 def _values(

@@ -63,6 +63,7 @@ def resolve(
     # a run that resumes has its own checkpoint and response limit
     model = None if config.run.resume is not None else config.model.directory
     limit = response_limit(config.sampling.max_new_tokens, task, model, warn)
+    backend = _backend(config.model)
     if (buffer := config.reward.overlong_buffer) > limit:
         wanted = f"overlong_buffer must be at most max_new_tokens, got {buffer} and {limit}"
         raise InputError(wanted, "overlong_buffer", "max_new_tokens")
@@ -82,7 +83,7 @@ def resolve(
     derived = {name: x for name, x in defaults.items() if values.get(name) is None} | {
         "max_new_tokens": limit,
         "sft_steps": _sft_steps(config, task),
-        "model_backend": _backend(config.model),
+        "model_backend": backend,
         "eval_prompts": num_held_out(config.evaluation.eval_prompts, task),
         "out": _new_folder(config, ranks),
     }

@@ -12,7 +12,7 @@ from typing import Any
 from maxrl_fast.algorithms.losses.registry import CLIPS, learns_without_advantage
 from maxrl_fast.algorithms.options import multiple_of
 from maxrl_fast.config.options import Config, Options
-from maxrl_fast.config.parts import loss_of, part_options
+from maxrl_fast.config.parts import loss_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.tasks.names import is_reward, spec_of
 from maxrl_fast.training.correction import CORRECTIONS
@@ -211,7 +211,7 @@ def _about(*options: str) -> Iterator[None]:
 
 def own_options(config: Options, section: str) -> dict[str, Any]:
     """Return the options of a chosen part, by the names in its signature."""
-    return part_options(section, getattr(config.chosen, section), config.parts[section])
+    return {config.own_names.get(flag, flag): x for flag, x in config.parts[section].items()}
 
 
 def loss_options(config: Config) -> dict[str, Any]:

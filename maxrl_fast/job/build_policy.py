@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from maxrl_fast.config.options import Config, Decoding
-from maxrl_fast.config.parts import part_options
 from maxrl_fast.config.resolve import tensor_parallel
 from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
@@ -207,9 +206,8 @@ def build_engine(
 ) -> CheckedEngine:
     """Build the engine `name`, with its own options and the model's weights. vLLM samples
     `max_batch` responses at once."""
-    own = part_options("rollout", name, own)
     if sampling.kv_cache_gb is not None:  # an engine of the user's may refuse it
-        own |= {"cache_bytes": int(sampling.kv_cache_gb * 1e9)}
+        own = {**own, "cache_bytes": int(sampling.kv_cache_gb * 1e9)}
     offered = {"model": model, "dtype": dtype, "max_batch": max_batch, "ranks": ranks or Ranks()}
     if name not in ENGINES:
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"

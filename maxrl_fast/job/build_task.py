@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from maxrl_fast.config.options import Config, Reward
-from maxrl_fast.config.parts import part_options
 from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards import RewardSource
@@ -71,7 +70,6 @@ def build_task(
     arguments of DatasetTask."""
     if name.startswith(OBJECT):
         raise InputError(lost_object("task", name))
-    own = part_options("task", name, own)
     offered = {"seed": seed} | ({} if model is None else {"model": model})
     if is_plugin(name):
         built: Task = build_from_code("task", name, Task, offered, own, "; --model gives model")

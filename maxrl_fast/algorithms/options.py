@@ -1,13 +1,12 @@
-"""Options: the fields of a dataclass, or the keyword-only parameters of a function or class.
+"""Options: the fields of a dataclass, or the keyword-only parameters of a function.
 
     lr: Positive | None = None
     \"\"\"Peak learning rate. By default 3e-4; with --model 1e-6.\"\"\"
 
-    def w_reinforce(g: Group, *, correct_weight: Annotated[float, Help("Weight of correct
-    rollouts.")] = 0.1) -> Tensor:
+    def w_reinforce(g: Group, *, correct_weight: Annotated[float, Help("...")] = 0.1) -> Tensor:
 
-A part of a run that is chosen by name (an objective, a loss, a correction, a task, an engine, your
-own ones too) has the options of its signature: they are flags while it is chosen.
+A part that is chosen by name, your own too, has the options of its signature: they are flags while
+it is chosen.
 """
 
 import ast
@@ -104,17 +103,19 @@ class Option:
         """
         if self.takes_several:
             return tuple(self._one(x, name) for x in as_list(value))
+        if self.name == "dry_run" and value in (True, []):
+            return ""
         if name.startswith("--") and isinstance(value, list):
-            if len(value) > 1:
-                raise InputError(f"{name} must be one value, got {' '.join(value):.80}")
-            value = value[0] if value else True
+            words = value or [True] * (self.kind is bool)
+            if len(words) != 1:
+                got = " ".join(value) or "none"
+                raise InputError(f"{name} must be one value, {self.wanted}, got {got:.80}")
+            value = words[0]
         return self._one(value, name)
 
     def _one(self, value: Any, name: str) -> Any:
-        if value is None or (value is True and self.name == "dry_run"):
-            return None if value is None else ""
-        if value is True and self.kind is not bool and name.startswith("--"):
-            raise InputError(f"{name} needs a value: {self.wanted}")
+        if value is None:
+            return None
         try:
             found = self._converted(value)
         except (ValueError, TypeError, RecursionError):

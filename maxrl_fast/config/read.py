@@ -42,9 +42,8 @@ TASK_IS_MISSING = (
 )
 # What people who come from TRL, verl and OpenRLHF write most; docs/options.md has more.
 _ELSEWHERE = {
-    "rollouts": "num_generations n n_samples_per_prompt group_size",
+    "rollouts": "num_generations n n_samples_per_prompt",
     "samples": "rollouts eval_samples",
-    "eval_prompts": "prompts",
     "prompts": "per_device_train_batch_size train_batch_size rollout_batch_size",
     "max_new_tokens": "max_completion_length max_response_length",
     "max_prompt_tokens": "max_prompt_length",
@@ -88,9 +87,7 @@ def parse(arguments: Sequence[str]) -> Config:
 
 
 def parse_options(options: Mapping[str, Any]) -> Config:
-    """Return the configuration of options by name, as `parse` does of their flags; None is an
-    option that is not given.
-    """
+    """Return the configuration of options by name, as of flags; None: an option is not given."""
     return _parse({str(key): Given(x, str(key)) for key, x in options.items() if x is not None})
 
 
@@ -166,10 +163,8 @@ def read_toml(path: Path) -> dict[str, Given]:
 
 
 def read_run(out: Path) -> dict[str, Given]:
-    """Return the options in the config.json of a run, or of what a session has saved, that have a
-    value, without those that say how it was started. Nothing is imported here; a folder of another
-    user prints a warning.
-    """
+    """Return the options of a run, or of what a session has saved, without those that say how it
+    was started. Nothing is imported; a folder of another user prints a warning."""
     file = out / "config.json"
     if not file.exists():
         why = "has no config.json" if out.exists() else "does not exist"
@@ -276,9 +271,8 @@ def _refused(x: Given, key: str, said: str) -> InputError:
 
 
 def hint(name: str, known: Collection[str], is_flag: bool = True) -> str:
-    """Return "; did you mean --...?" with the option among `known`, perhaps with a value, that is
-    probably meant by a flag or key of this name, or nothing. The name may have the prefixes that
-    other libraries give it (trainer.total_epochs).
+    """Return "; did you mean --...?" with the option among `known` that is probably meant, perhaps
+    with a value, or nothing. The name may have prefixes of other libraries: trainer.total_epochs.
     """
     words = name.lower().replace("-", "_").split(".")
     tried = "_".join(words), words[-1], words[-1].removeprefix("no_")

@@ -146,12 +146,6 @@ def test_hostile_options_are_refused_at_once(flags, message, tmp_path, monkeypat
     assert len(error) < 300, error
 
 
-def test_a_run_with_unknown_options_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"steps": 5, "estimator_options": "eps=1"}')
-    with refused(r"config\.json: unknown option estimator_options"):
-        parse(["--resume", str(tmp_path)])
-
-
 def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_path):
     options = {"objective": "maxrl", "task": "gsm8k", "data": "/d", "max_new_tokens": 7, "seed": 3}
     (tmp_path / "config.json").write_text(json.dumps(options))

@@ -219,8 +219,12 @@ def _helps(cls: type) -> dict[str, str]:
         with contextlib.suppress(OSError, TypeError, SyntaxError):  # without a source
             (definition,) = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
             for field, below in itertools.pairwise(getattr(definition, "body", ())):
-                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                    helps[ast.unparse(field.target)] = ast.literal_eval(below.value)
+                match field, below:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str(text))),
+                    ):
+                        helps[name] = text
     return helps
 
 
@@ -228,19 +232,20 @@ def check_options(
     owner: str, options: Mapping[str, Option], given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return all options of `owner`: given values and defaults; numbers are floats."""
-    for name in given.keys() - options.keys():
+    for name in (x for x in given if x not in options):
         takes = f"the options {', '.join(options)}" if options else "no options"
         advice = nearest(str(name), options)
         raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{advice}")
     checked: dict[str, Any] = {}
     for name, option in options.items():
         value, limit = given.get(name, option.default), option.limit or FINITE
-        if value is REQUIRED or (value is None and option.default is not None):
+        if value is None and option.default is None:
+            continue
+        if value is REQUIRED or value is None:
             raise ValueError(f"{owner} needs {name}, {limit.wanted}")
         if option.choices:
             check_choice(f"{name} of {owner}", value, option.choices)
-        elif value is not None:
-            value = check_number(f"{name} of {owner}", value, limit.wanted, limit.holds)
-        if value is not None:
             checked[name] = value
+        else:
+            checked[name] = check_number(f"{name} of {owner}", value, limit.wanted, limit.holds)
     return checked

@@ -92,10 +92,9 @@ def resolve(
     if has_gpus and config.run.device == "cpu":
         wanted = f"--dry-run {config.run.dry_run} is for GPUs, got --device cpu"
         raise InputError(wanted, "device")
-    device, dtype = config.run.device, config.run.dtype
-    place = ("cuda", "bfloat16" if dtype == "auto" else dtype)
-    device, dtype = place if has_gpus else resolve_place(device, dtype)
-    return config.replace(**derived, device=device, dtype=dtype)
+    of_gpus = "cuda", "bfloat16" if config.run.dtype == "auto" else config.run.dtype
+    place = of_gpus if has_gpus else resolve_place(config.run.device, config.run.dtype)
+    return config.replace(**derived, device=place[0], dtype=place[1])
 
 
 def tensor_parallel(config: Config) -> int:

@@ -28,7 +28,7 @@ from bench.measure import (
     prepare,
     run_command,
 )
-from maxrl_fast.algorithms.estimators.tables import subset_ratios
+from maxrl_fast.algorithms.estimators.max_at_k import subset_ratios
 from maxrl_fast.ops import ESTIMATORS, group_advantage, log_ratio_reward
 
 SHAPES = ((1024, 16), (256, 128), (32, 1024))

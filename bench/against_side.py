@@ -17,7 +17,7 @@ import maxrl_fast
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts, Rollouts, Samples, cumulative
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import make_optimizer
@@ -62,14 +62,9 @@ class Update:
         self.metrics: Any = None
 
     def __call__(self) -> None:
-        everything = torch.arange(len(self.advantages))
-        self.metrics = self.learner.update(
-            Samples(self.prompts, self.rollouts),
-            self.advantages,
-            everything,
-            when="update",
-            lr=0.0,
-        )
+        samples = Samples(self.prompts, self.rollouts)
+        self.learner.forward_backward(samples, self.advantages, samples.sequences)
+        self.metrics = self.learner.optim_step(when="update", lr=0.0)
 
     def results(self) -> dict[str, float]:
         return {"loss": self.metrics.loss, "gradient norm": self.metrics.grad_norm}
@@ -94,7 +89,7 @@ class Rollout:
             num_rollouts,
         )
         self.sampling = Sampling(1.0, limit, ())
-        self.engine = NativeEngine(model, getattr(torch, dtype))
+        self.engine = native_engine(model, getattr(torch, dtype))
         self.rollouts: Rollouts | None = None
 
     def __call__(self) -> None:

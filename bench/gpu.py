@@ -76,7 +76,6 @@ CHAINS = (
     ),
     (f"{TRAIN} --objective pacs --top-p .9 --out $OUT/pacs",),
     (f"{TRAIN} --objective ppo --kl-coef .01 --updates-per-step 2 --out $OUT/ppo",),
-    (f"{TRAIN} --objective grpo --diagnose-every 1 --compile --out $OUT/compile",),
     (f"{EPISODES} --objective maxrl --out $OUT/episodes",),
 )
 
@@ -150,7 +149,7 @@ def maze(seconds: float) -> Step:
 def steps_of(part: str) -> list[Step]:
     """Return a part's steps, the most important first."""
     loss = "--tokens 64 --vocab 500 --other-vocabs 300 --hidden 32 --rounds 1 --no-compile"
-    whole = "--warm-start 1 --no-compile --rounds 1 --prompts 1 --rollouts 2 --cases step17"
+    whole = "--warm-start 1 --rounds 1 --prompts 1 --rollouts 2 --cases step17"
     qwen = "train_step --layouts shared padded --rounds 3 --cases qwen"
     step17, maze7 = "train_step --cases step17 --rounds 5", "--cases maze7 --peers --rounds 1"
     eight = ("-n", "8") if importlib.util.find_spec("xdist") else ()
@@ -159,21 +158,19 @@ def steps_of(part: str) -> list[Step]:
         "figures": [
             bench("ceilings", 30, "ceilings", "--dtype float32"),
             bench("token_loss", 55, "token_loss --no-compile --rounds 3", loss),
-            bench("rollout", 40, "rollout --no-compile --peers", f"{maze7} --no-compile"),
-            bench("whole_step", 60, f"{step17} --no-compile", whole),
+            bench("rollout", 40, "rollout --peers", f"{maze7} --no-others"),
+            bench("whole_step", 60, step17, whole),
             bench("qwen_0.5b", 45, f"{qwen}-0.5b"),
             bench("qwen_1.5b", 55, f"{qwen}-1.5b"),
             bench("advantages", 40, "advantages --rounds 5", "--rounds 1"),
             gpu_tests("other_tests", OTHER_TESTS, 60, *eight),
         ],
         "peers": [
-            bench("rollout_compiled", 55, "rollout --peers"),
-            bench("whole_step_compiled", 90, step17),
             bench("token_loss_peers", 65, "token_loss", loss),
             bench(
                 "rollout_peer",
                 30,
-                "rollout --no-compile --cases maze17x32 --rounds 1 --peers transformers",
+                "rollout --cases maze17x32 --rounds 1 --peers transformers",
             ),
             bench("trl", 40, "peers --turns 1"),
         ],

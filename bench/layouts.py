@@ -15,7 +15,7 @@ from maxrl_fast.model.attention import Forest
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.ops import linear_policy_gradient_loss
 from maxrl_fast.records import Prompts, Rollouts, Samples
-from maxrl_fast.training.learner import Learner, UpdatePlan
+from maxrl_fast.training.learner import Learner, Plan
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.packing import MicroBatch, Packer
@@ -144,9 +144,9 @@ class LayoutUpdates:
         self.optimizer.step()
 
     def _packed(self, packer: Packer, num_tokens: int) -> None:
-        plan = UpdatePlan(torch.arange(len(self.advantages)), self.denominator)
+        plan = Plan(packer, torch.arange(len(self.advantages)), self.denominator, SETTINGS)
         for part in packer.split(plan.sequences, num_tokens):
-            self.learner.loss(packer.pack(part), plan)[0].backward()
+            self.learner.loss(plan, packer.pack(part))[0].backward()
 
     def gradient(self) -> Tensor:
         """The last update's clipped gradient, flat."""

@@ -50,8 +50,8 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout import Engine, NativeEngine, RolloutRequest, Sampling
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.runtime.device import resolve_dtype
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.maze import MazeTask
@@ -182,7 +182,7 @@ def measure(
             raise RuntimeError(f"{side} sampled {got} tokens instead of {tokens}")
         return call
 
-    engine = NativeEngine(model, dtype)
+    engine = native_engine(model, dtype)
     native = checked("native", lambda: sampler("native", lambda: engine))
     sides = Sides("native", native, lambda x: milliseconds(x, rounds, device), device)
     sides.add({"native": native})
@@ -233,17 +233,14 @@ def measure(
 def other_engines(
     model: Decoder, dtype: torch.dtype, peers: list[str], other_forms: bool, max_batch: int
 ) -> dict[str, Callable[[], Engine]]:
-    """Return constructors of the native engine's other forms, and of vLLM's engine if it is one of
-    the peers.
-    """
+    """Return constructors of the native engine's other forms on a CPU, and of vLLM's engine if it
+    is one of the peers."""
     engines: dict[str, Callable[[], Engine]] = {}
     on_cpu = model.lm_head.weight.device.type == "cpu"
     if other_forms and on_cpu:
-        engines["native, PyTorch"] = lambda: NativeEngine(model, dtype, in_cpp=False)
+        engines["native, PyTorch"] = lambda: native_engine(model, dtype, in_cpp=False)
         if dtype != torch.float32:
-            engines["native, float32"] = lambda: NativeEngine(model, torch.float32)
-    elif other_forms:
-        engines["native, compiled"] = lambda: NativeEngine(model, dtype, compiled=True)
+            engines["native, float32"] = lambda: native_engine(model, torch.float32)
     if "vllm" in peers:
         from maxrl_fast.rollout.vllm import VllmEngine
 
@@ -312,10 +309,9 @@ def main() -> int:
         help="default: those installed",
     )
     parser.add_argument(
-        "--no-compile",
+        "--no-others",
         action="store_true",
-        help="leave out the native engine's other forms: with torch.compile on a GPU, without C++ "
-        "on a CPU",
+        help="leave out the native engine without C++ on a CPU",
     )
     options = parser.parse_args()
     if missing := set(options.peers) - set(installed):
@@ -327,7 +323,7 @@ def main() -> int:
     result: dict[str, Any] = {"benchmark": "rollout", "machine": about, "cases": {}}
     for name in options.cases or USUAL[device.type]:
         what = maze_case(name, device)
-        for case in measure(*what, options.peers, not options.no_compile, options.rounds, dtype):
+        for case in measure(*what, options.peers, not options.no_others, options.rounds, dtype):
             result["cases"][name] = case
             keep(result)
         report(name, result["cases"][name])

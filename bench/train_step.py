@@ -187,8 +187,6 @@ def report_step(case: dict[str, Any]) -> None:
         f"{case['step_milliseconds']:,.1f} ms, floor {case['floor_milliseconds']:,.1f} ms\n"
         f"  by stage: {stages}"
     )
-    if "compiled" in case:
-        print(f"  with torch.compile: {case['compiled']['step_milliseconds']:,.1f} ms")
 
 
 SIZES = {
@@ -211,12 +209,8 @@ def measure(
     figures: dict[str, Any] = {}
     if name == "step17":
         config = step17(prompts, rollouts, options.warm_start, device, dtype)
-        for figures in whole_step(
-            config, options.rounds, compiles=device.type == "cuda" and not options.no_compile
-        ):
-            result["cases"][name] = figures
-            keep(result)  # compilation may take longer than the limit
-        report_step(figures)
+        result["cases"][name] = whole_step(config, options.rounds)
+        report_step(result["cases"][name])
         return
     if name == "job":
         given = ["--prompts", str(prompts), "--rollouts", str(rollouts), "--sft-steps", "40"]
@@ -253,9 +247,6 @@ def main() -> int:
         type=int,
         default=100,
         help="warm-start steps of step17 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--no-compile", action="store_true", help="leave out step17 with torch.compile, on a GPU"
     )
     parser.add_argument("--prompts", type=int, help="prompts per step (default: the case's)")
     parser.add_argument("--rollouts", type=int, help="rollouts per prompt (default: the case's)")

@@ -4,7 +4,6 @@ rollout engine.
 
 import copy
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -153,10 +152,8 @@ def time_steps(config: Config, task: Task, model: PolicyModel, rounds: int) -> d
     }
 
 
-def whole_step(config: Config, rounds: int, *, compiles: bool) -> Iterator[dict[str, Any]]:
-    """Yield the figures of a step after the warm start; if it `compiles`, then again with
-    torch.compile's.
-    """
+def whole_step(config: Config, rounds: int) -> dict[str, Any]:
+    """Return the figures of a step after the warm start."""
     resolved, task, model = warm_started(config)
     result: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -164,8 +161,4 @@ def whole_step(config: Config, rounds: int, *, compiles: bool) -> Iterator[dict[
         "prompts": config.sampling.prompts,
         "rollouts": config.sampling.rollouts,
     }
-    result |= time_steps(resolved, task, model, rounds)
-    yield result
-    if compiles:
-        model.compile_layers()
-        yield result | {"compiled": time_steps(resolved.replace(compile=True), task, model, rounds)}
+    return result | time_steps(resolved, task, model, rounds)

@@ -163,7 +163,7 @@ MAXRL_HOST_DEVICE inline TokenLoss divergence(Divergence kind, double d) {
   return {k3, kind == Divergence::kK3 ? -expm1(-d) : d};
 }
 
-// The policy-gradient terms: value and gradient. maxrl_fast/algorithms/losses/core.py has formulas,
+// The policy-gradient terms: value and gradient. maxrl_fast/algorithms/losses has formulas,
 // sources and the same in torch.
 
 // With the ratio of the sequence also gspo.

@@ -34,11 +34,11 @@ options of the default job, and with `--task gsm8k` or `--objective pacs` before
 that task or objective.
 
 Every option is a flag, and, except `--config` and `--resume`, a key of the TOML file of `--config`.
-The key is the flag's name with `_` for `-`: `--maze-size 11` is `maze_size = 11`, and `--compile`
-is `compile = true`. Keys stand at the top of the file, without tables. A flag overrides the file. A
-table, an unknown key or a wrong value is refused with the file and the line. Misspelled names, and
-those of TRL, verl, OpenRLHF and others, are answered with the name here: `--num-generations 8` by
-"did you mean --rollouts?".
+The key is the flag's name with `_` for `-`: `--maze-size 11` is `maze_size = 11`, and
+`--checkpoint-activations` is `checkpoint_activations = true`. Keys stand at the top of the file,
+without tables. A flag overrides the file. A table, an unknown key or a wrong value is refused with
+the file and the line. Misspelled names, and those of TRL, verl, OpenRLHF and others, are answered
+with the name here: `--num-generations 8` by "did you mean --rollouts?".
 """
 
 

@@ -4,8 +4,8 @@
 
     trainer = PACSTrainer(...)  # everything as for a GRPOTrainer; rewards are 0 or 1
 
-The advantages have the gradient of the PACS loss (training/objectives/pacs.py); the reference is
-the sampling policy. At the first update they follow from the rewards. Later updates on a batch
+The advantages have the gradient of the PACS loss (algorithms/estimators/of_training.py); the
+reference is the sampling policy. At the first update they follow from the rewards. Later updates
 recompute them from the whole groups of the micro-batch.
 """
 

@@ -1,9 +1,6 @@
-"""Errors that end a run with a message instead of a traceback. `advice` tells the user what to
-do.
-
-Every function that reads or checks the user's input (options, files, models, data, functions)
-raises InputError where it is wrong. Docstrings name only other errors.
-"""
+"""Errors that end a run with a message instead of a traceback. `advice` tells the user what to do.
+Every function that reads or checks the user's input raises InputError where it is wrong; docstrings
+name only other errors."""
 
 import difflib
 import sys
@@ -14,6 +11,13 @@ def warn(sentence: str) -> None:
     print(f"warning: {sentence}", file=sys.stderr, flush=True)
 
 
+def printable(text: object, most: int = 300) -> str:
+    """Return a name or a message on one line, without its middle where it is longer than `most`."""
+    line = str(text)
+    line = line if line.isprintable() else repr(line)
+    return line if len(line) <= most else f"{line[: most // 2]}...{line[-most // 2 :]}"
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """Return what a user may have meant, for the end of a message, or nothing."""
     begin = [x for x in words if x[:1] == word[:1]]
@@ -22,13 +26,8 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 
 class InputError(ValueError):
-    """The user's input is invalid. The message says what was expected and what was given; exit code
-    2.
-
-    Args:
-        options: names of the options that the message is about; the command adds the lines of the
-            --config file that give them.
-    """
+    """The user's input is invalid; exit code 2. `options` are those that the message is about: the
+    command adds the lines of the --config file that give them."""
 
     def __init__(self, message: str, *options: str) -> None:
         super().__init__(message)
@@ -40,9 +39,7 @@ class UnsupportedModelError(InputError):
 
 
 class NonFiniteError(RuntimeError):
-    """A loss, gradient or log-probability became NaN or infinite. The message says where; exit code
-    1.
-    """
+    """A loss, gradient or log-probability became NaN or infinite; exit code 1."""
 
     advice = "A lower --lr or --clip-grad often helps; --dtype float32 rules out rounding."
 
@@ -54,31 +51,21 @@ class TeacherError(NonFiniteError):
 
 
 class StorageError(RuntimeError):
-    """A file of the run could not be written, for example on a full disk. The message says which
-    and why; exit code 1.
-    """
+    """A file of the run could not be written, for example on a full disk; exit code 1."""
 
     advice = "Free some disk space, or remove what is in the way; then continue with --resume."
 
 
-class RemovedError(StorageError):
-    """Somebody removed or replaced a file that the run has open, or its folder."""
-
-    advice = "Start the run again, or continue with --resume if its checkpoints are still there."
-
-
 class EngineError(RuntimeError):
-    """A rollout engine or its server does not answer, or returned what cannot be true. The message
-    says which and how; exit code 1.
-    """
+    """A rollout engine or its server does not answer, or returned what cannot be true; exit code
+    1."""
 
     advice = "Restart the server or fix the engine, then continue with --resume."
 
 
 class UserCodeError(RuntimeError):
-    """Code of the user's has raised an exception, or returned what is wrong. The message says
-    where; exit code 1, or 2 before the first step.
-    """
+    """Code of the user's has raised an exception, or returned what is wrong; exit code 1, or 2
+    before the first step."""
 
     advice = "Fix it, and continue with --resume --allow-changes."
 
@@ -88,18 +75,16 @@ class UserCodeError(RuntimeError):
 
 
 class RewardError(RuntimeError):
-    """The reward function fails too often or no longer runs. The message says how, with an example;
-    exit code 1.
-    """
+    """The reward function fails too often or no longer runs; exit code 1."""
 
-    def __init__(
-        self,
-        message: str,
-        advice: str = "Fix the reward and continue with --resume --allow-changes, or raise "
-        "--max-reward-error-rate and continue with --resume.",
-    ) -> None:
+    advice = (
+        "Fix the reward and continue with --resume --allow-changes, or raise "
+        "--max-reward-error-rate and continue with --resume."
+    )
+
+    def __init__(self, message: str, advice: str = "") -> None:
         super().__init__(message)
-        self.advice = advice
+        self.advice = advice or self.advice
 
 
 FAILURES = NonFiniteError, RewardError, StorageError, EngineError

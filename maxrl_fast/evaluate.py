@@ -1,7 +1,7 @@
 """The command `python -m maxrl_fast.evaluate CHECKPOINT`: sample a policy and report, or compare
 finished evaluations."""
 
-from maxrl_fast.__main__ import run_command
+from maxrl_fast.runtime.output import run_command
 
 if __name__ == "__main__":
     run_command("evaluate")

@@ -1,32 +1,32 @@
 """The command `python -m maxrl_fast.objectives [NAME ...]`: list objectives, token losses and
 corrections, a line each, or print all that is known of those that are named."""
 
-from maxrl_fast.__main__ import run_command
+from maxrl_fast.runtime.output import run_command
 
 if __name__ == "__main__":
     run_command("objectives")
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
-from maxrl_fast.algorithms.estimators import ALIASES, ESTIMATORS
+from maxrl_fast.algorithms.estimators import ALIASES
 from maxrl_fast.algorithms.known import explain_name, method_hint
 from maxrl_fast.algorithms.losses import ALIASES as LOSS_ALIASES
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.method import Method
-from maxrl_fast.job.screen import show
-from maxrl_fast.runtime.output import CommandParser, command
+from maxrl_fast.errors import InputError
+from maxrl_fast.runtime.output import command, show_help
 from maxrl_fast.training.correction import CORRECTIONS
-from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES
+from maxrl_fast.training.objectives.registry import METHODS
 
-OBJECTIVES: Mapping[str, Method] = {**ESTIMATORS, **OBJECTIVE_CLASSES}
 # of each kind: the methods, other names of them, the title of the formula, and the notation
 KINDS: dict[str, tuple[Mapping[str, Method], Mapping[str, Method], str, str]] = {
     "objective": (
-        OBJECTIVES,
+        METHODS,
         ALIASES,
         "advantage A_i",
         "N rewards r_i per prompt, C of them correct, F = N - C wrong; mu and std: their mean and "
@@ -96,30 +96,30 @@ def purpose_of(kind: str, name: str) -> str:
     return found[-1 if kind == "loss" else 0] if found else ""
 
 
+HELP = """usage: python -m maxrl_fast.objectives [NAME ...]
+
+List the objectives, the token losses of --loss and the corrections of --correction, a line each
+with what it is for and what it needs; of those that are named print the formula, the weight, the
+options, the source and the notation too."""
+
+
 @command
-def main(arguments: Sequence[str]) -> int:
-    """Run the command. Return 0, or 2 for an unknown name."""
-    parser = CommandParser(
-        prog="python -m maxrl_fast.objectives",
-        description="List the objectives, the token losses of --loss and the corrections of "
-        "--correction, a line each with what it needs and what it is for; of those that are named "
-        "print the formula, the weight, the options, the source and the notation too.",
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="an objective, loss or correction")
-    names = parser.parse_args(arguments).names
+def main(names: Sequence[str]) -> int:
+    """Run the command."""
+    show_help(names, HELP)
     console = Console() if sys.stdout.isatty() else Console(width=160)
+    show = partial(console.print, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     known = {x for methods, aliases, *_ in KINDS.values() for x in (*methods, *aliases)}
     for name in names:
         if name not in known:
             said = "no objective, loss or correction has the name"
-            print(f"error: {said} {name!r:.80}{method_hint(name, known)}", file=sys.stderr)
-            return 2
+            raise InputError(f"{said} {name!r:.80}{method_hint(name, known)}")
     for kind, (methods, aliases, title, notation) in KINDS.items():
         if names:
             for name in (x for x in names if x in methods or x in aliases):
                 method = methods.get(name) or aliases[name]
-                show(console, f"--{kind} {explain_name(name)}\n{_details(method, title)}")
-                show(console, f"  {notation}\n")
+                show(f"--{kind} {explain_name(name)}\n{_details(method, title)}")
+                show(f"  {notation}\n")
             continue
         table = Table(f"--{kind}", "what for", "needs", box=None, pad_edge=False)
         for column, width in zip(table.columns, (max(map(len, methods)), WIDEST, 5), strict=True):
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
             table.add_row(name, purpose_of(kind, name), method.needs)
         console.print(table)
         others = "; ".join(map(explain_name, aliases))
-        show(console, f"Other names: {others}.\n" if others else "")
+        show(f"Other names: {others}.\n" if others else "")
     return 0
 
 

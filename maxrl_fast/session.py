@@ -23,7 +23,7 @@ from maxrl_fast.config.options import Config, Decoding, Loss, Place
 from maxrl_fast.config.parts import part
 from maxrl_fast.config.read import hint, parse_options
 from maxrl_fast.config.resolve import resolve, tensor_parallel
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, warn
 from maxrl_fast.job.build import build_context, build_learner, build_policies
 from maxrl_fast.job.build_policy import build_policy_files, build_sampling, find_policy
 from maxrl_fast.job.build_task import build_run_task
@@ -48,7 +48,7 @@ from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 _OPTIONS = {x.name for group in (Loss, Decoding, Place, TextOptions) for x in fields(group)} | {
     *("model_backend", "lora_rank", "lora_alpha", "lora_targets", "loss", "lr", "beta2"),
     *("weight_decay", "clip_grad", "token_budget", "checkpoint_activations", "rollout", "vllm_url"),
-    *("vllm_tensor_parallel", "seed", "compile", "sharding"),
+    *("vllm_tensor_parallel", "seed", "sharding"),
 }
 _OPTIONS -= {"teacher_prompt", "prompt_suffix", "max_prompt_tokens"}
 
@@ -114,7 +114,7 @@ class Session:
         path, new = _places("folder", folder)
         path = new if new.exists() else path  # a whole save, which a kill kept from its name
         is_saved = RunFolder(path).checkpoints or (path / "progress.json").exists()
-        saved = find_saved(path, Ranks(), _warn) if is_saved else None
+        saved = find_saved(path, Ranks(), warn) if is_saved else None
         if saved is None:
             raise InputError(f"folder must be of a run with a checkpoint, or of save, got {folder}")
         config = _parsed(options, resume=path)
@@ -134,7 +134,7 @@ class Session:
     def _start(self, config: Config) -> None:
         self._ranks, device = Ranks.of_environment(), resolve_device(config.run.device)
         _connect(device)
-        config = find_policy(config, self._ranks, _warn)
+        config = find_policy(config, self._ranks, warn)
         self._base = config.model.model  # what adapters are trained on
         folder = config.model.directory
         self.task: Any  # a Task
@@ -142,7 +142,7 @@ class Session:
             self.task = build_run_task(config)
         else:
             self.task = _GivenTexts(folder, DatasetOptions(**config.parts["task"]))
-        resolved = resolve(config, self.task, self._ranks, warn=_warn)
+        resolved = resolve(config, self.task, self._ranks, warn=warn)
         torch.set_num_threads(resolved.run.threads)
         place = self._ranks, device
         self.config, policy, teacher = build_policies(resolved, self.task, *place, None)
@@ -201,7 +201,7 @@ class Session:
         names = [f"responses, {i}" for i in range(len(pairs))]
         for (_, text), name in zip(pairs, names, strict=True):
             check_utf8(text, name)
-        given = [tokens for _, tokens in task.encode_demonstrations(pairs, names)]
+        given = [task.encode_demonstration(*x, y)[1] for x, y in zip(pairs, names, strict=True)]
         return prompts_of(ids, range(len(ids)), [{}] * len(ids)), given
 
     def _checked(self, samples: Any) -> SessionSamples:
@@ -375,7 +375,3 @@ def _places(name: str, folder: Any) -> tuple[Path, Path]:
         raise InputError(f"{name} must be the path of a folder, got {folder!r:.80}")
     path = Path(os.path.expanduser(text)).absolute()
     return path, path.parent / f".{path.name}.new"
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -70,3 +70,9 @@ def adapted(model: Decoder, targets: str = ADAPTED) -> Decoder:
 def response_logits(model: Decoder, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
     """Return the logits [T, V] float32 that predict the batch's targets."""
     return model.logits(run_batch(model, batch, dtype))
+
+
+def updated(learner, samples, advantages, sequences, *, when="step 1", lr, draw=(0, 0)):
+    """Take one optimizer step on some of the samples, and return its metrics."""
+    learner.forward_backward(samples, advantages, sequences, draw)
+    return learner.optim_step(when=when, lr=lr)

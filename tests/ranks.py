@@ -13,15 +13,14 @@ from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.model.linear import add_adapters, full_tensor
 from maxrl_fast.records import Inserted, Rollouts, Samples, cumulative
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.training.correction import ImportanceWeights
-from maxrl_fast.training.diagnostics import prompt_gradient_norms
+from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.learner import Learner, UpdateMetrics
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
+from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.sharding import distribute, shard
 from tests.batches import collected, make_prompts
-from tests.models import tiny_decoder
+from tests.models import tiny_decoder, updated
 
 # 4 responses to each of 5 prompts
 LENGTHS = [3, 9, 1, 12, 5, 5, 0, 7, 2, 20, 4, 4, 6, 1, 8, 3, 11, 2, 9, 9]
@@ -79,16 +78,15 @@ def one_update(
     state = {"siren_anchor": torch.tensor([0.2]).double()}
     learner = Learner(model, optimizer, settings, 1e9, 24, dtype, reference, ranks, module, state)
     samples = Samples(samples.prompts, learner.with_reference(samples))
-    objective = OffPolicyObjective("maxpo_off_policy", {"k": 2})
+    objective = GroupObjective("maxpo_off_policy", {"k": 2})
     # advantages as rewards, one group alike
     step = objective.begin(collected(samples, advantages.view(5, 4)), learner)
     off_policy = step.advantages(torch.arange(20))
     rewards = advantages.view(5, 4)
-    correction = ImportanceWeights(0.05, 20.0, of_sequence=False, masks=True)
-    weighted = correction.apply(collected(samples, rewards), learner)
+    correction = make_correction("icepop", {"low": 0.05, "high": 20.0})
+    weighted = correction(collected(samples, rewards), learner)
     learner.settings = dataclasses.replace(settings, sequence_mask=1.0)
-    packer = learner.passes.packer(samples, advantages)
-    kept = learner.plan(packer, samples, torch.arange(20)).sequences
+    kept = learner.plan(samples, advantages, torch.arange(20)).sequences
     learner.settings = settings
     noise = torch.randn(len(samples.rollouts.tokens), generator=torch.Generator().manual_seed(5))
     logprobs = samples.rollouts.logprobs + options.get("noise", 0.0) * noise
@@ -96,7 +94,7 @@ def one_update(
     samples = Samples(samples.prompts, rollouts)
     counts = "every_pass" in options
     with torch.autograd.profiler.profile(counts) as calls:
-        metrics = learner.update(samples, advantages, torch.arange(20), when="step 1", lr=1e-3)
+        metrics = updated(learner, samples, advantages, torch.arange(20), when="step 1", lr=1e-3)
     names = [call.name for call in calls.function_events] if counts else []
     exchanges = sum("c10d::_reduce_scatter" in name for name in names)
     known = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
@@ -109,7 +107,9 @@ def one_update(
         own = dataclasses.replace(own, inserted=None)
     chosen = torch.tensor([1, 4, 5, 6, 16])
     logprobs = learner.passes.logprobs(model, samples, chosen)
-    nothing = learner.update(samples, torch.zeros(20), torch.arange(8, 12), when="step 2", lr=1e-3)
+    nothing = updated(
+        learner, samples, torch.zeros(20), torch.arange(8, 12), when="step 2", lr=1e-3
+    )
     return {
         "metrics": flat(metrics),
         "exchanges": exchanges / (1 + len(model.blocks)),
@@ -121,7 +121,6 @@ def one_update(
         "weights of tokens": weighted.rollouts.importance_weights,
         "kept": kept,
         "nothing": flat(nothing),
-        "prompt_norms": prompt_gradient_norms(learner, samples, advantages, torch.arange(20)),
     }
 
 

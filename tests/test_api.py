@@ -180,14 +180,14 @@ def test_a_script_that_torchrun_starts_trains_on_all_ranks(shared_run):
 
 @pytest.mark.slow
 def test_a_run_that_fails_raises_with_the_last_checkpoint(tmp_path, monkeypatch, capsys):
-    update = Learner.update
+    pass_ = Learner.forward_backward
 
-    def poisoned(self, samples, advantages, sequences, *, when, **options):
-        poison = float("nan") if when == "step 2" else 0.0
-        return update(self, samples, advantages + poison, sequences, when=when, **options)
+    def poisoned(self, samples, advantages, sequences, draw=(0, 0)):
+        poison = float("nan") if draw[0] == 2 else 0.0
+        pass_(self, samples, advantages + poison, sequences, draw)
 
-    monkeypatch.setattr(Learner, "update", poisoned)
-    wanted = r"step 2: an advantage is not finite for prompt \d+; .*step-000001\. A lower --lr"
+    monkeypatch.setattr(Learner, "forward_backward", poisoned)
+    wanted = r"step 2: the loss is nan for one of the prompts [\d, ]+; .*step-000001\. A lower --lr"
     with pytest.raises(NonFiniteError, match=wanted):
         maxrl_fast.run(OPTIONS, save_every=1, out=tmp_path / "run")
     assert capsys.readouterr().err == ""  # what is raised is not printed too

@@ -130,7 +130,6 @@ def test_evaluations_are_compared_prompt_by_prompt(maze_run, finished, first, tm
     assert f"warning: {tmp_path / 'few'} is not of the same prompts, samples and sampling" in error
     assert "it differs in samples: 4 and 3" in error
     assert str(first) not in error
-    assert (tmp_path / "again" / "coverage.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_same_seed_repeats_and_another_does_not(maze_run, finished, tmp_path):
@@ -159,7 +158,7 @@ def test_flags_override_the_runs_options(maze_run, tmp_path):
     task = MazeTask(9, seed=1)
     first = task.decode(task.prompts("train", 0, 1).tokens.tolist())
     assert samples_of(tmp_path / "out")[0]["prompt"] == first
-    names = ["coverage.png", "eval.json", "lock", "samples.jsonl"]
+    names = ["eval.json", "lock", "samples.jsonl"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
 
 

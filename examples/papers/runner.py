@@ -455,7 +455,9 @@ def measure_steps(training_mazes: int, one: TokenRun) -> dict[str, Any]:
     for step in range(steps + 1):
         if step:
             next_prompt = (step - 1) * trainer.collector.num_prompts
-            metrics.append(trainer.step(step, next_prompt).metrics)
+            of_step = trainer.step(step, next_prompt).metrics
+            variance = moment_variance(trainer.learner.optimizer)
+            metrics.append({**of_step, "moment_variance": variance})
         if step % (steps // one.evaluations) == 0:
             passes.append(evaluator.evaluate().pass_at_k)
     means = {x: thinned([step[x] for step in metrics], one.evaluations) for x in KEPT}
@@ -463,6 +465,18 @@ def measure_steps(training_mazes: int, one: TokenRun) -> dict[str, Any]:
         **{f"pass@{k}": [at_k[k] for at_k in passes] for k in passes[0]},
         **{name: [mean for _, mean in pairs] for name, pairs in means.items()},
     }
+
+
+def moment_variance(optimizer: torch.optim.Optimizer) -> float:
+    """Estimate the variance of the gradient from Adam's moments (MaxPO): the sum over the weights
+    of v_hat - m_hat^2."""
+    total = 0.0
+    for group in optimizer.param_groups:
+        for state in map(optimizer.state.__getitem__, group["params"]):
+            first, second = (1 - beta ** float(state["step"]) for beta in group["betas"])
+            variance = state["exp_avg_sq"] / second - (state["exp_avg"] / first).square()
+            total += float(variance.sum(dtype=torch.float64))
+    return max(total, 0.0)
 
 
 def series(runs: list[dict[str, Any]], method: str, key: str) -> Tensor:

@@ -11,7 +11,8 @@ ones are options, and a `Size` in the annotation of one makes it the k of max@k.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -48,6 +49,17 @@ INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
 }
 # as groups have them: a function may ask for them, and nothing checks them
 OBJECTS = ("prompts", "texts", "components")
+# What only a run has: two log-ratios of responses, [G, N], to the policy before the step and to the
+# reference policy; a function that returns the entropies [T] of the tokens of chosen rollouts, bool
+# [G, N], and 0 for other tokens; and the update's metrics, a dict to which it adds scalars.
+TRAINING_INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
+    "old_log_ratios": lambda number: number / number.numel() - 0.5,
+    "ref_log_ratios": lambda number: number / number.numel() - 0.5,
+    "entropies": lambda number: lambda chosen: torch.ones(int((1 + number % 7).sum())),
+    "metrics": lambda number: {},
+}
+# They change with every update, so the advantages do: factors of log pi(y_i) of whole responses.
+RATIOS = ("log_ratios", "old_log_ratios", "ref_log_ratios")
 ENUMERATED = "no closed form"
 _LARGEST_SIZE = 2**53  # exact in float64; no group is larger
 
@@ -122,7 +134,15 @@ class Estimator(Method):
     of_group: bool = True  # whether the function takes a Group; otherwise rewards [G, N], floating
     takes_valid: bool = True  # whether rollouts may be left out, and groups uneven
     min_rollouts: int = 2  # the smallest group that training makes sense with
+    loss: str = "ppo"  # of a run without --loss
     aggregation: str = "token_mean"  # of a run without --aggregation
+    owns_loss: bool = False  # whether these two cannot be changed
+    # tensors by name that the input `state` has at first; the function changes them in place
+    state: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    presets: Mapping[str, Any] = field(default_factory=dict)  # defaults of a run's other options
+    # rules (config/rules.py) of options that it does not go with
+    refuses: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    bound: Mapping[str, Any] = field(default_factory=dict)  # inputs that are known already
 
     noun: ClassVar[str] = "estimator"
     first: ClassVar[str] = "rewards [G, N]"
@@ -144,7 +164,7 @@ class Estimator(Method):
                     required=parameter.default is parameter.empty,
                 )
                 options.pop(size.name, None)
-        known = ["k", "valid", *INPUTS]
+        known = ["k", "valid", *INPUTS, *TRAINING_INPUTS, *["state"] * ("state" in fields)]
         given = {*known, "reward_weights", *options, *([size.name] if size else [])}
         for parameter in others:
             is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
@@ -157,7 +177,10 @@ class Estimator(Method):
         asked = [parameter.name for parameter in others]
         if "reward_parts" in asked and "reward_weights" not in asked:
             raise ValueError(f"{name} asks for reward_parts, so it must ask for reward_weights too")
-        inputs = tuple(key for key in asked if key in INPUTS)
+        inputs = tuple(key for key in asked if key in known[2:])
+        if not {*RATIOS}.isdisjoint(inputs):
+            of_ratios = {"loss": "reinforce", "aggregation": "seq_mean_token_sum"}
+            fields = {**of_ratios, "owns_loss": True, **fields}
         needs = [size.wanted() if size else f"N >= {fields.get('min_rollouts', 2)}", *inputs]
         needs += [key for key, option in options.items() if option.default is REQUIRED]
         needs += ["rewards 0 or 1"] * fields.get("binary", False)
@@ -169,16 +192,27 @@ class Estimator(Method):
             options=options,
             of_group=of_group,
             takes_valid=of_group or "valid" in asked,
-            needs=", ".join(needs),
-            **fields,
+            **({"needs": ", ".join(needs)} | fields),
         )
 
+    def bind(self, **known: Any) -> "Estimator":
+        """Return the estimator with these values of inputs that it asks for."""
+        own = {name: known[name] for name in self.inputs if name in known}
+        left = tuple(name for name in self.inputs if name not in own)
+        return replace(self, bound={**self.bound, **own}, inputs=left) if own else self
+
+    def with_examples(self, shape: torch.Size) -> "Estimator":
+        """Return the estimator with examples of what only a run has, for rewards of this shape."""
+        numbers = torch.arange(1, shape.numel() + 1).view(shape)
+        return self.bind(**{name: make(numbers) for name, make in TRAINING_INPUTS.items()})
+
     def compute(self, group: Group, **given: Any) -> Tensor:
-        if self.of_group:
-            return self.function(group, **given)
+        given |= self.bound
         for name, value in given.items():
             if isinstance(value, Tensor) and value.is_floating_point():
-                given[name] = value.to(group.dtype)
+                given[name] = value.to(torch.float64 if self.of_group else group.dtype)
+        if self.of_group:
+            return self.function(group, **given)
         if self.takes_valid:
             given["valid"] = group.valid
         rewards = group.rewards.to(group.dtype, copy=True)
@@ -209,3 +243,23 @@ class Estimator(Method):
 _REGISTRY = Registry(Estimator)
 ESTIMATORS, ALIASES = _REGISTRY.methods, _REGISTRY.aliases
 estimator, find_estimator = _REGISTRY.register, _REGISTRY.find
+# those that ask for what only a run has, so that ops.group_advantage cannot compute them
+_OF_TRAINING = Registry(Estimator)
+TRAINING_ESTIMATORS, training_estimator = _OF_TRAINING.methods, _OF_TRAINING.register
+
+
+def rank_estimator(**fields: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register an estimator by the function of its rank tables [G, 2, N] (estimators/max_at_k.py),
+    of which the kernel and `Group.rank_transform` make advantages."""
+
+    def decorate(table: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        names = [parameter.name for parameter in parameters_of(table)[1:]]  # k, order or nothing
+
+        @wraps(table)
+        def function(g: Group, **size: Any) -> Tensor:
+            return g.rank_transform(table(g, **size))
+
+        kernel = Kernel(lambda g, size: table(g, **dict.fromkeys(names, size)))
+        return estimator(kernel=kernel, **fields)(function)
+
+    return decorate

@@ -97,7 +97,7 @@ class Group:
 
     def rank_transform(self, table: Tensor) -> Tensor:
         """Return sum_{j >= 0} offset_j d_j + sum_{1 <= j < i} slope_j d_j, where d_0 = r_(1), for
-        tables [G, 2, N] of offsets and slopes (`estimators.tables`)."""
+        tables [G, 2, N] of offsets and slopes (estimators/max_at_k.py)."""
         offset, slope = table.unbind(1)  # [G, N]
         lowest = self.rewards.gather(1, self.order[:, :1])
         gaps = torch.cat([lowest, self.gaps], 1)  # [G, N]

@@ -1,6 +1,7 @@
 """What a token loss is given: vectors [T] of packed responses, and sums over unmasked tokens."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ class Tokens:
     """T tokens of S packed responses. Floating tensors are float64: they are small next to the
     logits.
 
-    Only logprobs, entropy and rows have a gradient. Masked tokens have advantage 0 and log-probs of
-    0, and count nowhere. metrics: numbers [] that an `over_batch` loss adds to an update's metrics;
-    over a step integers are summed, others averaged. clipped_low, clipped_high: tokens [T] bool
-    that the loss has clipped, where it marks them.
+    Only logprobs and entropy have a gradient. Masked tokens have advantage 0 and log-probs of 0,
+    and count nowhere. metrics: numbers [] that what compares the tokens of an update adds to its
+    metrics; over a step integers are summed, others averaged. clipped_low, clipped_high: tokens [T]
+    bool that the loss has clipped, where it marks them.
     """
 
     logprobs: Tensor  # [T], log pi of each token
@@ -31,7 +32,8 @@ class Tokens:
     # [S+1] int64: response s has the tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1
     cu_seqlens: Tensor
     importance_weights: Tensor | float = 1.0  # [T], or 1 for all; the advantages have them already
-    rows: Tensor | None = None  # [T, R], what the loss's `rows` function returns
+    targets: Any = None  # Tensor [T] int64, for losses that ask for logits
+    statistics: Any = None  # Tensor [T, ...], of the loss's `statistics`
     generator: torch.Generator | None = None  # on a CPU, for draws
     metrics: dict[str, Tensor] = field(default_factory=dict)
     clipped_low: Tensor = field(init=False)
@@ -76,21 +78,13 @@ class Tokens:
         return (value.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own).exp()
 
     def sequence_quantile(self, x: Tensor, q: float) -> Tensor:
-        """Return the quantile q of x [T] in each token's response, as torch.quantile, [T]."""
+        """Return the quantile q of x [T] in each token's response, [T]; NaN without tokens."""
         if not len(x):
             return x
-        counts = self.sequence_sum(torch.ones_like(x))  # of each token's response, [T]
-        sequence = torch.repeat_interleave(self.cu_seqlens.diff(), output_size=len(x))
-        # By response, within it the unmasked values first, ascending: two stable sorts.
-        order = x.masked_fill(~self.mask, torch.inf).argsort(stable=True)
-        order = order[sequence[order].argsort(stable=True)]  # [T]
-        ordered = x.masked_fill(~self.mask, torch.inf)[order]
-        position = q * (counts - 1).clamp_min(0)  # of the quantile among them, between two integers
-        low = position.floor()
-        # [T] each, of the token's response
-        starts, last = self.cu_seqlens[:-1][sequence], (counts - 1).clamp_min(0)
-        first, second = (ordered[starts + torch.minimum(i, last).long()] for i in (low, low + 1))
-        return torch.where(counts > 0, first + (position - low) * (second - first), torch.inf)
+        lengths = self.cu_seqlens.diff()
+        parts = x.masked_fill(~self.mask, torch.nan).split(lengths.tolist())
+        of_sequences = [y.nanquantile(q) if len(y) else y.new_full((), torch.nan) for y in parts]
+        return torch.stack(of_sequences).repeat_interleave(lengths, output_size=len(x))
 
     def by_sign(self, positive: float, negative: float) -> Tensor:
         """Return `negative` for the tokens with A < 0 and `positive` for the others, [T]."""

@@ -10,10 +10,10 @@ from maxrl_fast.runtime.run_folder import RunFolder
 
 # What a resumed run may change: nothing that is learned depends on it. Those of ROUNDING change how
 # numbers round.
-_ROUNDING = """threads device token_budget sharding kv_cache_gb vllm_tensor_parallel compile
+_ROUNDING = """threads device token_budget sharding kv_cache_gb vllm_tensor_parallel
 checkpoint_activations"""
 _FREE = """reward_workers reward_concurrency reward_seconds reward_memory_gb reward_env
-max_reward_error_rate vllm_url eval_every diagnose_every keep_rollouts log_to save_every
+max_reward_error_rate vllm_url eval_every keep_rollouts log_to save_every
 keep_checkpoints stall_limit"""
 ROUNDING = frozenset(_ROUNDING.split())
 FREE = ROUNDING.union(OF_ONE_START, _FREE.split())

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import maxrl_fast
 from maxrl_fast.algorithms.known import explain_name
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import evaluation_schedule, tensor_parallel
@@ -14,10 +13,9 @@ from maxrl_fast.config.rules import objective_of
 from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops.dispatch import kernels_for
-from maxrl_fast.rollout.names import ENGINES
-from maxrl_fast.rollout.native import MAX_BATCH
-from maxrl_fast.rollout.vllm_shared import MAX_SEQUENCES
-from maxrl_fast.runtime.device import Machine
+from maxrl_fast.rollout import ENGINES, MAX_BATCH
+from maxrl_fast.rollout.vllm import MAX_SEQUENCES
+from maxrl_fast.runtime.device import Machine, versions
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.tuning import chunk_bytes
 from maxrl_fast.tasks import Task, describe_task
@@ -43,11 +41,10 @@ def describe_run(
     attention = kernel_name(device, getattr(torch, dtype), sizes.head_dim)
     how = f"ops: {kernels_for(device)}; attention: {attention}"
     how += "; checkpointed activations" * config.optimizer.checkpoint_activations
-    how += "; torch.compile" * config.run.compile
     layers = f"{sizes.num_hidden_layers}-layer {sizes.model_type} decoder ({model.backend})"
     start = saved or config.model.model
     lines = [
-        f"maxrl_fast {maxrl_fast.__version__}: {method}, loss {chosen.loss}, task {task.name}, "
+        f"maxrl_fast {versions()['maxrl_fast']}: {method}, loss {chosen.loss}, task {task.name}, "
         f"seed {config.run.seed}",
         f"on {where} in {dtype}; {how}",
         f"policy: {layers}, {_parameters(model)}, {f'from {start}' if start else 'new'}",

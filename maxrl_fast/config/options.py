@@ -272,9 +272,6 @@ class Evaluation:
     """Held-out prompts of each set. By default 256, or all."""
     eval_samples: Count = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
-    diagnose_every: CountOrZero = 0
-    """Steps between lines of diagnostics.jsonl, with each prompt's pass rate and gradient norm, for
-    a backward pass; 0: none."""
     keep_rollouts: CountOrZero = 8
     """Rollouts of a step that rollouts.jsonl keeps, in whole groups; 0: none."""
     log_to: Literal["tensorboard", "wandb", "trackio"] | None = None
@@ -308,8 +305,6 @@ class Run(Place):
     """TOML file of options, as maze_size = 11. A flag overrides the file."""
     seed: Seed = 0
     """Seed of new weights, prompts and the sampling."""
-    compile: bool = False
-    """Fuse layers' operations by torch.compile; the first steps take longer."""
     sharding: Literal["auto", "none", "full"] = "auto"
     """How torchrun's processes divide the weights: none (DDP), full (FSDP2), or auto: full where
     training takes over half of a GPU's memory."""

@@ -18,7 +18,7 @@ from maxrl_fast.algorithms.options import (
 )
 from maxrl_fast.config.options import Config, EvaluationConfig
 from maxrl_fast.errors import InputError
-from maxrl_fast.rollout.vllm_options import VllmOptions
+from maxrl_fast.rollout.vllm import VllmOptions
 from maxrl_fast.runtime.loading import is_code, load_code
 from maxrl_fast.tasks.dataset import DatasetOptions
 from maxrl_fast.tasks.dataset_specs import DATASETS

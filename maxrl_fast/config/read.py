@@ -23,9 +23,9 @@ from maxrl_fast.config.parts import (
     short_name,
 )
 from maxrl_fast.config.rules import check, unused_options
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, printable, warn
 from maxrl_fast.rewards.models import CLASSIFIER
-from maxrl_fast.runtime.files import JSON_BYTES, check_regular, printable
+from maxrl_fast.runtime.files import JSON_BYTES, check_regular
 from maxrl_fast.runtime.loading import is_file
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.training.objectives.registry import objective_presets
@@ -136,6 +136,13 @@ def read_flags(words: Sequence[str]) -> dict[str, Given]:
     return given
 
 
+def names_of_lists() -> set[str]:
+    """Return the options that take several values themselves, such as reward and data."""
+    groups = [options_of(group) for group in Config.groups().values()]
+    own = [*groups, options_of_part("task", "dataset")]
+    return {name for options in own for name, x in options.items() if x.takes_several}
+
+
 def convert(option: Option, x: Given) -> Any:
     return option.convert(x.value, f"{x.place}{x.name}")
 
@@ -173,7 +180,7 @@ def read_run(out: Path) -> dict[str, Given]:
     if others := {path.stat().st_uid for path in (out, file)} - {os.getuid()}:
         whose = f"{printable(out)} belongs to uid {' and '.join(map(str, sorted(others)))}"
         runs = "the code that its config.json names runs with your rights"
-        print(f"warning: {whose}, and {runs}", file=sys.stderr, flush=True)
+        warn(f"{whose}, and {runs}")
     return {x: Given(y, x, f"{file}: ") for x, y in options.items() if x not in OF_ONE_START}
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from string import Formatter
 from typing import Any
 
-from maxrl_fast.algorithms.losses.registry import CLIPS, learns_without_advantage
+from maxrl_fast.algorithms.losses.registry import CLIPS
 from maxrl_fast.algorithms.options import multiple_of
 from maxrl_fast.config.options import Config, Options
 from maxrl_fast.config.parts import loss_of
@@ -17,8 +17,8 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.tasks.names import is_reward, spec_of
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.objective import OBJECTIVE_CLASSES, Objective, has_teacher
-from maxrl_fast.training.objectives.registry import make_objective
+from maxrl_fast.training.objectives.objective import Objective, has_teacher
+from maxrl_fast.training.objectives.registry import find_objective, make_objective
 from maxrl_fast.training.policy_reward import LIKELIHOODS
 
 
@@ -93,8 +93,6 @@ def _wrong_sizes(c: View) -> Iterator[str]:
         yield "hidden_size / heads must be even, got {hidden_size} / {heads}"
     if c.resume and c.out and c.out.absolute() != c.resume.absolute():
         yield "--resume writes into the run's own folder, {resume}, got --out {out}"
-    if c.compile and c.model_backend == "transformers":
-        yield "--compile is for the native decoder, got --model-backend {model_backend}"
 
 
 def _fixed(c: View) -> Iterator[tuple[Any, str, dict[str, Any]]]:
@@ -123,7 +121,7 @@ def _wrong_values(c: View) -> Iterator[str]:
                 flag = f"--{name.replace('_', '-')}"
                 wanted = f"no {flag}" if value is None else f"{flag} {value}"
                 yield f"{owner} needs {wanted}, got {{{name}}}"
-    for sentence, is_wrong in getattr(OBJECTIVE_CLASSES.get(c.objective), "refuses", {}).items():
+    for sentence, is_wrong in getattr(find_objective(c.objective), "refuses", {}).items():
         if is_wrong(c):
             yield sentence
 
@@ -195,7 +193,7 @@ def check(config: Config) -> None:
     refuse(c, wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
     config.sampling.stopping()  # or an error
     with _about("loss", *config.parts["loss"]):
-        learns_without_advantage(loss, tuple(loss_options(config).items()))
+        loss_options(config)
     correction_of(config)
 
 
@@ -234,4 +232,8 @@ def correction_of(config: Config) -> tuple[str, dict[str, float]]:
     """Return the name and the numbers of the correction."""
     name = config.chosen.correction
     with _about(*config.parts["correction"]):
-        return name, CORRECTIONS[name].resolve(own_options(config, "correction"))
+        numbers = CORRECTIONS[name].resolve(own_options(config, "correction"))
+        if "low" in numbers and numbers["low"] >= numbers["high"]:
+            bounds = f"{numbers['low']:g} and {numbers['high']:g}"
+            raise ValueError(f"low of {name} must be below high, got {bounds}")
+        return name, numbers

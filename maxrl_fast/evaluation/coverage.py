@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.estimators.tables import subset_ratios
+from maxrl_fast.algorithms.estimators.max_at_k import subset_ratios
 
 # subsets for maj@k: the standard error of a prompt's estimate is at most 0.5 / sqrt(500) = 0.022
 NUM_DRAWS = 500

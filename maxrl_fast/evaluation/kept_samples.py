@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.errors import printable
 from maxrl_fast.records import Samples, unpack
 from maxrl_fast.rollout import check_finite
 from maxrl_fast.tasks import Task
@@ -16,76 +17,65 @@ from maxrl_fast.tasks.texts import response_texts, shown_text
 
 MOST_SAMPLES, MOST_OF_A_PROMPT = 32, 4  # kept by an evaluation during training
 MOST_PROMPTS, PROMPT_LENGTH = 512, 2_000  # held-out prompts kept as text, and their characters
-# The data set's columns are repeated with every response, and a line of a data set may have a
-# megabyte.
+# Columns are repeated with every response, and a line of a data set may have a megabyte.
 MOST_COLUMNS, COLUMN_LENGTH = 32, 1000  # columns, and characters of each as JSON
+Components = Sequence[Mapping[str, float]]
 
 
 def sample_records(
     task: Task,
     samples: Samples,
     rewards: Tensor,
-    components: Sequence[Mapping[str, float]],
+    components: Components,
     chosen: Sequence[int] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield a JSON object for each response, or for the chosen ones; a reward [S] of NaN becomes
-    null.
-
-    The texts show special tokens. `answer` and `columns` are of the prompt's line of the data set,
-    cut where they are long. components: of each reward [S]; {} where there are none.
-    """
+    null. The texts show special tokens. `answer` and `columns` are of the prompt's line of the data
+    set, cut where they are long. components: of each reward [S]; {} where there are none."""
     prompts, rollouts, num = samples.prompts, samples.rollouts, samples.num_rollouts
     chosen = range(len(rollouts)) if chosen is None else chosen
     rollouts = rollouts.select(torch.tensor(chosen, device=rewards.device, dtype=torch.int64))
-    tokens, columns = unpack(prompts.tokens, prompts.lengths), prompts.columns
-    ids, scores = prompts.ids.tolist(), rewards.tolist()
+    tokens, ids, scores = (
+        unpack(prompts.tokens, prompts.lengths),
+        prompts.ids.tolist(),
+        rewards.tolist(),
+    )
 
     @cache  # of each prompt once
-    def text(g: int) -> str:
-        return task.decode(tokens[g], with_special=True)
+    def of_prompt(g: int) -> tuple[str, dict[str, Any]]:
+        line = prompts.columns[g] if prompts.columns else {}
+        others = [name for name in line if name not in ("prompt", "answer")][:MOST_COLUMNS]
+        columns = {name[:COLUMN_LENGTH]: _cut(line[name]) for name in others}
+        own = {"answer": _cut(line.get("answer")), "columns": columns}
+        return task.decode(tokens[g], with_special=True), own
 
-    @cache
-    def line(g: int) -> dict[str, Any]:
-        return _answer_and_columns(columns[g] if columns else {})
-
-    for s, turns, is_truncated in zip(
-        chosen, rollouts.turns(), rollouts.truncated.tolist(), strict=True
-    ):
-        g = s // num
+    cut = rollouts.truncated.tolist()
+    for s, turns, is_truncated in zip(chosen, rollouts.turns(), cut, strict=True):
+        text, own = of_prompt(s // num)
         yield {
-            "id": ids[g],
-            "prompt": text(g),
+            "id": ids[s // num],
+            "prompt": text,
             "response": shown_text(task, turns),
             "reward": finite(scores[s]),
             "truncated": is_truncated,
             **({"turns": (len(turns) + 1) // 2} if len(turns) > 1 else {}),
             "tokens": sum(map(len, turns[::2])),
             "components": {name: finite(value) for name, value in components[s].items()},
-            **line(g),
+            **own,
         }
 
 
 def prompt_records(task: Task, split: str, num_prompts: int) -> Iterator[dict[str, Any]]:
     """Yield id and text of the first 512 prompts of a split, for eval_prompts.jsonl."""
     prompts = task.prompts(split, 0, min(num_prompts, MOST_PROMPTS))
-    for i, tokens in zip(
-        prompts.ids.tolist(), unpack(prompts.tokens, prompts.lengths), strict=True
-    ):
+    parts = unpack(prompts.tokens, prompts.lengths)
+    for i, tokens in zip(prompts.ids.tolist(), parts, strict=True):
         yield {"id": i, "prompt": task.decode(tokens, with_special=True)[:PROMPT_LENGTH]}
 
 
 def finite(number: float) -> float | None:
     """Return the number, or None if it is infinite or NaN, which JSON does not have."""
     return number if math.isfinite(number) else None
-
-
-def _answer_and_columns(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer in a prompt's line, None if it has none, and the other columns."""
-    others = [name for name in line if name not in ("prompt", "answer")]
-    return {
-        "answer": _cut(line.get("answer")),
-        "columns": {name[:COLUMN_LENGTH]: _cut(line[name]) for name in others[:MOST_COLUMNS]},
-    }
 
 
 def _cut(value: Any) -> Any:
@@ -98,21 +88,14 @@ def _cut(value: Any) -> Any:
 
 
 def sample_lines(record: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Yield lines for a terminal of this width that show a sample: its reward and the components of
-    that, the end of its prompt, where the question stands, and its response without its middle.
-    """
+    """Yield lines for a terminal of this width that show a sample: its reward, and the ends of its
+    prompt and response, where the question and the answer stand."""
     reward = "failed" if record["reward"] is None else f"{record['reward']:g}"
-    known = {name: x for name, x in record["components"].items() if x is not None}
-    parts = ", ".join(f"{name} {value:g}" for name, value in known.items())
-    yield f"  sample    prompt {record['id']}, reward {reward}{f' ({parts})' if parts else ''}"
+    yield f"  sample    prompt {record['id']}, reward {reward}"
     for name in ("prompt", "response"):
+        text = " ".join(record[name].split())[-max(width - 12, 20) :]
         # a text of a model may hold what a terminal would obey
-        text = "".join(x if x.isprintable() else "?" for x in " ".join(record[name].split()))
-        room = max(width - 12, 20)
-        if len(text) > room:
-            start = 0 if name == "prompt" else room // 2 - 2
-            text = f"{text[:start]} ... {text[start + 5 - room :]}".strip()
-        yield f"  {name:<10}{text}"
+        yield f"  {name:<10}{printable(text)}"
 
 
 class KeptSamples:
@@ -122,9 +105,7 @@ class KeptSamples:
         self._task, self._step = task, step
         self.records: list[dict[str, Any]] = []
 
-    def take(
-        self, samples: Samples, rewards: Tensor, components: Sequence[Mapping[str, float]]
-    ) -> None:
+    def take(self, samples: Samples, rewards: Tensor, components: Components) -> None:
         first = [s for s in range(len(rewards)) if s % samples.num_rollouts < MOST_OF_A_PROMPT]
         chosen = first[: MOST_SAMPLES - len(self.records)]
         records = sample_records(self._task, samples, rewards, components, chosen)
@@ -138,9 +119,7 @@ class SampleTally:
         self._task, self._write = task, write
         self.answers: list[list[int]] = []  # to each prompt, equal where they are; -1: none
 
-    def take(
-        self, samples: Samples, rewards: Tensor, components: Sequence[Mapping[str, float]]
-    ) -> None:
+    def take(self, samples: Samples, rewards: Tensor, components: Components) -> None:
         num_samples, answer = samples.num_rollouts, self._task.answer
         check_finite(samples.rollouts, samples.prompts, step=0)
         for record in sample_records(self._task, samples, rewards, components):

@@ -1,13 +1,12 @@
-"""The tables and the coverage plot of evaluations. Estimates are as in eval.json, by k."""
+"""The tables of evaluations. Estimates are as in eval.json, by k."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from torch import Tensor
 
-from maxrl_fast.evaluation.coverage import Interval, mean_over_sets, powers_of_two
+from maxrl_fast.evaluation.coverage import Interval, mean_over_sets
 from maxrl_fast.evaluation.outcome import Outcome
 from maxrl_fast.evaluation.scores import MAX, PASS, label_of
 
@@ -90,30 +89,3 @@ def numbers_table(letters: Sequence[str], outcomes: Sequence[Outcome]) -> Table:
     for key, name in NUMBERS.items():
         table.add_row(name, *(f"{outcome.content[key]:.3f}" for outcome in outcomes))
     return table
-
-
-def draw_coverage(outcomes: Sequence[Outcome], score: str, path: Path) -> None:
-    """Plot the coverage of evaluations with its intervals."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
-    for i, outcome in enumerate(outcomes):
-        color, intervals = f"C{i}", outcome.content["coverage"]
-        ks = [*map(int, intervals)]
-        mean, low, high = ([x[of] for x in intervals.values()] for of in ("mean", "low", "high"))
-        # Matplotlib would typeset text between dollar signs as mathematics
-        label = outcome.name.replace("$", r"\$")
-        axes.plot(ks, mean, color=color, marker="o", markersize=4, label=label)
-        axes.fill_between(ks, low, high, color=color, alpha=0.2, linewidth=0)
-    ticks = powers_of_two(max(outcome.num_samples for outcome in outcomes))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    label = f"{score.replace('_at_', '@')}, with bootstrap intervals"
-    axes.set(title="Coverage", xlabel="k, samples", ylabel=label)
-    if score == PASS:
-        axes.set_ylim(0, 1)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="best", fontsize="small")
-    figure.savefig(path, dpi=120, format="png")

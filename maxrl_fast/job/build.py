@@ -21,7 +21,7 @@ from maxrl_fast.job.build_policy import (
 )
 from maxrl_fast.job.build_task import build_length_penalty, build_policy_reward, build_scorer
 from maxrl_fast.job.resume import Saved
-from maxrl_fast.model.flash_choice import choose
+from maxrl_fast.model.flash import choose
 from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.rewards.combined import MajorityVote
 from maxrl_fast.rewards.output import RewardOutput
@@ -31,7 +31,7 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task, held_out_sets
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.collect import RolloutCollector
-from maxrl_fast.training.correction import CORRECTIONS
+from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.critic import Critic, critic_model
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.logprob_parity import check_exact
@@ -265,7 +265,7 @@ def build_trainer(context: RunContext) -> tuple[Trainer, WarmStart]:
         context.engine,
         LearningRate(options.lr, options.steps, options.warmup_steps, options.lr_schedule),
         options.updates_per_step,
-        CORRECTIONS[correction].function(**numbers),
+        make_correction(correction, numbers),
         context.clock,
         build_teacher_prompts(config, task, context.teacher or policy),
         config.sampling.ahead,

@@ -30,7 +30,7 @@ from maxrl_fast.model.policy import check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.rollout import Engine, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.validation import CheckedEngine
 from maxrl_fast.runtime.files import read_json
 from maxrl_fast.runtime.loading import build_from_code
@@ -82,8 +82,6 @@ def build_policy(
     dtype = torch.promote_types(DTYPES[model.config.dtype], dtype_of(config))
     model.config = dataclasses.replace(model.config, dtype=str(dtype).removeprefix("torch."))
     model.checkpoint_activations = config.optimizer.checkpoint_activations
-    if config.run.compile and not is_empty:
-        model.compile_layers()
     return model
 
 
@@ -161,11 +159,10 @@ def _native(
     model: PolicyModel,
     dtype: torch.dtype,
     longest: tuple[int, int],
-    compiled: bool,
     cache_bytes: int | None = None,
 ) -> Engine:
-    engine = NativeEngine(model, dtype, cache_bytes=cache_bytes, compiled=compiled)
-    engine.sequence_bytes(*longest)  # refuses a cache that is too small
+    engine = native_engine(model, dtype, cache_bytes=cache_bytes)
+    engine.check_fits(*longest)  # refuses a cache that is too small
     return engine
 
 
@@ -201,9 +198,8 @@ def build_engine(
     task: Task,
     dtype: torch.dtype,
     max_batch: int,
-    compiled: bool = False,
     ranks: Ranks | None = None,
-) -> CheckedEngine:
+) -> Engine:
     """Build the engine `name`, with its own options and the model's weights. vLLM samples
     `max_batch` responses at once."""
     if sampling.kv_cache_gb is not None:  # an engine of the user's may refuse it
@@ -213,10 +209,10 @@ def build_engine(
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
         engine = build_from_code("rollout", name, Engine, offered, own, hint)
     else:
-        offered |= {"compiled": compiled, "filters_tokens": sampling.top_p < 1}
+        offered |= {"filters_tokens": sampling.top_p < 1}
         offered |= {"longest": (task.prompt_length, sampling.max_new_tokens)}
         engine = make_part(ENGINES[name], offered, own)
-    return CheckedEngine(engine, name, model.config.vocab_size)
+    return engine if name == "native" else CheckedEngine(engine, name, model.config.vocab_size)
 
 
 def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
@@ -234,11 +230,11 @@ def compare_engine(model: PolicyModel, engine: Engine, name: str) -> str:
 
 def build_run_engine(
     config: Config, model: PolicyModel, task: Task, ranks: Ranks | None = None
-) -> CheckedEngine:
+) -> Engine:
     processes = 1 if ranks is None else ranks.size
     max_batch = config.sampling.samples_of_engine(processes, tensor_parallel(config))
     name, own = config.chosen.rollout, own_options(config, "rollout")
-    how = dtype_of(config), max_batch, config.run.compile, ranks
+    how = dtype_of(config), max_batch, ranks
     return build_engine(name, own, config.sampling, model, task, *how)
 
 

@@ -1,21 +1,13 @@
-"""The checkpoints of a run: what they contain, when they are written, and which are kept. resume.py
-finds them.
-
-OUT/checkpoints/step-000090/    warm-start-000040/ during the warm start
-    config.json, model.safetensors, tokenizer.json, ...   the policy, a Hugging Face directory
-    adapter/              with --lora-rank: the adapters in peft's format
-    state/*.safetensors   float32 weights, Adam's moments, the critic, the reference policy: with
-                          sharded weights (FSDP2) a file or more of each rank
-    progress.json         step, next prompt, random states, lengths of the logs, options, sizes
-    waiting/              with --ahead: batches that are sampled and not learned from
-    checksums.json        size and SHA-256 of every file
-OUT/latest, OUT/best            links to the newest checkpoint and to the best one"""
+"""The checkpoints of a run: what they contain (docs/reliability.md), when they are written, and
+which are kept. resume.py finds them."""
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +31,7 @@ from maxrl_fast.model.linear import save_adapters
 from maxrl_fast.model.policy_model import PolicySizes, find_nonfinite
 from maxrl_fast.runtime.background import Background
 from maxrl_fast.runtime.files import (
-    atomic_directory,
-    replace_symlink,
+    atomic_file,
     storing,
     temporary_path,
     write_checksums,
@@ -63,10 +54,9 @@ def progress_record(
     ranks: Ranks,
 ) -> str:
     """Return the content of progress.json."""
-    parts: dict[str, Any] = {"progress": dataclasses.asdict(progress)}
-    parts |= {"decoder": dataclasses.asdict(sizes), "logs": logs, "random": random_states()}
-    parts |= {"options": options, "fingerprints": fingerprints, "machine": machine_of(ranks)}
-    return json.dumps(parts)
+    parts = {"progress": dataclasses.asdict(progress), "decoder": dataclasses.asdict(sizes)}
+    parts |= {"logs": logs, "random": random_states(), "options": options}
+    return json.dumps(parts | {"fingerprints": fingerprints, "machine": machine_of(ranks)})
 
 
 def write_checkpoint(
@@ -83,13 +73,13 @@ def write_checkpoint(
     all ranks together. `base` is what adapters were trained on."""
     wait_for_others = ranks.wait_for_all if saved.is_sharded else lambda: None
     # the first rank renames it when all have written into it
-    partial = temporary_path(directory)
-    own = atomic_directory(directory) if ranks.is_first else nullcontext(partial)
+    own = atomic_file(directory) if ranks.is_first else nullcontext(temporary_path(directory))
     with storing(f"the checkpoint {directory}"), own as folder:
+        if ranks.is_first:
+            folder.mkdir(parents=True)
         wait_for_others()
         if not folder.is_dir():
-            wanted = f"{directory.parent} must be a folder that all processes share"
-            raise StorageError(f"{wanted}, but rank {ranks.rank} does not see it")
+            raise StorageError(f"{directory.parent} must be a folder that all processes share")
         save_state(folder / "state", saved.tensors, ranks.rank)
         if ranks.is_first:
             save_adapters(folder / "adapter", base, saved.adapter_config, saved.adapters)
@@ -110,8 +100,8 @@ def check_weights(learner: Learner, when: str, ranks: Ranks) -> None:
 
 
 class Checkpoints:
-    """Saves the state of a run between steps, and restores it: every `save_every` steps (0: only at
-    the end and when stopped). The newest `keep` checkpoints (0: all), the best one and START are
+    """Saves the state of a run between steps (every `save_every`; 0: only at the end and when
+    stopped) and restores it. The newest `keep` checkpoints (0: all), the best one and START are
     kept. Every rank must call every method."""
 
     def __init__(
@@ -181,12 +171,10 @@ class Checkpoints:
             raise
 
     def save(self, progress: Progress, learner: Learner) -> None:
-        """Start to write a checkpoint, unless this step already has one.
-
-        A thread writes a copy on the host while training continues; the next save, a stop and the
-        end of the run wait for it. With sharded weights (FSDP2) the ranks write together before
-        this returns. StorageError if this save or the previous one fails; NonFiniteError, and
-        nothing is written, if a weight or a moment is NaN or infinite."""
+        """Start to write a checkpoint, unless this step already has one: a thread writes a copy on
+        the host while training continues. With sharded weights (FSDP2) the ranks write together
+        before this returns. StorageError if this save or the previous one fails; NonFiniteError,
+        and nothing is written, if a weight or a moment is NaN or infinite."""
         directory = self.out / "checkpoints" / progress.name
         if directory == self._begun:
             return
@@ -201,10 +189,11 @@ class Checkpoints:
                     own = self._files.sync(), self._files.options, self._fingerprints
                 record = progress_record(progress, learner.model.config, *own, self._ranks)
             snapshot = Snapshot.of(learner, self._ranks.is_first)
+            write = partial(self._write, directory, record, snapshot, batches)
             if snapshot.is_sharded:
-                self._write(directory, record, snapshot, batches)
+                write()
             elif self._ranks.is_first:
-                self._background.submit(lambda: self._write(directory, record, snapshot, batches))
+                self._background.submit(write)
             else:
                 self.newest = directory
 
@@ -229,15 +218,13 @@ class Checkpoints:
                 self._background.submit(lambda: self._link("best", directory))  # after the save
 
     def _link(self, name: str, directory: Path) -> None:
-        with storing(str(self.out / name)):
-            replace_symlink(self.out / name, directory)
+        with storing(str(self.out / name)), atomic_file(self.out / name) as link:
+            link.symlink_to(os.path.relpath(directory, self.out))
 
     def _remove_old(self) -> None:
-        best = self.out / "best"
-        spared = {START, best.resolve().name if best.is_symlink() else ""}
+        spared = {START, (self.out / "best").resolve().name}
         for directory in RunFolder(self.out).checkpoints[: -self._keep if self._keep else 0]:
             if directory.name not in spared:
                 # a file may be open on a network disk; that must not end the run
                 with suppress(OSError):
-                    directory.rename(temporary_path(directory))
-                    shutil.rmtree(temporary_path(directory))
+                    shutil.rmtree(directory.rename(temporary_path(directory)))

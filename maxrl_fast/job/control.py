@@ -1,5 +1,6 @@
 """Stops a run on a signal, and ends it when it is stuck."""
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.runtime.output import write_directly
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.stopwatch import Stopwatch
 
@@ -24,7 +24,7 @@ class Interrupted(Exception):
     """Raised at a safe point after a signal; `signal` is its number."""
 
     def __init__(self, number: int):
-        super().__init__(SIGNALS.get(signal.Signals(number), signal.Signals(number).name))
+        super().__init__(SIGNALS[signal.Signals(number)])
         self.signal = number
 
 
@@ -40,18 +40,14 @@ class StopSignal:
     ignored. Outside the main thread, where Python allows no handlers, signals keep theirs."""
 
     def __init__(self, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
-        self._asked, self._since = 0, 0.0
+        self._asked, self._since, self._before = 0, 0.0, dict[signal.Signals, Any]()
         self._ranks, self._device = ranks or Ranks(), device or torch.device("cpu")
 
     def __enter__(self) -> "StopSignal":
-        handled = [*SIGNALS]
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            handled.remove(signal.SIGHUP)
-        if threading.current_thread() is not threading.main_thread():
-            handled = []
-        self._before: dict[signal.Signals, Any] = {
-            number: signal.signal(number, self._handle) for number in handled
-        }
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -62,12 +58,9 @@ class StopSignal:
         now = time.monotonic()
         if not self._asked:
             self._asked, self._since = number, now
-            # Not print: the signal may interrupt another print, and a buffered stream is not
-            # reentrant.
             if self._ranks.is_first:
-                advice = "repeat to stop immediately, without saving"
-                name = SIGNALS[signal.Signals(number)]
-                write_directly(f"\n{name}: saving and stopping after this step; {advice}\n")
+                said = f"{SIGNALS[signal.Signals(number)]}: saving and stopping after this step"
+                write_directly(f"\n{said}; repeat to stop immediately, without saving\n")
         elif now - self._since > ECHO:
             raise StoppedNow(number)
 
@@ -80,9 +73,9 @@ class StopSignal:
 
 
 class StallWatchdog(threading.Thread):
-    """Ends this process when a stage makes no progress for `limit` seconds, after the stacks of all
-    threads have been written to standard error. Time in which the process itself was stopped does
-    not count. `ends_process` is False in a notebook, which outlives the run."""
+    """Writes the stacks of all threads and ends this process, or only writes them unless
+    `ends_process`, when a stage makes no progress for `limit` seconds. Time in which the process
+    itself was stopped does not count."""
 
     def __init__(self, clock: Stopwatch, limit: float, ends_process: bool = True):
         super().__init__(name="watchdog", daemon=True)
@@ -97,18 +90,22 @@ class StallWatchdog(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        interval, silence, before = min(1.0, self._limit / 4), 0.0, time.monotonic()
+        interval, silence, beats = min(1.0, self._limit / 4), 0.0, -1
         while silence <= self._limit:
+            silence = silence + interval if beats == self._clock.beats else 0.0
+            beats = self._clock.beats
             if self._stopped.wait(interval):
                 return
-            passed, before = time.monotonic() - before, time.monotonic()
-            stage, since = self._clock.silence()
-            silence = min(since, silence + min(passed, 2 * interval))
         write_directly(
-            f"\nerror: the run is stuck in {stage}: no progress for {silence:.0f} s, --stall-limit "
-            f"is {self._limit:g} s. --resume continues from the last checkpoint; the stacks show "
-            "where it waits.\n"
+            f"\nerror: the run is stuck in {self._clock.stage}: no progress for {silence:.0f} s, "
+            f"--stall-limit is {self._limit:g} s; the stacks show where, --resume continues it\n"
         )
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
         if self._ends_process:  # the main thread is blocked: an exception would not reach it
             os._exit(1)
+
+
+def write_directly(text: str) -> None:
+    """Write to standard error without Python's buffers: a signal may interrupt another print."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())

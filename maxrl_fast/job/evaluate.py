@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import maxrl_fast
 from maxrl_fast.config.evaluation import resolve, set_configs
 from maxrl_fast.config.options import EvaluationConfig
 from maxrl_fast.config.rules import own_options
@@ -36,7 +35,6 @@ from maxrl_fast.evaluation.scores import MAX, PASS
 from maxrl_fast.evaluation.source import Source
 from maxrl_fast.evaluation.tables import (
     comparison_table,
-    draw_coverage,
     numbers_table,
     sets_table,
     summary_table,
@@ -56,7 +54,7 @@ from maxrl_fast.training.logprob_parity import check_exact
 from maxrl_fast.training.stopwatch import Stopwatch
 
 NUMBERS = "response_length_mean", "truncated", "reward_errors", "num_tokens"  # of each record
-SAMPLES, PICTURE = "samples.jsonl", "coverage.png"
+SAMPLES = "samples.jsonl"
 ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progress
 
 
@@ -156,10 +154,8 @@ def _evaluate_set(
         locked(out),
         # Renamed in the reverse order: where eval.json is, everything is.
         stored(out / RESULTS) as results,
-        stored(out / PICTURE) as picture,
         stored(out / SAMPLES) as samples,
     ):
-        scorer.check(task.prompts(measure.split, 0, 1))
         for line in _introduction(config, source, evaluator, len(set(contents))):
             screen.info(line)
         _warn_of_differences(settings, others, screen)
@@ -196,9 +192,8 @@ def _evaluate_set(
         screen.console.print(summary_table(content, measure.confidence))
         own = Outcome(source.name, content, evaluation.values)
         content["against"] = _compare(config, own, others, screen)
-        draw_coverage([own, *others], shown_score([own, *others]), picture)
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    for name, file_name in {"results": RESULTS, "samples": SAMPLES, "coverage": PICTURE}.items():
+    for name, file_name in ("results", RESULTS), ("samples", SAMPLES):
         screen.info(f"{name:<12}{out / file_name}")
     passed: dict[int, Interval] = content[PASS]
     return passed
@@ -303,7 +298,7 @@ def _introduction(
 ) -> Iterator[str]:
     sampling, measure, task = config.sampling, config.measure, evaluator.task
     what = f"{source.describe()}; task {task.name}, seed {sampling.seed}"
-    yield f"maxrl_fast {maxrl_fast.__version__}: {what}"
+    yield f"maxrl_fast {versions()['maxrl_fast']}: {what}"
     if source.run is not None:
         whose = f"those of the run {source.run}, unless a flag overrides them"
         yield f"the task's options and seed are {whose}"

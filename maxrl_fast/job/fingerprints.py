@@ -18,11 +18,8 @@ from maxrl_fast.tasks import Task
 
 
 def fingerprints(config: Config, task: Task, saved: Saved | None) -> dict[str, str]:
-    """Return SHA-256 hashes by name.
-
-    Of a function only its own file is read, not its imports. A resumed run has the weights of its
-    checkpoint `saved`, and does not need --model.
-    """
+    """Return SHA-256 hashes by name. Of a function only its own file is read, not its imports. A
+    resumed run has the weights of its checkpoint `saved`, and does not need --model."""
     contents = {
         "the prompts": task.fingerprint.encode(),
         "the stop tokens": json.dumps(task.stop_ids).encode(),
@@ -41,7 +38,7 @@ def fingerprints(config: Config, task: Task, saved: Saved | None) -> dict[str, s
             try:
                 if is_folder and not value.startswith(HUB):  # one of the hub has its commit
                     contents[what] = model_content(Path(value.removeprefix(CLASSIFIER)))
-                elif (file := source_file(value)) is not None:
+                elif (file := source_file(value)).is_file():
                     contents[what] = file.read_bytes()
             except OSError as error:
                 raise InputError(f"cannot read {what}, {value}: {error}") from error
@@ -49,31 +46,27 @@ def fingerprints(config: Config, task: Task, saved: Saved | None) -> dict[str, s
 
 
 def model_content(directory: Path) -> bytes:
-    """Return what tells a model from another: its configuration, and the size and the header of
-    each file of weights, with the names, types and shapes of its tensors."""
+    """Return a model's configuration, and the size and the header of each file of weights, which
+    has the names, types and shapes of its tensors."""
     config = directory / "config.json"
-    parts = [config.read_bytes() if config.exists() else b""]
+    content = config.read_bytes() if config.exists() else b""
     for path in sorted(directory.glob("*.safetensors")):
         check_regular(path)
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            parts += [f"{path.name} {size}".encode(), file.read(min(length, size))]
-    return b"".join(parts)
+            header = file.read(min(int.from_bytes(file.read(8), "little"), path.stat().st_size))
+        content += f"{path.name} {path.stat().st_size}".encode() + header
+    return content
 
 
-def source_file(name: str) -> Path | None:
-    """Return the file of FILE.py:NAME or package.module:NAME; None if the name is built in, or the
-    file is not there, which is said when it is loaded."""
+def source_file(name: str) -> Path:
+    """Return the file of FILE.py:NAME or package.module:NAME, which may not be there: it is missed
+    when it is loaded."""
     place = name.rpartition(":")[0]
-    if is_file(name):
-        return Path(place) if Path(place).is_file() else None
-    root, *rest = place.split(".")  # of a module in a package, find_spec would run the package
-    spec = importlib.util.find_spec(root) if is_code(name) else None
-    if spec is None:
-        return None
-    if not rest:
-        return Path(spec.origin) if spec.has_location and spec.origin else None
-    places = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
-    files = [file for x in places for file in (x.with_suffix(".py"), x / "__init__.py")]
-    return next(filter(Path.is_file, files), None)
+    root, *rest = place.split(".")
+    if is_file(name) or not is_code(name):
+        return Path(place)
+    spec = importlib.util.find_spec(root)  # that of a module would run its package
+    if spec is None or not rest:
+        return Path(spec.origin or "") if spec else Path()
+    module = Path(next(iter(spec.submodule_search_locations or [""])), *rest)
+    return module / "__init__.py" if module.is_dir() else module.with_suffix(".py")

@@ -186,7 +186,6 @@ def check_rewards(collector: RolloutCollector) -> str:
     if not scorer.can_fail and not collector.needs.binary:
         return ""
     prompts = collector.task.prompts("train", 0, NUM_PROMPTS).to(collector.device)
-    scorer.check(prompts)
     sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, MAX_TOKENS))
     request = RolloutRequest(prompts, NUM_ROLLOUTS, sampling, collector.seed)
     rewards = sample_and_score(collector.engine, collector.task, scorer, request).rewards
@@ -239,7 +238,7 @@ def supervise(loop: RunLoop, is_alone: bool) -> ExitStatus:
 def close(loop: RunLoop, ending: ExitStatus) -> ExitStatus:
     files, screen, seconds = loop.files, loop.screen, loop.clock.seconds
     try:
-        files.close(seconds, is_done=ending.code == 0)
+        files.close(seconds)
     except StorageError as error:
         if ending.error:  # it comes first; the caller prints it
             screen.error(f"{error}. {error.advice}")

@@ -11,14 +11,12 @@ from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records, samp
 from maxrl_fast.evaluation.scores import label_of, score_of
 from maxrl_fast.job.build import RunContext, build_evaluators
 from maxrl_fast.job.checkpoints import Checkpoints
-from maxrl_fast.job.health import Health, HealthWarning
+from maxrl_fast.job.health import Health
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen, Stage
 from maxrl_fast.runtime.run_folder import RunFolder
-from maxrl_fast.training.collect import RolloutBatch
-from maxrl_fast.training.diagnostics import diagnostics_record
 from maxrl_fast.training.metrics import summary
 from maxrl_fast.training.objectives.objective import has_teacher
 from maxrl_fast.training.trainer import StepRecord, Trainer
@@ -72,16 +70,12 @@ class RunLoop:
             checkpoints.save(progress, learner)
         with checkpoints.kept(progress, learner):
             self._evaluate_if_due()
-        every = self.options.diagnose_every
         with (
             self.screen.stage("train", self.num_steps, done=progress.step) as stage,
             checkpoints.kept(progress, learner),
         ):
             for n in range(progress.step + 1, self.num_steps + 1):
-                is_diagnosed = every > 0 and n % every == 0
-                record = self.trainer.step(
-                    n, progress.next_prompt, self._diagnose if is_diagnosed else None
-                )
+                record = self.trainer.step(n, progress.next_prompt)
                 stage.advance(n, summary(record.metrics))
                 self._keep(n, record)
                 checkpoints.safe_point(progress, learner, is_last=n == self.num_steps)
@@ -127,17 +121,11 @@ class RunLoop:
                 f"a reward is {value:g}, but {name} is made for rewards of 0 or 1 and estimates "
                 "something else with others: use maxrl or maxpo, or set --reward-threshold"
             )
-            self._warn(n, HealthWarning("not_binary", value, said))
+            self._warn(n, {"kind": "not_binary", "value": value, "message": said})
 
-    def _diagnose(self, batch: RolloutBatch) -> None:
-        trainer, beat = self.trainer, self.clock.beat
-        with self.clock("diagnosis"):
-            record = diagnostics_record(batch, trainer.objective, trainer.learner, beat)
-            self.files.write("diagnostics", record)
-
-    def _warn(self, n: int, warning: HealthWarning) -> None:
-        self.files.write("warnings", {"step": n, **vars(warning)})
-        self.screen.warning(f"step {n}: {warning.message}")
+    def _warn(self, n: int, warning: dict[str, Any]) -> None:
+        self.files.write("warnings", {"step": n, **warning})
+        self.screen.warning(f"step {n}: {warning['message']}")
 
     def _evaluate_if_due(self) -> None:
         step, every, most = self.progress.step, self.schedule.every, self.schedule.num_prompts

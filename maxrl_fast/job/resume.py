@@ -56,12 +56,9 @@ def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | 
     """Return a run's newest intact checkpoint, or what a session has saved in `out`, the same on
     all ranks; None if there is none yet. All ranks must call this. Warns of each damaged
     checkpoint."""
-    found = (
-        RunFolder(out).checkpoints or [out] * (out / "progress.json").exists()
-        if ranks.is_first
-        else []
-    )
-    whole: tuple[str, Any] | None = None
+    whole, found = None, list[Path]()
+    if ranks.is_first:
+        found = RunFolder(out).checkpoints or [out] * (out / "progress.json").exists()
     for directory in reversed(found):
         try:
             verify_checksums(directory)
@@ -69,26 +66,16 @@ def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | 
             Saved.of_json(directory, fields)
             whole = str(directory), fields
             break
-        except DamagedError as error:
-            warn(f"the checkpoint {directory} is damaged: {error}; using the one before it")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            warn(
-                f"{directory} is not a checkpoint of this version: {type(error).__name__}: "
-                f"{error}; using the one before it"
-            )
+        except (DamagedError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            damaged = f"the checkpoint {directory} is damaged or of another version"
+            warn(f"{damaged}: {type(error).__name__}: {error}; using the one before it")
     if found and whole is None:
-        raise InputError(
-            f"none of the {len(found)} checkpoints in {out / 'checkpoints'} is whole; see the "
-            "warnings above"
-        )
+        raise InputError(f"none of the {len(found)} checkpoints in {out / 'checkpoints'} is whole")
     whole = ranks.values(whole)[0]
     if whole is None:
         log = out / "metrics.jsonl"
         if ranks.is_first and log.exists() and log.stat().st_size:
-            raise InputError(
-                f"{out} has metrics but no checkpoints: restore {out / 'checkpoints'}, or choose "
-                "another --out"
-            )
+            raise InputError(f"{out} has metrics but no checkpoints: choose another --out")
         warn(f"{out} has no checkpoint yet: the run restarts from the beginning")
         return None
     return Saved.of_json(Path(whole[0]), whole[1])
@@ -105,10 +92,9 @@ def check_same(
     """Compare the options and files of a resumed run with the checkpoint's. Warns of differences
     that make the numbers not bitwise identical."""
     said = differing(saved.options, options)
-    if shape := [text for name, text in said.items() if name in SHAPE]:
+    if shape := "; ".join(text for name, text in said.items() if name in SHAPE):
         raise InputError(
-            f"the policy in {saved.directory} has another shape ({'; '.join(shape)}), "
-            "which cannot change on resuming"
+            f"{saved.directory} has another shape ({shape}), which cannot change on resuming"
         )
     mathematics = changes(saved.options, options)
     rounding = [text for name, text in said.items() if name in ROUNDING]
@@ -119,10 +105,8 @@ def check_same(
         if before.get(x) != fingerprints.get(x)
     ]
     if mathematics and not allow_changes:
-        raise InputError(
-            f"{saved.directory} was trained with other options or files "
-            f"({'; '.join(mathematics)}); --allow-changes resumes with the new ones"
-        )
+        differ = f"was trained with other options or files ({'; '.join(mathematics)})"
+        raise InputError(f"{saved.directory} {differ}; --allow-changes resumes with the new ones")
     rounding += [
         f"{name}: {saved.machine.get(name)} before, {value} now"
         for name, value in machine_of(ranks).items()
@@ -131,13 +115,10 @@ def check_same(
     if mathematics:
         warn(f"the run resumes with other options or files ({'; '.join(mathematics)})")
     if rounding:
-        differ = "its numbers will not be bitwise identical"
-        warn(f"the run resumes, but {differ} ({'; '.join(rounding)})")
-    if options["steps"] < saved.progress.step and saved.progress.phase == "training":
-        raise InputError(
-            f"--steps must be at least {saved.progress.step}, the number of steps done, got "
-            f"{options['steps']}"
-        )
+        warn(f"the run resumes, but will not be bitwise identical ({'; '.join(rounding)})")
+    done, wanted = saved.progress.step, options["steps"]
+    if wanted < done and saved.progress.phase == "training":
+        raise InputError(f"--steps must be at least {done}, the number of steps done, got {wanted}")
 
 
 def machine_of(ranks: Ranks) -> dict[str, Any]:

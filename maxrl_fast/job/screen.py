@@ -5,13 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -25,11 +19,8 @@ class Stage:
         self._start, self._before = time.monotonic(), done
         note = Column(no_wrap=True, overflow="ellipsis", ratio=1)
         self.bar = Progress(
-            TextColumn("{task.description:<10}"),
-            BarColumn(bar_width=24),
+            *Progress.get_default_columns(),
             MofNCompleteColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
             TextColumn("{task.fields[note]}", markup=False, table_column=note),
             console=console,
             expand=True,
@@ -48,7 +39,7 @@ class Stage:
 
 class Screen:
     """Prints to standard output and standard error; nothing if `is_quiet`, because another rank
-    prints. `most_lines` limits a stage's progress lines off a terminal."""
+    prints. `most_lines` limits a stage's lines off a terminal."""
 
     def __init__(
         self, console: Console | None = None, is_quiet: bool = False, most_lines: int | None = None
@@ -56,19 +47,18 @@ class Screen:
         self.console, self._most_lines = console or Console(quiet=is_quiet), most_lines
         self._errors = Console(stderr=True, quiet=is_quiet)
 
-    def info(self, text: str) -> None:
-        """Print lines, wrapped between words on a terminal and whole in a file."""
-        show(self.console, text)
-
     @contextmanager
     def stage(
         self, name: str, total: int, lines: int | None = None, done: int = 0
     ) -> Iterator[Stage]:
         """Show a Stage with about `lines` lines off a terminal; None: all."""
-        lines = min(lines or max(total, 1), self._most_lines or max(total, 1))
-        stage = Stage(self.console, name, total, lines, done)
+        own = [x for x in (lines, self._most_lines) if x is not None]
+        stage = Stage(self.console, name, total, min([*own, max(total, 1)]), done)
         with stage.bar if self.console.is_terminal else nullcontext():
             yield stage
+
+    def info(self, text: str) -> None:
+        show(self.console, text)
 
     def error(self, sentence: str) -> None:
         show(self._errors, f"error: {sentence}")
@@ -78,8 +68,7 @@ class Screen:
 
 
 def show(console: Console, text: str) -> None:
-    """Print text, on a terminal wrapped between words: a longer word, such as a path, stays
-    whole."""
+    """Print lines: on a terminal wrapped between words, elsewhere whole."""
     for line in text.splitlines():
         is_whole = not console.is_terminal
         console.print(Text(line), overflow="ignore", crop=False, soft_wrap=is_whole)

@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from maxrl_fast.errors import InputError, UnsupportedModelError
+from maxrl_fast.errors import InputError, UnsupportedModelError, printable
 from maxrl_fast.model.decoder import FAMILIES, Decoder, DecoderConfig, RopeScaling
 from maxrl_fast.model.huggingface import HuggingFaceSizes
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.runtime.files import check_regular, printable, read_json
+from maxrl_fast.runtime.files import check_regular, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")

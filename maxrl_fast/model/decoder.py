@@ -14,8 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from maxrl_fast.model.layer_kernels import choose_rows, layer_ops
-from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
+from maxrl_fast.model.layer_kernels import (
+    TORCH_OPS,
+    HeadNorms,
+    Heads,
+    LayerOps,
+    Rotary,
+    choose_rows,
+    layer_ops,
+)
 from maxrl_fast.model.linear import Linear, merged_weights, packed
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.model.recurrence import Recurrence
@@ -144,9 +151,6 @@ class Layer(nn.Module):
         self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
-        # Attributes, so that compile_layers can replace them.
-        self.before: Callable[..., tuple[Tensor, Heads]] = before_attention
-        self.after: Callable[..., Tensor] = after_attention
 
     def forward(
         self,
@@ -158,26 +162,15 @@ class Layer(nn.Module):
         ops: LayerOps,
     ) -> Tensor:
         """Return the output [U, H] for x [U, H], or only its `rows` [R]: [R, H]."""
-        x, heads = self.before(self, x, rotary, ops)
-        attended = attention(i, *heads).flatten(1)  # [U, Hq * D]
+        norm = self.input_layernorm
+        x, normed = ops.add_rms_norm(x, None, norm.weight, norm.eps)
+        attended = attention(i, *self.self_attn.qkv(normed, rotary, ops)).flatten(1)  # [U, Hq * D]
         if rows is not None:
             x, attended = choose_rows(x, rows), choose_rows(attended, rows)
-        return self.after(self, x, attended, ops)
-
-
-def before_attention(
-    layer: Layer, x: Tensor, rotary: Rotary, ops: LayerOps
-) -> tuple[Tensor, Heads]:
-    norm = layer.input_layernorm
-    x, normed = ops.add_rms_norm(x, None, norm.weight, norm.eps)
-    return x, layer.self_attn.qkv(normed, rotary, ops)
-
-
-def after_attention(layer: Layer, x: Tensor, attended: Tensor, ops: LayerOps) -> Tensor:
-    norm = layer.post_attention_layernorm
-    x, normed = ops.add_rms_norm(x, layer.self_attn.o_proj(attended), norm.weight, norm.eps)
-    output: Tensor = layer.mlp(normed, x, ops)
-    return output
+        norm, added = self.post_attention_layernorm, self.self_attn.o_proj(attended)
+        x, normed = ops.add_rms_norm(x, added, norm.weight, norm.eps)
+        output: Tensor = self.mlp(normed, x, ops)
+        return output
 
 
 class Body(nn.Module):
@@ -195,7 +188,6 @@ class Decoder(PolicyModel):
     """Decoder over a packed stream of tokens; the caller supplies the attention function."""
 
     config: DecoderConfig
-    is_compiled = False  # by compile_layers
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -246,16 +238,6 @@ class Decoder(PolicyModel):
     def set_output(self, layer: nn.Module) -> None:
         self.lm_head = layer
 
-    def compile_layers(self) -> None:
-        """Run torch.compile on the parts of a layer before and after attention; all layers share
-        one compilation. The kernels of layer_kernels.py do not run then."""
-        self.is_compiled = True
-        before = torch.compile(before_attention, dynamic=True)
-        after = torch.compile(after_attention, dynamic=True)
-        for layer in self.model.layers:
-            assert isinstance(layer, Layer)
-            layer.before, layer.after = before, after
-
     def forward(
         self,
         tokens: Tensor,
@@ -267,8 +249,7 @@ class Decoder(PolicyModel):
     ) -> Tensor:
         x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
         c = self.config
-        kernels = layer_ops(c.hidden_size, c.intermediate_size, c.head_dim, dtype, x.device)
-        ops = TORCH_OPS if self.is_compiled else kernels
+        ops = layer_ops(c.hidden_size, c.intermediate_size, c.head_dim, dtype, x.device)
         cos, sin = rotary_table(self.config, positions)
         rotary = Rotary(cos.to(dtype), sin.to(dtype)) if ops is TORCH_OPS else Rotary(cos, sin)
         last = len(self.model.layers) - 1

@@ -1,27 +1,47 @@
 """FlashAttention of packed sequences, forward and backward, with the log-sum-exp.
 
 `kernel_for` picks the available backend. On a GPU in half precision: the implementation that
-flash_choice.py activated, else the flash-attn package if it is right, else torch's; on a CPU
-torch's CPU kernel; otherwise plain PyTorch.
+`choose` activated, else the flash-attn package, else torch's; otherwise plain PyTorch.
 """
 
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import current_flash_attention_impl
+from torch.nn import attention as registry
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.tiling import Tiling, causal_mask, length_buckets, padding_mask, tile
 from maxrl_fast.records import cumulative
 from maxrl_fast.runtime.device import to_device
 
 _HALF = (torch.bfloat16, torch.float16)
-refused = set[str]()  # names of kernels that flash_choice.py found wrong on this GPU
+# What can replace torch's FlashAttention-2, by the major compute capability, in the order in which
+# it is tried: FlashAttention-3 was written for Hopper (9) and FlashAttention-4 for Blackwell (10).
+# No stopwatch decides, so a machine always computes the same numbers.
+_FA4 = ("FA4", "flash_attn.cute.interface")
+IMPLEMENTATIONS = {9: (("FA3", "flash_attn_interface"), _FA4), 10: (_FA4,)}
+
+
+class Tile(NamedTuple):
+    """Sequences of similar length, side by side and padded on the right."""
+
+    q: Tensor  # [B, Lq] int64, rows of the packed queries; 0 in the padding
+    k: Tensor  # [B, Lk] int64, rows of the packed keys
+    mask: Tensor  # [B, Lq, Lk] bool, what attends to what; nothing in the padding
+    of_q: tuple[Tensor, Tensor]  # of each token: its packed row, and its place in the flat tile
+    of_k: tuple[Tensor, Tensor]
+
+
+def padded_rows(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the packed rows of sequences [B] in a tile [B, longest], 0 in the padding, and where
+    the tile has a token."""
+    offsets = torch.arange(int(lengths.max()), device=lengths.device)
+    is_token = offsets < lengths[:, None]
+    return (starts[:, None] + offsets).where(is_token, 0), is_token
 
 
 @dataclass(frozen=True)
@@ -55,22 +75,25 @@ class VarlenSpec:
         return cu_q, cu_k, max(int(self.q_lengths.max()), 2), int(self.k_lengths.max())
 
     @cached_property
-    def tiles(self) -> list[tuple[Tiling, Tiling, Tensor | None]]:
-        """Padded tiles of queries and keys, by similar length, and the mask of each tile."""
-        tiles = []
-        for chosen in length_buckets(self.q_lengths):
-            mask = self._mask(self.q_lengths[chosen], self.k_lengths[chosen])
-            q, k = (tile(x, chosen, self.device) for x in (self.q_lengths, self.k_lengths))
-            tiles.append((q, k, None if mask is None else mask.to(self.device)))
+    def tiles(self) -> list[Tile]:
+        """A tile for all sequences whose numbers of queries lie between two powers of two."""
+        both, tiles = (self.q_lengths, self.k_lengths), []
+        size = torch.frexp(self.q_lengths.double()).exponent
+        for one in size[self.q_lengths > 0].unique().tolist():
+            lengths = [x[size == one] for x in both]
+            (q, is_q), (k, is_k) = (
+                padded_rows(cumulative(x)[:-1][size == one], x[size == one]) for x in both
+            )
+            mask = is_q[:, :, None] & is_k[:, None]
+            if self.causal:  # the key at which each query is
+                at = torch.arange(q.shape[1])[:, None] + (lengths[1] - lengths[0])[:, None, None]
+                keys = torch.arange(k.shape[1])
+                mask &= (keys <= at) & (keys > at - (self.window or len(keys)))
+            slots = [x.flatten().nonzero()[:, 0] for x in (is_q, is_k)]
+            rows = [x.flatten()[at] for x, at in zip((q, k), slots, strict=True)]
+            q, k, mask, *of = to_device(self.device, q, k, mask, *rows, *slots)
+            tiles.append(Tile(q, k, mask, (of[0], of[2]), (of[1], of[3])))
         return tiles
-
-    def _mask(self, q_lengths: Tensor, k_lengths: Tensor) -> Tensor | None:
-        """Return the mask of a tile; None if the kernel's causal mask, or none, is enough."""
-        if not self.causal:
-            return padding_mask(k_lengths)
-        if not self.window and torch.equal(q_lengths, k_lengths):
-            return None
-        return causal_mask(q_lengths, k_lengths, self.window)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
@@ -102,21 +125,108 @@ class Kernel:
 def kernel_for(
     device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float = 0.0
 ) -> Kernel:
-    if device.type == "cpu":
-        return PADDED_CPU
     fits = dtype in _HALF and head_dim % 8 == 0 and head_dim <= 256
     if device.type != "cuda" or not fits or not _is_recent(device):
-        return PADDED_REFERENCE
-    has_package = FLASH_ATTN.name not in refused and _flash_attn()
-    if has_package and (softcap or current_flash_attention_impl() is None):
+        return REFERENCE
+    if _flash_attn() and (softcap or registry.current_flash_attention_impl() is None):
         return FLASH_ATTN
-    return PADDED_REFERENCE if softcap else TORCH_VARLEN
+    return REFERENCE if softcap else TORCH_VARLEN
 
 
 @cache
 def _is_recent(device: torch.device) -> bool:
     """Whether the GPU is Ampere or newer, which FlashAttention needs."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    is_anywhere: Callable[[bool], bool] = lambda failed: failed,
+) -> list[str]:
+    """Activate the first installed implementation that computes the right numbers on this GPU, if
+    any. Returns sentences on what was tried.
+
+    heads: numbers of query and key heads, head size. is_anywhere: whether a flag is set on any
+    rank, because all ranks take the same implementation.
+    """
+    sentences = list[str]()
+    if kernel_for(device, dtype, heads[2]) is REFERENCE:
+        return []
+    for name, module in IMPLEMENTATIONS.get(torch.cuda.get_device_capability(device)[0], ()):
+        if is_anywhere(not _is_installed(module)):
+            continue
+        reason = _fault(name, device, dtype, heads)
+        if not is_anywhere(bool(reason)):
+            said = f"{name} of {module} runs in place of PyTorch's FlashAttention-2"
+            return [*sentences, f"attention: {said}"]
+        if registry.current_flash_attention_impl() is not None:
+            registry.restore_flash_attention_impl()
+        said = f"{name} of {module} was tried and refused"
+        sentences.append(f"attention: {said}: {reason or 'it failed on another rank'}")
+    return sentences
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
+
+
+def _fault(name: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> str:
+    """Activate an implementation; return what it does wrong, "" if nothing."""
+    try:
+        registry.activate_flash_attention_impl(name)
+        error, most = _probe(device, dtype, heads), 2 * torch.finfo(dtype).eps
+    except Exception as error:  # third-party import and kernels: anything; reported at the start
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return "" if error <= most else f"it is off by {error:.2g}, relative, at most {most:.2g}"
+
+
+def _probe(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> float:
+    """Return the largest relative error of a forward and backward pass and of decoding, against
+    float32 PyTorch."""
+    lengths, generator = torch.tensor([129, 3, 64]), torch.Generator().manual_seed(0)
+    spec = VarlenSpec(lengths, lengths, device, causal=True)
+    q, k, v, grad = (
+        torch.randn(196, heads[i], heads[2], generator=generator).to(device, dtype)
+        for i in (0, 1, 1, 0)
+    )
+    wide_q, wide_k, wide_v = q.float(), k.float(), v.float()
+    o, lse = REFERENCE.forward(wide_q, wide_k, wide_v, spec)
+    given = o.to(dtype), lse
+    wanted = (o, lse, *REFERENCE.backward(grad.float(), wide_q, wide_k, wide_v, o, lse, spec))
+    found = TORCH_VARLEN.forward(q, k, v, spec) + TORCH_VARLEN.backward(grad, q, k, v, *given, spec)
+    # as rollout/decode_attention.py: four queries to the first keys of each of three prompts
+    counts, starts = torch.tensor([64, 1, 40]), torch.arange(4, dtype=torch.int32, device=device)
+    seen = (torch.arange(64) < counts[:, None]).flatten().nonzero()[:, 0].to(device)
+    spec = VarlenSpec(torch.full((3,), 4), counts, device)
+    wanted += (REFERENCE.forward(wide_q[:12], wide_k[seen], wide_v[seen], spec)[0],)
+    found += (attend_prompts(q[:12], k[:192], v[:192], starts * 4, starts * 64, 4, 64, counts)[0],)
+    errors = [(a.float() - b).norm() / b.norm() for a, b in zip(found, wanted, strict=True)]
+    return float(torch.stack(errors).max())
+
+
+def attend_prompts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    cache_starts: Tensor,
+    most: int,
+    width: int,
+    lengths: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return `forward` of queries starts[g] to starts[g + 1] - 1, at most `most`, to the first
+    lengths [G] keys from cache_starts[g] on, of which there are `width`."""
+    # With a maximum query length of 1 the kernel reorders heads.
+    sizes, used = (starts, cache_starts, max(most, 2), width), lengths.to(q.device, torch.int32)
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *sizes, 0.0, False, False, seqused_k=used
+    )
+    return o, lse.t()
 
 
 # On a GPU in half precision: packed sequences without padding.
@@ -194,59 +304,16 @@ def _flash_attn_backward(
     return grads
 
 
-# Elsewhere: padded tiles.
+# Elsewhere: matrix multiplications and softmax, which store all scores.
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    mask: Tensor | None = None,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Compute `forward` for sequences of equal length: q [B, Lq, heads, D], k and v [B, Lk, heads,
-    D].
-
-    mask is added to the scores and broadcasts to [B, heads, Lq, Lk]. Returns o [B, Lq, heads, D]
-    and l [B, Lq, heads]. Lq and Lk must not be 0: torch's CPU kernel would crash.
-    """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if q.device.type == "cpu" and not softcap:
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=_for_cpu(mask, q)
-        )
-    else:
-        o, lse = attend_reference(q, k, v, causal, mask, softcap)
-    return o.transpose(1, 2), lse.transpose(1, 2)
+def _by_head(x: Tensor, key_heads: int) -> Tensor:
+    """Return [B, Hkv, R, L, ...] of [B, L, Hkv R, ...]; R query heads share a key head."""
+    return x.unflatten(2, (key_heads, -1)).movedim(1, 3)
 
 
-def attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool = False,
-    mask: Tensor | None = None,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `backward` for sequences of equal length."""
-    grad, q, k, v, o, lse = (x.transpose(1, 2) for x in (grad, q, k, v, o, lse))
-    if q.device.type == "cpu" and not softcap:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grads = kernel(grad, q, k, v, o, lse, 0.0, causal, attn_mask=_for_cpu(mask, q))
-    else:
-        grads = attend_backward_reference(grad, q, k, v, o, lse, causal, mask, softcap)
-    return tuple(x.transpose(1, 2) for x in grads)
-
-
-def _for_cpu(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """The CPU kernel would misread a float32 mask of float64 queries."""
-    return None if mask is None else mask.to(torch.promote_types(q.dtype, torch.float32))
+def _by_token(x: Tensor) -> Tensor:
+    return x.movedim(3, 1).flatten(2, 3)
 
 
 def _upcast(*tensors: Tensor) -> list[Tensor]:
@@ -254,96 +321,61 @@ def _upcast(*tensors: Tensor) -> list[Tensor]:
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, softcap: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Tensor, softcap: float) -> Tensor:
+    """Return [B, Hkv, R, Lq, Lk], for q [B, Hkv, R, Lq, D] and k [B, Hkv, 1, Lk, D]."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores + mask
-    if causal:
-        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, float("-inf"))
-    return scores
+    return scores.masked_fill(~mask[:, None, None], float("-inf"))
 
 
-def attend_reference(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, softcap: float = 0.0
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute `attend` in plain PyTorch, for [B, heads, L, D]."""
-    wide_q, wide_k, wide_v = _upcast(q, k, v)
-    scores = _scores(wide_q, wide_k, causal, mask, softcap)
-    lse = scores.logsumexp(-1)
-    return ((scores - lse[..., None]).exp() @ wide_v).to(v.dtype), lse
+    """Compute `forward` for q [B, Lq, Hq, D], k and v [B, Lk, Hkv, D], where mask [B, Lq, Lk] bool
+    is true. Returns o [B, Lq, Hq, D], 0 for a query of no key, and l [B, Lq, Hq]."""
+    wide_q, wide_k, wide_v = (_by_head(x, k.shape[2]) for x in _upcast(q, k, v))
+    scores = _scores(wide_q, wide_k, mask, softcap)
+    lse = scores.logsumexp(-1).clamp_min(torch.finfo(scores.dtype).min)
+    o = (scores - lse[..., None]).exp() @ wide_v
+    return _by_token(o).to(v.dtype), _by_token(lse)
 
 
-def attend_backward_reference(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `attend_backward` in plain PyTorch, for [B, heads, L, D]."""
-    dtype = q.dtype
-    grad, q, k, v, o = _upcast(grad, q, k, v, o)
-    scores = _scores(q, k, causal, mask, softcap)
-    p = (scores - lse[..., None]).exp()
-    grad_p = grad @ v.transpose(-1, -2) - (grad * o).sum(-1, keepdim=True)
-    grad_s = p * grad_p * q.shape[-1] ** -0.5
-    if softcap:
-        grad_s = grad_s * (1 - (scores / softcap).clamp_min(-1).square())  # masked scores are -inf
-    grads = grad_s @ k, grad_s.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
-    return grads[0].to(dtype), grads[1].to(dtype), grads[2].to(dtype)
-
-
-def _repeat_heads(x: Tensor, repeats: int) -> Tensor:
-    """Expand [B, L, Hkv, D] to [B, L, Hkv * repeats, D]."""
-    return x if repeats == 1 else x[:, :, :, None].expand(-1, -1, -1, repeats, -1).flatten(2, 3)
-
-
-def _how(spec: VarlenSpec, mask: Tensor | None) -> dict[str, Any]:
-    """Return the options of `attend` for a tile; a mask already contains the causal mask."""
-    return {"causal": spec.causal and mask is None, "mask": mask, "softcap": spec.softcap}
-
-
-def _padded_forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
+def _reference_forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
     o = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-    repeats = q.shape[1] // k.shape[1]
-    for q_tile, k_tile, mask in spec.tiles:
-        keys = (_repeat_heads(k_tile.pad(x), repeats) for x in (k, v))
-        part = attend(q_tile.pad(q), *keys, **_how(spec, mask))
-        q_tile.unpad_into(o, part[0])
-        q_tile.unpad_into(lse, part[1])
+    for tile in spec.tiles:
+        parts = attend(q[tile.q], k[tile.k], v[tile.k], tile.mask, spec.softcap)
+        for packed, part in zip((o, lse), parts, strict=True):
+            packed[tile.of_q[0]] = part.flatten(0, 1)[tile.of_q[1]]
     return o, lse
 
 
-def _padded_backward(
+def _reference_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     # keys without queries get gradient 0
-    grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    repeats = q.shape[1] // k.shape[1]
-    for q_tile, k_tile, mask in spec.tiles:
-        grad_o, padded_q, padded_o, padded_l = (q_tile.pad(x) for x in (grad, q, o, lse))
-        padded_k, padded_v = (_repeat_heads(k_tile.pad(x), repeats) for x in (k, v))
-        grad_q, *grad_kv = attend_backward(
-            grad_o, padded_q, padded_k, padded_v, padded_o, padded_l, **_how(spec, mask)
-        )
-        q_tile.unpad_into(grads[0], grad_q)
-        for packed, part in zip(grads[1:], grad_kv, strict=True):
-            part = part if repeats == 1 else part.unflatten(2, (-1, repeats)).sum(3)
-            k_tile.unpad_into(packed, part)
-    return grads
+    totals = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    scale, heads = q.shape[-1] ** -0.5, k.shape[1]
+    for tile in spec.tiles:
+        grad_o, own_q, own_o = (_by_head(x[tile.q], heads) for x in _upcast(grad, q, o))
+        own_k, own_v = (_by_head(x[tile.k], heads) for x in _upcast(k, v))
+        scores = _scores(own_q, own_k, tile.mask, spec.softcap)
+        p = (scores - _by_head(lse[tile.q], heads)[..., None]).exp()
+        grad_p = grad_o @ own_v.transpose(-1, -2) - (grad_o * own_o).sum(-1, keepdim=True)
+        grad_s = p * grad_p * scale
+        if spec.softcap:  # masked scores are -inf
+            grad_s = grad_s * (1 - (scores / spec.softcap).clamp_min(-1).square())
+        grad_k = (grad_s.transpose(-1, -2) @ own_q).sum(2, keepdim=True)
+        grad_v = (p.transpose(-1, -2) @ grad_o).sum(2, keepdim=True)
+        parts, places = (grad_s @ own_k, grad_k, grad_v), (tile.of_q, tile.of_k, tile.of_k)
+        for total, part, (rows, slots) in zip(totals, parts, places, strict=True):
+            total[rows] = _by_token(part).flatten(0, 1)[slots].to(total.dtype)
+    return totals
 
 
-PADDED_CPU = Kernel("torch flash", _padded_forward, _padded_backward)
-PADDED_REFERENCE = Kernel(
-    "torch matmul-softmax, which stores all scores", _padded_forward, _padded_backward
+REFERENCE = Kernel(
+    "torch matmul-softmax, which stores all scores", _reference_forward, _reference_backward
 )
 TORCH_VARLEN = Kernel("torch flash varlen", _torch_varlen_forward, _torch_varlen_backward)
 FLASH_ATTN = Kernel("flash-attn varlen", _flash_attn_forward, _flash_attn_backward)

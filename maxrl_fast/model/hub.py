@@ -5,7 +5,6 @@ Only configurations, safetensors and tokenizer files are downloaded: no pickles 
 
 import os
 import re
-import threading
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -19,8 +18,7 @@ HUB = "hf://"
 FOLDER = "--model must be the folder of a checkpoint"
 SMALL_FILES = ("config.json", "generation_config.json", *PROCESSORS, *TOKENIZER_FILES)
 WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
-STALL_SECONDS = 120  # without a byte from the hub
-REACH_SECONDS = 2.0  # to look up the hub's name, connect and get an answer
+REACH_SECONDS, STALL_SECONDS = 10, 120  # until the hub answers, and without a byte later
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_PART}(?:/{_PART})?)(?:@([\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -61,14 +59,16 @@ def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) ->
     repository, revision = _parts(name)
     if revision is not None and _COMMIT.fullmatch(revision):
         return name
-    _import()
-    offline = why_unreachable()
+    hub, offline = _hub(), ""
     try:
-        commit = _snapshot(repository, revision, SMALL_FILES, offline).name
-    except InputError as error:
-        raise InputError(
-            str(error) if model.startswith(HUB) else f"there is no folder {model}, and {error}"
-        ) from error
+        hub.HfApi().model_info(repository, revision=revision, timeout=REACH_SECONDS)
+    except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError) as error:
+        said = _sentence(name, error)
+        missing = "" if model.startswith(HUB) else f"there is no folder {model}, and "
+        raise InputError(missing + said) from error
+    except Exception as error:  # of the network, TLS, a proxy, HTTP, or HF_HUB_OFFLINE
+        offline = _first_line(error)
+    commit = _snapshot(name, SMALL_FILES, offline).name
     if offline:
         warn(
             f"the hub cannot be reached ({offline}); the model is the copy of {name} in the cache, "
@@ -82,11 +82,7 @@ def directory_of(model: str, with_weights: bool = False) -> Path:
     """Return the directory of a model, downloading what is not in the cache."""
     if not model.startswith(HUB):
         return Path(model)
-    repository, revision = _parts(model)
-    _import()
-    directory = _snapshot(
-        repository, revision, SMALL_FILES + WEIGHT_FILES * with_weights, why_unreachable()
-    )
+    directory = _snapshot(model, SMALL_FILES + WEIGHT_FILES * with_weights)
     if not (directory / "config.json").exists():
         raise InputError(
             f"{model} has no config.json: it must be a model in the format of transformers, with "
@@ -100,32 +96,14 @@ def directory_of(model: str, with_weights: bool = False) -> Path:
     return directory
 
 
-def why_unreachable() -> str:
-    """Return why the hub does not answer within REACH_SECONDS; "" if it does.
-
-    Its libraries would retry for half a minute. HF_ENDPOINT, HF_HUB_OFFLINE and proxies count.
-    """
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
-
-    causes = [f"{constants.ENDPOINT} does not answer within {REACH_SECONDS:g} s"]
-
-    def ask() -> None:
-        try:
-            status = get_session().head(constants.ENDPOINT, timeout=REACH_SECONDS).status_code
-            is_down = status >= 500
-            causes.append(f"{constants.ENDPOINT} answers with status {status}" if is_down else "")
-        # of requests (an OSError) or httpx, from the network, TLS or a proxy; or HF_HUB_OFFLINE
-        except _failures() as error:
-            causes.append(f"{constants.ENDPOINT}: {_first_line(error)}")
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    # a name look-up has no time limit by itself
-    thread = threading.Thread(target=ask, name="hub", daemon=True)
-    thread.start()
-    thread.join(REACH_SECONDS)
-    return causes[-1]
+def _hub() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise InputError(
+            f"a model of the hub needs huggingface_hub: pip install huggingface_hub ({error})"
+        ) from error
+    return huggingface_hub
 
 
 def _parts(name: str) -> tuple[str, str | None]:
@@ -133,66 +111,38 @@ def _parts(name: str) -> tuple[str, str | None]:
     return repository, revision or None
 
 
-def _import() -> None:
-    try:
-        import huggingface_hub  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f"a model of the hub needs huggingface_hub: pip install huggingface_hub ({error})"
-        ) from error
-
-
-def _limit_waiting(request: Any) -> None:
-    """Give a request of huggingface_hub a time limit; those that list files have none."""
-    limits = request.extensions["timeout"]
-    request.extensions["timeout"] = {name: x or STALL_SECONDS for name, x in limits.items()}
-
-
-def _snapshot(repository: str, revision: str | None, files: tuple[str, ...], offline: str) -> Path:
-    from huggingface_hub import constants, errors, get_token, snapshot_download
-    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
-
-    if _limit_waiting not in (hooks := get_session().event_hooks["request"]):
-        hooks.append(_limit_waiting)
-    name = f"{HUB}{repository}"
-    token = (
-        "an access token of an account that may read it must be in the environment variable "
-        f"HF_TOKEN, which {'is not set' if get_token() is None else 'has none'}"
-    )
+def _snapshot(name: str, files: tuple[str, ...], offline: str = "") -> Path:
+    """Return the folder with these files; `offline`: why only the cache is asked."""
+    hub, (repository, revision) = _hub(), _parts(name)
+    hub.get_session().timeout = STALL_SECONDS  # requests that list files have no limit otherwise
     try:
         return Path(
-            snapshot_download(
+            hub.snapshot_download(
                 repository,
                 revision=revision,
                 allow_patterns=[*files],
-                cache_dir=constants.HF_HUB_CACHE,
                 local_files_only=bool(offline),
             )
         )
-    except errors.LocalEntryNotFoundError as error:
+    except Exception as error:  # of the network, HTTP, the disk, or an answer that is not valid
+        raise InputError(_sentence(name, error, offline)) from error
+
+
+def _sentence(name: str, error: Exception, offline: str = "") -> str:
+    hub = _hub()
+    token = (
+        "an access token of an account that may read it must be in the environment variable "
+        f"HF_TOKEN, which {'is not set' if hub.get_token() is None else 'has none'}"
+    )
+    if isinstance(error, hub.errors.LocalEntryNotFoundError):
         cause = offline or _first_line(error.__cause__ or error)
-        message = f"the hub cannot be reached ({cause}), and its cache does not have {name}"
-        raise InputError(message) from error
-    except errors.GatedRepoError as error:
-        message = f"{name} is gated: accept its terms at {constants.ENDPOINT}/{repository}; {token}"
-        raise InputError(message) from error
-    except errors.RevisionNotFoundError as error:
-        raise InputError(f"{name} has no revision {revision}") from error
-    except errors.RepositoryNotFoundError as error:
-        message = f"the hub has no model {repository}, or it is private; then {token}"
-        raise InputError(message) from error
-    # from the network, HTTP, the disk, or a name or an answer that is not valid
-    except _failures() as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        advice = f"; {token}" if status in (401, 403) else ""
-        raise InputError(f"cannot download {name}: {_first_line(error)}{advice}") from error
-
-
-def _failures() -> tuple[type[BaseException], ...]:
-    """Return what a request may raise: also the errors of huggingface_hub's HTTP library."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return (OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__)
+        return f"the hub cannot be reached ({cause}), and its cache does not have {name}"
+    if isinstance(error, hub.errors.GatedRepoError):
+        terms = f"{hub.constants.ENDPOINT}/{_parts(name)[0]}"
+        return f"{name} is gated: accept its terms at {terms}; {token}"
+    if isinstance(error, hub.errors.RepositoryNotFoundError):
+        return f"the hub has no model {_parts(name)[0]}, or it is private; then {token}"
+    return f"cannot download {name}: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

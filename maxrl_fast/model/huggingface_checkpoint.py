@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, printable
 from maxrl_fast.model.checkpoint import (
     find_tensors,
     read_fields,
@@ -21,7 +21,6 @@ from maxrl_fast.model.checkpoint import (
 )
 from maxrl_fast.model.decoder import check_sizes
 from maxrl_fast.model.huggingface import HuggingFacePolicy, HuggingFaceSizes
-from maxrl_fast.runtime.files import printable
 
 # Kinds of layers (layer_types) that attend to some of the earlier tokens, chosen by themselves.
 _NOT_ATTENTION = ("sparse", "compressed", "indexed")

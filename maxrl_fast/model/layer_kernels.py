@@ -1,4 +1,5 @@
-"""The elementwise parts of a decoder layer (layer_ops.py) with kernels.
+"""The parts of a decoder layer between its products: residual addition with RMS norm, rotary
+embedding, SwiGLU. TORCH_OPS has them in PyTorch, KERNELS as operators with kernels.
 
 csrc/cuda/layer_*.cu have one launch for each, csrc/cpu/layer.cpp one pass. They compute in float32
 (float64 for float64) and round once. Gradients of weights are summed over the rows in an order that
@@ -6,13 +7,13 @@ depends only on the shapes. Backward passes write the gradient of q, k and v, or
 one matrix, so autograd adds and copies nothing.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.derivatives import check_first_order
 from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch
@@ -20,6 +21,72 @@ from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch
 CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 _MOST_PARTIALS, _PARTIAL_NUMBERS = 2048, 1 << 21  # of the sums over rows: at most 8 MiB
+
+
+class Rotary(NamedTuple):
+    """cos and sin [P, 1, D/2], and the row of each token [U] int64; None: row u for token u.
+
+    TORCH_OPS takes them in the compute dtype and without positions, KERNELS in float32.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None = None
+
+
+class HeadNorms(NamedTuple):
+    """Weights [D] of the RMS norms of each query head and of each key head (Qwen3)."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+Heads = tuple[Tensor, Tensor, Tensor]  # q [U, Hq, D], k and v [U, Hkv, D]
+
+
+class LayerOps(NamedTuple):
+    # (x [U, H], delta [U, H] or None for 0, weight [H], eps) -> x + delta, and its norm
+    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+    # ([q | k | v] [U, (Hq + 2 Hkv) D], (Hq, Hkv, Hkv), norms, rotary) -> q and k, normed and
+    # rotated, and v
+    rotate_heads: Callable[[Tensor, tuple[int, int, int], HeadNorms | None, Rotary], Heads]
+    # ([gate | up] [U, 2 F]) -> silu(gate) up [U, F]
+    swiglu: Callable[[Tensor], Tensor]
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def _add_rms_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    x = x if delta is None else x + delta
+    return x, _rms_norm(x, weight, eps)
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate x [U, heads, D]: dimension i with i + D/2. Tables have x's dtype."""
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat([x1 * rotary.cos - x2 * rotary.sin, x2 * rotary.cos + x1 * rotary.sin], -1)
+
+
+def _rotate_heads(
+    packed: Tensor, counts: tuple[int, int, int], norms: HeadNorms | None, rotary: Rotary
+) -> Heads:
+    q, k, v = packed.unflatten(1, (sum(counts), -1)).split(counts, 1)
+    if norms is not None:
+        q, k = _rms_norm(q, norms.q, norms.eps), _rms_norm(k, norms.k, norms.eps)
+    return rotate(q, rotary), rotate(k, rotary), v
+
+
+def _swiglu(packed: Tensor) -> Tensor:
+    gate, up = packed.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+TORCH_OPS = LayerOps(_add_rms_norm, _rotate_heads, _swiglu)
 
 
 def layer_ops(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.model.recurrence import Recurrence
 
 Change = Callable[[Tensor], Tensor] | None  # of weights
@@ -117,9 +116,6 @@ class PolicyModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] float32 of hidden states [R, H]."""
         raise NotImplementedError
-
-    def compile_layers(self) -> None:
-        raise InputError("--compile is for the native decoder, got a policy of transformers")
 
 
 def find_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:

@@ -3,7 +3,7 @@ checkpoint, which transformers runs in Jinja's sandbox, without files and comman
 
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -129,44 +129,12 @@ def tokenizer_files(directory: Path) -> dict[str, bytes]:
 
 
 def saved_files(tokenizer: Any, directory: Path, template: str | None) -> dict[str, bytes]:
-    """Return the files with which checkpoints have the tokenizer of a directory: those there, and,
-    where they are not all that it needs, what transformers saves beside them. template: in place of
-    its own."""
-    files = tokenizer_files(directory)
+    """Return the files with which checkpoints have the tokenizer of a directory: those there, and
+    what transformers saves beside them. template: in place of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = tokenizer_files(Path(folder)) | tokenizer_files(directory)
     if template is not None:
         files.pop("chat_template.json", None)
         files["chat_template.jinja"] = template.encode()
-    config = {"config.json": (directory / "config.json").read_bytes()}  # may name its class
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if _difference(tokenizer, files | config, folder / "read"):
-            made = folder / "made"
-            tokenizer.save_pretrained(made)
-            for path in filter(Path.is_file, made.rglob("*")):
-                files.setdefault(path.relative_to(made).as_posix(), path.read_bytes())
-            if found := _difference(tokenizer, files | config, folder / "both"):
-                raise InputError(
-                    f"the tokenizer of {directory} cannot be saved in checkpoints: loaded again "
-                    f"from {', '.join(files)}, {found}"
-                )
     return files
-
-
-def _difference(tokenizer: Any, files: Mapping[str, bytes], folder: Path) -> str:
-    """Return how a tokenizer that is loaded from these files differs, or ""; they are written to
-    a folder."""
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    try:
-        other = load_tokenizer(folder)
-    except InputError as error:
-        return str(error)
-    for what in ("chat_template", "all_special_ids", "eos_token_id"):
-        if getattr(tokenizer, what) != getattr(other, what):
-            return f"its {what} is another"
-    own = tokenizer.get_vocab()
-    sample = "".join([*own][:: len(own) // 200 + 1])
-    sample += " na\u00efve \u6771\u4eac e\u0301\n\n  12,345 "
-    is_same = own == other.get_vocab() and tokenizer(sample).input_ids == other(sample).input_ids
-    return "" if is_same else "it encodes text otherwise"

@@ -5,27 +5,24 @@ with the output matrix than fused losses.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from maxrl_fast.algorithms.losses.registry import call_rows, checked
+from maxrl_fast.algorithms.losses.registry import checked
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO, Tokens, limited
 from maxrl_fast.ops.logit_chunks import capped_logits, default_chunk, logits_dtype
 from maxrl_fast.ops.loss_terms import LossTerms
-from maxrl_fast.ops.token_batch import TokenBatch, real_dtype, token_temperature
+from maxrl_fast.ops.token_batch import TokenBatch, real_dtype
 from maxrl_fast.ops.token_loss_kernel import LossSums
 
-_COPIES = 8  # float32 copies of a chunk of logits that functions of rows and their gradients need
+_COPIES = 8  # float32 copies of a chunk of logits that functions of them and gradients need
 
 
-def tokens_of(
-    batch: TokenBatch, logprobs: Tensor, entropy: Tensor, rows: Tensor | None = None
-) -> Tokens:
-    """Return a loss function's view of the batch; logprobs, entropy [T] and rows [T, R] may have
-    a gradient."""
+def tokens_of(batch: TokenBatch, logprobs: Tensor, entropy: Tensor) -> Tokens:
+    """Return a loss function's view of the batch; logprobs and entropy [T] may have a gradient."""
     mask = batch.loss_mask()
 
     def kept(x: Tensor) -> Tensor:  # masked log-probs may be NaN
@@ -41,30 +38,42 @@ def tokens_of(
         advantages=kept(batch.advantages),
         mask=mask,
         cu_seqlens=batch.cu_seqlens,
-        rows=None if rows is None else rows.double(),
+        targets=batch.targets,
+        statistics=batch.statistics,
         importance_weights=1.0
         if batch.importance_weights is None
         else kept(batch.importance_weights),
     )
 
 
-def function_loss(terms: LossTerms, batch: TokenBatch, tokens: Tokens) -> Tensor:
-    """Return the LossSums [10] of a loss that is a function, with the gradient of the first."""
-    loss = terms.spec
-    function = loss.bind(dict(terms.options), **terms.clips)
-    # A function may change what it is given, but neither the caller's tensors nor what counts here.
-    own = ("mask", "cu_seqlens", "advantages", "old_logprobs", "ref_logprobs")
-    given = replace(tokens, **{name: getattr(tokens, name).clone() for name in own})
-    values = checked(loss, function(given), tokens)
-    tokens.metrics = given.metrics
-    has_advantage = tokens.mask & (tokens.advantages != 0)
-    # tokens in the loss; the others' values may be NaN
-    counts = tokens.mask if terms.needs_every_token else has_advantage
-    is_read = counts  # tokens in the metrics
-    if loss.over_batch and not (terms.kl_coef or terms.entropy_coef):
-        is_read = has_advantage | counts & (values.detach() != 0)
+def compared(
+    terms: LossTerms, batch: TokenBatch, logprobs: Tensor, entropy: Tensor
+) -> tuple[LossTerms, TokenBatch]:
+    """Return terms and batch with what the loss reads of all tokens, whose log-probs and entropies
+    [T] these are: its statistics, or the mask and the loss that it is for."""
+    if not terms.spec.over_batch or batch.statistics is not None:
+        return terms, batch
+    tokens = tokens_of(batch, logprobs.detach(), entropy.detach())
+    found = terms.spec.compare(tokens, dict(terms.options))
+    if terms.spec.masks:
+        return terms.of_masked, batch._replace(advantages=batch.advantages * found)
+    return terms, batch._replace(statistics=found)
+
+
+def function_loss(
+    terms: LossTerms, batch: TokenBatch, tokens: Tokens, logits: Tensor | None = None
+) -> Tensor:
+    """Return the LossSums [10] of a loss that is a function, with the gradient of the first.
+    logits: [T, V] divided by the temperature, for a loss that reads them."""
+    function = terms.spec.bind(dict(terms.options), **terms.clips)
+    # tokens in the loss and the metrics; the others' values may be NaN
+    counts = tokens.mask
+    if not terms.needs_every_token:
+        counts = counts & (tokens.advantages != 0)
+    values = function(tokens) if logits is None else function(tokens, logits)
+    values = checked(terms.spec, values, tokens)
     difference = (tokens.logprobs - tokens.old_logprobs).detach()
-    log_ratio = difference if given.metric_log_ratio is None else given.metric_log_ratio
+    log_ratio = difference if tokens.metric_log_ratio is None else tokens.metric_log_ratio
     is_limited = log_ratio.abs() > MAX_LOG_RATIO
     divergence = torch.zeros_like(difference)
     if batch.ref_logprobs is not None:
@@ -76,16 +85,16 @@ def function_loss(terms: LossTerms, batch: TokenBatch, tokens: Tokens) -> Tensor
         values = values - terms.entropy_coef * tokens.entropy
 
     def total(x: Tensor) -> Tensor:
-        return torch.where(is_read, x.double(), 0.0).sum()
+        return torch.where(counts, x.double(), 0.0).sum()
 
     sums = LossSums(
         loss=torch.where(counts, values * batch.weights, 0.0).sum(),
         tokens=tokens.mask.sum().double(),
-        dropped_tokens=(tokens.mask & ~is_read).sum().double(),
+        dropped_tokens=(tokens.mask & ~counts).sum().double(),
         ratio=total(limited(log_ratio).exp()),
         ratio_clamped=total(is_limited),
-        clipped_low=total(given.clipped_low),
-        clipped_high=total(given.clipped_high),
+        clipped_low=total(tokens.clipped_low),
+        clipped_high=total(tokens.clipped_high),
         kl=total(divergence.detach()),
         entropy=total(tokens.entropy.detach()),
         logprob_diff=total(difference.abs()),
@@ -108,47 +117,51 @@ def token_logprobs_reference(
     logits: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
     """For tests, and for devices without a kernel."""
-    log_p = _log_softmax(logits, temperature)
+    return _logprobs(scaled(logits, temperature), targets)
+
+
+def _logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = torch.log_softmax(logits, -1)
     # A token masked out by -inf logits has p log p = 0, not NaN.
     entropy = -(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(-1)
     return log_p.gather(-1, targets[:, None])[:, 0], entropy
 
 
-def _log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+def scaled(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Return logits [T, V] divided by their temperatures [T], in the dtype of computation."""
     real = real_dtype(logits.dtype)
-    return torch.log_softmax(logits.to(real) / temperature[:, None].to(real), -1)
+    return logits.to(real) / temperature[:, None].to(real)
 
 
-def rows_of_loss(terms: LossTerms, logits: Tensor, batch: TokenBatch) -> Tensor | None:
-    """Return [T, R] of the log-softmax of logits [T, V], if the loss reads rows."""
-    if terms.spec.rows is None:
-        return None
-    log_p = _log_softmax(logits, batch.temperature)
-    return call_rows(terms.spec, dict(terms.options), log_p, batch.targets)
+def loss_of_logits(terms: LossTerms, batch: TokenBatch, part: slice, logits: Tensor) -> Tensor:
+    """Return the LossSums [10] of a part of the tokens, from their logits [C, V]."""
+    bounds = (batch.cu_seqlens - part.start).clamp(0, len(logits))
+    own = batch.at(part)._replace(cu_seqlens=bounds)
+    return function_loss(terms, own, tokens_of(own, *_logprobs(logits, own.targets)), logits)
 
 
-def linear_rows(
+def linear_loss_of_logits(
+    terms: LossTerms, batch: TokenBatch, hidden: Tensor, weight: Tensor, softcap: float
+) -> Tensor:
+    """Return the LossSums [10] of a loss that reads logits."""
+    of_part = partial(loss_of_logits, terms, batch)
+    return torch.stack(by_chunks(hidden, weight, of_part, batch.temperature, softcap)).sum(0)
+
+
+def by_chunks(
     hidden: Tensor,
     weight: Tensor,
-    targets: Tensor,
-    function: Callable[[Tensor, Tensor], Tensor],
-    *,
-    temperature: float | Tensor = 1.0,
-    softcap: float = 0.0,
-) -> Tensor:
-    """Return function(log_p [C, V], targets [C]) as [T, R], for the logits hidden @ weight.T in
-    chunks; the backward pass recomputes the logits."""
-    real = real_dtype(hidden.dtype)
-    temperature = token_temperature(temperature, len(hidden), hidden.device, None)
-    copies = _COPIES * real.itemsize // logits_dtype(hidden).itemsize
+    function: Callable[[slice, Tensor], Tensor],
+    temperature: Tensor,
+    softcap: float,
+) -> list[Tensor]:
+    """Return function(part, logits [C, V]) of each part of the tokens, for the logits hidden @
+    weight.T divided by the temperature [T]; the backward pass recomputes them."""
+    copies = _COPIES * real_dtype(hidden.dtype).itemsize // logits_dtype(hidden).itemsize
     size = max(default_chunk(hidden, len(weight)) // copies, 1)
 
-    def of_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, tau: Tensor) -> Tensor:
-        return function(_log_softmax(capped_logits(hidden, weight, softcap), tau), targets)
+    def of_part(hidden: Tensor, weight: Tensor, part: slice) -> Tensor:
+        return function(part, scaled(capped_logits(hidden, weight, softcap), temperature[part]))
 
-    parts = []
-    for start in range(0, max(len(hidden), 1), size):
-        chunk = slice(start, start + size)
-        rows = hidden[chunk], weight, targets[chunk], temperature[chunk]
-        parts.append(checkpoint(of_chunk, *rows, use_reentrant=False))
-    return torch.cat(parts)
+    parts = [slice(a, min(a + size, len(hidden))) for a in range(0, max(len(hidden), 1), size)]
+    return [checkpoint(of_part, hidden[x], weight, x, use_reentrant=False) for x in parts]

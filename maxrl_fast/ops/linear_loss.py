@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.losses.registry import call_rows
 from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops.derivatives import LossWithGradients, check_first_order, needs_gradient
 from maxrl_fast.ops.dispatch import eager, has_kernels, is_gpu
 from maxrl_fast.ops.function_loss import (
+    compared,
     function_loss,
-    linear_rows,
+    linear_loss_of_logits,
     token_logprobs_reference,
     tokens_of,
 )
@@ -72,7 +72,8 @@ def linear_policy_gradient_loss(
     shape = len(hidden), size
     batch = token_batch(terms, shape, hidden.device, targets, advantages, cu_seqlens, **others)
     has_mask = options.get("mask") is not None
-    return loss_of_hidden(hidden, weight, batch, terms, softcap, chunk, has_mask=has_mask)
+    sums = loss_of_hidden(hidden, weight, batch, terms, softcap, chunk, has_mask=has_mask)
+    return loss_and_metrics(sums, hidden)
 
 
 def loss_of_hidden(
@@ -84,30 +85,34 @@ def loss_of_hidden(
     chunk: int = 0,
     *,
     has_mask: bool = False,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return linear_policy_gradient_loss of a checked batch. chunk: tokens; 0: the default."""
+) -> Tensor:
+    """Return the LossSums [10] of a checked batch, with the gradient of the first. chunk: tokens;
+    0: the default."""
     spec = terms.spec
     if not has_kernels(hidden.device) or not spec.fused:
         hidden = torch.where(batch.loss_mask()[:, None], hidden, 0.0)  # masked states may be NaN
-        scale: dict[str, Any] = {"temperature": batch.temperature, "softcap": softcap}
-        chunk_tokens = chunk or None
-        logprobs, entropy = linear_token_logprobs(
-            hidden, weight, batch.targets, **scale, chunk_tokens=chunk_tokens
-        )
-        rows = None
-        if spec.rows is not None:
-            reads = partial(call_rows, spec, dict(terms.options))
-            rows = linear_rows(hidden, weight, batch.targets, reads, **scale)
-        sums = function_loss(terms, batch, tokens_of(batch, logprobs, entropy, rows))
-        return loss_and_metrics(sums, hidden)
+        needs_first_pass = spec.over_batch and batch.statistics is None
+        if not spec.reads_logits or needs_first_pass:
+            tau, chunk_tokens = batch.temperature, chunk or None
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not spec.reads_logits):
+                logprobs, entropy = linear_token_logprobs(
+                    *(hidden, weight, batch.targets),
+                    temperature=tau,
+                    softcap=softcap,
+                    chunk_tokens=chunk_tokens,
+                )
+            terms, batch = compared(terms, batch, logprobs, entropy)
+        if spec.reads_logits:
+            return linear_loss_of_logits(terms, batch, hidden, weight, softcap)
+        return function_loss(terms, batch, tokens_of(batch, logprobs, entropy))
     # On a GPU the host waits for the number of rows that are left out.
     leaves_out = has_mask or not is_gpu(hidden.device)
     needed = needs_gradient(hidden), needs_gradient(weight)
     compute = partial(
         linear_loss, hidden, weight, batch, terms.of_kernel, chunk, softcap, leaves_out, needed
     )
-    sums = LossWithGradients.apply("linear_policy_gradient_loss", compute, hidden, weight)
-    return loss_and_metrics(sums, hidden)
+    sums: Tensor = LossWithGradients.apply("linear_policy_gradient_loss", compute, hidden, weight)
+    return sums
 
 
 @eager

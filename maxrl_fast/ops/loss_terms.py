@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torch import Tensor
+from typing_extensions import Self
 
 from maxrl_fast.algorithms.arguments import check_choice, check_finite, check_number
-from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss, learns_without_advantage
+from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"]
@@ -43,7 +44,7 @@ class LossTerms:
 
     def __post_init__(self) -> None:
         spec = self.spec
-        learns_without_advantage(spec, self.options)  # raises if the function fails
+        spec.resolve(self.loss_options)
         check_choice("aggregation", self.aggregation, AGGREGATIONS)
         if self.aggregation != (needed := spec.aggregation or self.aggregation):
             wanted = f"{needed} for {self.loss}, whose loss it is a part of"
@@ -80,9 +81,13 @@ class LossTerms:
     @property
     def needs_every_token(self) -> bool:
         """Whether tokens with advantage 0 have a gradient too."""
-        if self.kl_coef or self.entropy_coef:
-            return True
-        return learns_without_advantage(self.spec, self.options)
+        own = self.spec.is_users if self.spec.all_tokens is None else self.spec.all_tokens
+        return bool(self.kl_coef or self.entropy_coef or own)
+
+    @property
+    def of_masked(self) -> Self:
+        """The terms of the loss whose tokens this loss masks."""
+        return replace(self, loss=self.spec.masks, loss_options=None)
 
     @property
     def of_kernel(self) -> tuple[Any, ...]:

@@ -33,6 +33,7 @@ class TokenBatch(NamedTuple):
     sequence_log_ratio: Tensor | None  # [T], mean log-ratio of the token's response, for gspo
     cu_seqlens: Tensor  # [S+1] int64, for losses with a ratio of responses
     importance_weights: Tensor | None = None  # [T], for losses with terms beside the advantages
+    statistics: Tensor | None = None  # [T, ...], of the loss's `statistics`
 
     def loss_mask(self) -> Tensor:
         return self.weights != 0

@@ -10,8 +10,10 @@ from maxrl_fast.ops import token_loss_kernel as kernels
 from maxrl_fast.ops.derivatives import LossWithGradients, needs_gradient
 from maxrl_fast.ops.dispatch import eager, has_kernels
 from maxrl_fast.ops.function_loss import (
+    compared,
     function_loss,
-    rows_of_loss,
+    loss_of_logits,
+    scaled,
     token_logprobs_reference,
     tokens_of,
 )
@@ -149,12 +151,15 @@ def policy_gradient_loss(
 
 
 def _by_function(logits: Tensor, batch: TokenBatch, terms: LossTerms) -> Tensor:
-    if not has_kernels(logits.device) or terms.spec.rows is not None:
+    if not has_kernels(logits.device) or terms.spec.reads_logits:
         # masked logits may be NaN, and so their gradient
         logits = torch.where(batch.loss_mask()[:, None], logits, 0.0)
     logprobs, entropy = token_logprobs(logits, batch.targets, temperature=batch.temperature)
-    numbers = rows_of_loss(terms, logits, batch)
-    return function_loss(terms, batch, tokens_of(batch, logprobs, entropy, numbers))
+    terms, batch = compared(terms, batch, logprobs, entropy)
+    if terms.spec.reads_logits:
+        rows = scaled(logits, batch.temperature)
+        return loss_of_logits(terms, batch, slice(0, len(logits)), rows)
+    return function_loss(terms, batch, tokens_of(batch, logprobs, entropy))
 
 
 def loss_and_metrics(sums: Tensor, like: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

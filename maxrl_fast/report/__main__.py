@@ -1,5 +1,3 @@
-import sys
+from maxrl_fast.runtime.output import run_command
 
-from maxrl_fast.__main__ import main
-
-sys.exit(main(["report", *sys.argv[1:]]))
+run_command("report")

@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, printable
 from maxrl_fast.evaluation.scores import PASS, score_of
-from maxrl_fast.runtime.files import printable, read_json
+from maxrl_fast.runtime.files import read_json
 from maxrl_fast.runtime.run_folder import RunFolder
 
 EVALUATION_BYTES = 1 << 28  # eval.json has numbers for each prompt
@@ -41,16 +41,13 @@ class Folder:
     coverage: list[Record] = field(default_factory=list)
     sets: dict[str, list[Record]] = field(default_factory=dict)  # of held-out sets by name
     warnings: list[Record] = field(default_factory=list)
-    points: dict[str, list[Any]] = field(  # of diagnosed prompts
-        default_factory=lambda: {"step": [], "id": [], "pass_rate": [], "grad_norm": []}
-    )
+    points: list[list[float]] = field(default_factory=list)  # pass rates and gradient norms
     # ids, and for each evaluation the correct samples of each prompt
     prompts: Record = field(default_factory=dict)
     samples: list[Record] = field(default_factory=list)  # of evaluations
     rollouts: list[Record] = field(default_factory=list)  # of training
     # number of samples and rollouts in the files
     in_files: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
     weight: Record = field(default_factory=dict)  # W_N(p), or why there is none
     notes: list[str] = field(default_factory=list)  # what is left out
 
@@ -88,18 +85,15 @@ def _read_run(run: RunFolder, folder: Folder) -> None:
         raise InputError(f"{file} must hold at least one step, and has none")
     folder.steps, folder.metrics = [x["step"] for x in records], _columns(records)
     _read_evaluations(_by_step(run.log("eval")), folder)
-    unknown = {"reason": "weight.json does not have it"}
-    folder.weight = _optional(run.path / "weight.json") or unknown
+    weight, unknown = run.path / "weight.json", {"reason": "weight.json does not have it"}
+    folder.weight = read_json(weight) if weight.exists() else unknown
     _read_pass_rates(run, folder)
     folder.warnings = run.log("warnings")
     lines = run.log("diagnostics")
     lines = _thinned(lines, lambda x: len(x["ids"]), MOST_POINTS, "diagnostics", folder)
     for x in lines:
-        for point in zip(x["ids"], x["pass_rate"], x["grad_norm"], strict=True):
-            if None not in point[1:]:
-                for column, value in zip(folder.points.values(), (x["step"], *point), strict=True):
-                    column.append(value)
-    folder.seconds = _optional(run.path / "timings.json")
+        points = zip(x["pass_rate"], x["grad_norm"], strict=True)
+        folder.points += [[*point] for point in points if None not in point]
 
 
 def _read_evaluations(records: list[Record], folder: Folder) -> None:
@@ -130,7 +124,6 @@ def _read_evaluation(file: Path, folder: Folder) -> None:
         if rewards := own.get("rewards"):
             own |= {"reward_mean": [*map(fmean, rewards)], "reward_max": [*map(max, rewards)]}
         _take_counts([record | own | {"step": None}], own["id"], len(own["id"]), folder)
-    folder.seconds = record.get("seconds", {})
 
 
 def _read_pass_rates(run: RunFolder, folder: Folder) -> None:
@@ -154,10 +147,6 @@ def _take_counts(records: list[Record], ids: list[int], total: int, folder: Fold
     names = ("step", "num_samples", *kinds)
     evaluations = [{name: x[name] for name in names} for x in records]
     folder.prompts = {"ids": ids, "num_prompts": total, "evaluations": evaluations}
-
-
-def _optional(path: Path) -> Record:
-    return read_json(path) if path.exists() else {}
 
 
 def _by_step(records: list[Record]) -> list[Record]:

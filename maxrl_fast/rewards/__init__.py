@@ -5,18 +5,17 @@ Every reward worker imports this package at its start, so nothing slow may be im
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from maxrl_fast.errors import printable
+from maxrl_fast.runtime.background import Progress as Progress
+from maxrl_fast.runtime.background import no_progress as no_progress
 
 PROGRESS_INTERVAL = 1.0  # seconds between two calls of `on_progress` where nothing else happens
 LONGEST_MESSAGE = 1000  # characters
 
 Rows = Sequence[dict[str, Any]]  # each has "prompt", "response" and the columns of the prompt
-Progress = Callable[[], None]
-
-
-def no_progress() -> None:
-    """Ignore the progress of scoring."""
 
 
 class Outcome(NamedTuple):
@@ -50,8 +49,7 @@ class Outcome(NamedTuple):
 
 def failure(kind: str, message: str) -> Outcome:
     """Return the outcome of a response that has no reward. The message becomes one short line."""
-    line = "".join(c if c.isprintable() else " " for c in message[:LONGEST_MESSAGE])
-    return Outcome(None, {}, kind, line)
+    return Outcome(None, {}, kind, printable(message, LONGEST_MESSAGE))
 
 
 LEFT = failure("left", "")
@@ -97,9 +95,6 @@ class RewardSource:
                 if max_failures is not None and num_failed > max_failures:
                     break
         return found
-
-    def check(self, row: dict[str, Any]) -> None:
-        """Raise InputError if it cannot take such a row."""
 
     def lines(self) -> list[str]:
         """Return what the start of a run says about it."""

@@ -4,7 +4,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards import Outcome, Outcomes, RewardSource, Rows, failure
@@ -12,14 +11,9 @@ from maxrl_fast.rewards.function import outcome_of
 
 
 class WeightedRewards(RewardSource):
-    """The weighted sum of several rewards.
-
-    A reward that is None does not apply to its response and is left out of the sum, as in TRL. A
-    response to which none applies, or for which one fails, has no reward: it counts as a failure.
-    The components are each source's value, by its name, and its components, by NAME.COMPONENT.
-
-    Args:
-        sources: in the order of `weights`.
+    """The weighted sum of several rewards. One that is None does not apply to its response and is
+    left out, as in TRL; a response to which none applies, or for which one fails, has failed. The
+    components are each source's value, by its name, and its components, by NAME.COMPONENT.
     """
 
     def __init__(self, sources: Sequence[RewardSource], weights: Sequence[float]) -> None:
@@ -48,10 +42,6 @@ class WeightedRewards(RewardSource):
         for i in {*range(len(rows))} - failed:
             yield i, outcome_of(sums[i])._replace(components=components[i])
 
-    def check(self, row: dict[str, Any]) -> None:
-        for source in self._sources:
-            source.check(row)
-
     def lines(self) -> list[str]:
         lines = [line for source in self._sources for line in source.lines()]
         sums = " + ".join(f"{weight:g} {name}" for name, weight in self.weights.items())
@@ -63,28 +53,20 @@ class WeightedRewards(RewardSource):
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Return the function or model of each reward, with its file or a number if two are equal."""
-    for name in names:
-        if names.count(name) > 1:
-            raise InputError(f"--reward must name each function once, got {name} twice")
+    """Return the function or model of each reward, with its file if two are equal."""
     short = [name.rpartition(":")[2].rpartition("/")[2] for name in names]
     if len({*short}) < len(short):
         files = [Path(name.rpartition(":")[0]).stem for name in names]
         short = [f"{file}.{last}" for file, last in zip(files, short, strict=True)]
     if len({*short}) < len(short):
-        short = [f"{last}_{i}" for i, last in enumerate(short, start=1)]
+        raise InputError(f"--reward must name different functions, got {', '.join(names)}")
     return short
 
 
 class MajorityVote(RewardSource):
-    """Reward 1 for the most frequent answer among the responses to a prompt, 0 for the others (SRT,
-    Shafayat et al. 2025; TTRL, Zuo et al. 2025).
-
-    Answers are compared as text. Responses without an answer do not vote; a tie goes to the answer
-    that was sampled first.
-
-    Args:
-        answer: returns the answer in a response, "" if it has none, such as Task.answer.
+    """Reward 1 for the most frequent answer, as text, among the responses to a prompt, 0 for the
+    others (SRT, Shafayat et al. 2025; TTRL, Zuo et al. 2025). `answer` returns that of a response;
+    those without one, "", do not vote. A tie goes to the answer that was sampled first.
     """
 
     name = "majority vote"

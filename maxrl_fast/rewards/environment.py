@@ -101,7 +101,6 @@ class EnvironmentHost:
     """The environments of one process.
 
     Args:
-        file: whose lines errors name.
         time_limit: seconds after which SIGALRM ends an operation; None: no limit.
         with_schemas: see signature_of_environment.
 
@@ -111,11 +110,9 @@ class EnvironmentHost:
 
     BREAKING = ("memory", "timeout", "exception")  # see Caller
 
-    def __init__(
-        self, cls: Any, file: str, time_limit: float | None, with_schemas: bool = True
-    ) -> None:
+    def __init__(self, cls: Any, time_limit: float | None, with_schemas: bool = True) -> None:
         self.signature = signature_of_environment(cls, with_schemas)
-        self._class, self._file, self._time_limit = cls, file, time_limit
+        self._class, self._time_limit = cls, time_limit
         self._tools = [tool["function"]["name"] for tool in self.signature["tools"]]
         self.live = dict[int, Any]()  # the environments by number
         if time_limit is not None:
@@ -136,7 +133,7 @@ class EnvironmentHost:
                     signal.setitimer(signal.ITIMER_REAL, 0)
         except BaseException as error:  # also sys.exit
             self.live.pop(operation[0], None)
-            return [outcome_of(error, self._file)]
+            return [outcome_of(error)]
 
     def _operate(self, number: int, word: str, value: Any) -> Outcome:
         if word in ("probe", "start"):
@@ -166,7 +163,8 @@ class EnvironmentHost:
         except (MemoryError, InvalidReward):
             raise
         except Exception as error:
-            return Outcome(None, {"tool_errors": 1.0}, text=_as_text(describe_error(error, None)))
+            said = _as_text(describe_error(error, with_place=False))
+            return Outcome(None, {"tool_errors": 1.0}, text=said)
 
 
 def _as_text(value: Any) -> str:

@@ -1,8 +1,5 @@
-"""How a user's reward function is called, and what it may return: in a worker or in the trainer.
-
-The parameters' names say how it is called: f(prompt, response, **columns) with one response, or as
-in TRL f(prompts, completions, **columns) with all responses to a prompt. Each may be async. Each
-worker imports this module at its start, so it imports only a few standard modules.
+"""How a user's reward function is called, by the names of its parameters, and what it may return.
+Each worker imports this module at its start, so it imports only a few standard modules.
 """
 
 import math
@@ -39,12 +36,12 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    names = {p.name for p in named}
+    names = [p.name for p in named]
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-    takes_lists = "response" not in names and not names.isdisjoint(AS_LISTS.values())
+    takes_lists = "response" not in names and not {*AS_LISTS.values()}.isdisjoint(names)
     return {
         "style": LISTS if takes_lists else ROWS if is_async else ROW,
-        "names": sorted(names),
+        "names": names,
         "required": [p.name for p in named if p.default is p.empty],
         "takes_any": len(named) < len(parameters),
     }
@@ -52,21 +49,13 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
 def taken(signature: Signature, columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns that a function takes: those that it names, or all with **columns."""
+    if missing := [name for name in signature["required"] if name not in columns]:
+        raise InvalidReward(
+            f"your code asks for `{missing[0]}`: the arguments are {', '.join(columns)}; give "
+            "it a default, or name a column of the data"
+        )
     names = signature["names"]
     return {key: x for key, x in columns.items() if signature["takes_any"] or key in names}
-
-
-def mismatch(signature: Signature, row: Mapping[str, Any]) -> str:
-    """Return a sentence on the first parameter that a row does not give, or ""."""
-    names = AS_LISTS if signature["style"] == LISTS else {}
-    given = [names.get(key, key) for key in row]
-    for name in signature["required"]:
-        if name not in given:
-            return (
-                f"your function asks for `{name}`: the arguments are {', '.join(given)}; give it a "
-                "default, or name a column of the data"
-            )
-    return ""
 
 
 @lru_cache(1)
@@ -94,18 +83,13 @@ def run_coroutines(begin: Sequence[Callable[[], Any]], time_limit: float | None)
 
     async def settle_all() -> list[Any]:
         tasks = [asyncio.ensure_future(settle(one)) for one in begin]
-        try:
-            await asyncio.wait(tasks, timeout=time_limit)
-            return [task.result() if task.done() else LateCall(time_limit) for task in tasks]
-        finally:
-            for task in tasks:
-                task.cancel()
+        _, late = await asyncio.wait(tasks, timeout=time_limit)
+        values = [LateCall(time_limit) if task in late else task.result() for task in tasks]
+        for task in late:
+            task.cancel()
+        return values
 
-    future = asyncio.run_coroutine_threadsafe(settle_all(), event_loop())
-    try:
-        return future.result()
-    finally:
-        future.cancel()  # where this thread is interrupted
+    return asyncio.run_coroutine_threadsafe(settle_all(), event_loop()).result()
 
 
 def awaited(result: Any) -> Any:
@@ -121,16 +105,15 @@ class Caller:
     """Calls a function in its style, which its `signature` says.
 
     Args:
-        file: whose lines errors name.
         time_limit: seconds of each async call; None: no limit.
     """
 
     BREAKING = ("memory",)  # the kinds of failures after which the worker ends
 
-    def __init__(self, function: Callable[..., Any], file: str, time_limit: float | None) -> None:
+    def __init__(self, function: Callable[..., Any], time_limit: float | None) -> None:
         self.signature, self._function = signature_of(function), function
         self.live = dict[int, Any]()  # between calls it keeps nothing
-        self._file, self._time_limit = file, time_limit
+        self._time_limit = time_limit
 
     def call(self, rows: list[dict[str, Any]]) -> list[Outcome]:
         """Return the outcome of each row of a call, or one failure for all."""
@@ -144,7 +127,7 @@ class Caller:
                 values = [awaited(self._begin(rows[0]))]
         except BaseException as error:
             values = [error]
-        return [outcome_of(value, self._file) for value in values]
+        return [*map(outcome_of, values)]
 
     def _begin(self, arguments: dict[str, Any]) -> Any:
         return self._function(**taken(self.signature, arguments))
@@ -175,8 +158,8 @@ def list_of(result: Any, count: int) -> list[Any]:
     return [*values]
 
 
-def outcome_of(value: Any, file: str = "") -> Outcome:
-    """Return the outcome of a value that a function has returned, or raised in a line of `file`.
+def outcome_of(value: Any) -> Outcome:
+    """Return the outcome of a value that a function has returned, or raised.
 
     A dict of components has its reward under "reward" or, as verl's, under "score", beside which
     some may be no numbers; else it is their sum. None and NaN do not apply: such components are
@@ -205,7 +188,7 @@ def outcome_of(value: Any, file: str = "") -> Outcome:
     except MemoryError:
         return failure("memory", "the call needed more memory than its limit")
     except BaseException as error:
-        return failure("exception", describe_error(error, file))
+        return failure("exception", describe_error(error))
 
 
 def to_number(value: Any, what: str) -> float | None:

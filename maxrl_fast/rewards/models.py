@@ -14,43 +14,6 @@ from maxrl_fast.rewards.function import outcome_of
 CLASSIFIER, BATCH = "hf:", 16  # texts
 
 
-def read_model(
-    directory: Path, kind: str, what: str, dtype: torch.dtype
-) -> tuple[Any, Any, list[str]]:
-    """Return the tokenizer and the model in a directory, and the names of weights that it lacks.
-
-    Nothing is downloaded, no code in the directory is run, and weights are read from safetensors
-    only.
-
-    Args:
-        kind: name of a class of transformers, such as "AutoModel".
-        what: the model, for error messages.
-    """
-    tokenizer = load_tokenizer(directory)
-    import transformers  # load_tokenizer has checked that it is installed
-
-    options = {
-        "local_files_only": True,
-        "trust_remote_code": False,
-        "use_safetensors": True,
-        "dtype": dtype,
-    }
-    try:
-        with Quiet():
-            model, loaded = getattr(transformers, kind).from_pretrained(
-                directory, output_loading_info=True, **options
-            )
-    except Exception as error:  # transformers raises many kinds of errors
-        raise InputError(f"cannot read {what}: {type(error).__name__}: {error}") from error
-    return tokenizer, model.eval(), sorted(loaded["missing_keys"])
-
-
-def longest_text(tokenizer: Any, model: Any) -> int:
-    """Return the most tokens that a model takes."""
-    positions = model.config.to_dict().get("max_position_embeddings") or 2**31
-    return int(min(positions, tokenizer.model_max_length, 2**31))
-
-
 class Classifier(RewardSource):
     """Scores a response by the logit of a classifier with one label, or the probability of the
     second of two labels, after the chat template if there is one.
@@ -66,10 +29,21 @@ class Classifier(RewardSource):
             raise InputError(
                 f"--reward {CLASSIFIER}DIR must name the directory of a model, got {directory}"
             )
-        what = f"the classifier of --reward {name}"
-        self._tokenizer, model, missing = read_model(
-            directory, "AutoModelForSequenceClassification", what, dtype
-        )
+        self._tokenizer = load_tokenizer(directory)
+        import transformers  # load_tokenizer has checked that it is installed
+
+        # nothing is downloaded, no code in the directory is run
+        options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+        cls = transformers.AutoModelForSequenceClassification
+        try:
+            with Quiet():
+                model, loaded = cls.from_pretrained(
+                    directory, output_loading_info=True, dtype=dtype, **options
+                )
+        except Exception as error:  # transformers raises many kinds of errors
+            cause = f"{type(error).__name__}: {error}"
+            raise InputError(f"cannot read the classifier of --reward {name}: {cause}") from error
+        missing = sorted(loaded["missing_keys"])
         if missing:  # transformers would draw them at random
             raise InputError(
                 f"--reward {name} must be a sequence classifier, but it has no weights {missing[0]}"
@@ -78,7 +52,9 @@ class Classifier(RewardSource):
             raise InputError(
                 f"--reward {name} must have one label, or two, got {model.config.num_labels}"
             )
-        self._model, self._longest = model.to(device), longest_text(self._tokenizer, model)
+        self._model = model.eval().to(device)
+        positions = model.config.to_dict().get("max_position_embeddings") or 2**31
+        self._longest = int(min(positions, self._tokenizer.model_max_length, 2**31))
         # A decoder reads its score at the last token that is not padding, so padding must be a
         # token that ends no text.
         pad = self._tokenizer.pad_token_id

@@ -1,5 +1,6 @@
 """What reward functions print in their worker processes: a file in the run's folder."""
 
+import io
 import os
 from pathlib import Path
 from threading import Lock, Thread
@@ -14,8 +15,9 @@ class RewardOutput:
     """
 
     def __init__(self) -> None:
-        self._lock, self._pipe, self._path = Lock(), -1, Path(os.devnull)
-        self._kept, self._left = b"", MOST_BYTES
+        self._lock, self._pipe = Lock(), -1
+        self._file: io.BytesIO | io.FileIO = io.BytesIO()
+        self._left = MOST_BYTES
 
     def fileno(self) -> int:
         """Return the descriptor to write to, which is there from the first call on."""
@@ -26,14 +28,13 @@ class RewardOutput:
         return self._pipe
 
     def open(self, folder: Path, is_resumed: bool) -> None:
-        """Write to a file in a run's folder, once there is output; append if resumed."""
+        """Write to a file in a run's folder, if there are workers; append if resumed."""
         with self._lock:
-            self._path = folder / FILE_NAME
-            if not is_resumed:
-                self._path.unlink(missing_ok=True)
-            self._left = MOST_BYTES - (self._path.stat().st_size if self._path.exists() else 0)
-            kept, self._kept = self._kept, b""
-            self._keep(kept)
+            if self._pipe >= 0 and isinstance(self._file, io.BytesIO):
+                kept, mode = self._file.getvalue(), "ab" if is_resumed else "wb"
+                self._file = io.FileIO(folder / FILE_NAME, mode)
+                self._left = MOST_BYTES - self._file.tell()
+                self._keep(kept)
 
     def _read(self, reader: int) -> None:
         while data := os.read(reader, 1 << 16):
@@ -43,14 +44,9 @@ class RewardOutput:
 
     def _keep(self, data: bytes) -> None:
         part, self._left = data[: max(self._left, 0)], self._left - len(data)
-        if not part:
-            return
-        if self._path == Path(os.devnull):
-            self._kept += part
-            return
         try:
-            with self._path.open("ab") as file:
-                file.write(part + FULL * (self._left <= 0))
+            if part:
+                self._file.write(part + FULL * (self._left <= 0))
         except OSError:  # a full disk, of which the run's other files tell
             self._left = 0
 
@@ -61,3 +57,4 @@ class RewardOutput:
             self._thread.join(1.0)  # a program that left its process group may keep the pipe open
             with self._lock:
                 self._left = 0
+                self._file.close()

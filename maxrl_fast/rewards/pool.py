@@ -1,8 +1,5 @@
 """Reward functions and environments, called in worker processes, which can neither hang nor corrupt
-a run, or in this process, where nothing contains them.
-
-`worker.py` is the side of a worker. multiprocessing would run the user's script again in each, and
-does not kill what it has started.
+a run, or in this process, where nothing contains them. `worker.py` is the side of a worker.
 """
 
 import contextlib
@@ -19,24 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.rewards import PROGRESS_INTERVAL, Outcome, Outcomes, RewardSource, Rows, failure
 from maxrl_fast.rewards.environment import EnvironmentHost
-from maxrl_fast.rewards.function import (
-    LISTS,
-    ROW,
-    STYLES,
-    Caller,
-    LateCall,
-    Signature,
-    mismatch,
-    outcome_of,
-)
+from maxrl_fast.rewards.function import LISTS, ROW, STYLES, Caller, LateCall, Signature, outcome_of
 from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rewards.worker import close_memory
 from maxrl_fast.runtime.loading import LoadError
 
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
+# Not multiprocessing: it would run the user's script again.
 BOOTSTRAP = (
     "import json, sys; settings = json.loads(sys.argv.pop()); sys.path[:] = settings['path']; "
     "from maxrl_fast.rewards.worker import main; main(settings)"
@@ -44,7 +32,6 @@ BOOTSTRAP = (
 LOADING = -1  # the number of a worker's first call
 START_LIMIT = 60.0  # seconds for starting a process and loading the function
 GRACE = 1.0  # seconds after its limit that a call is killed; a worker ends async calls itself
-LOOK_INTERVAL = 1.0  # the longest wait for answers, in seconds
 KILL_LIMIT = 5.0  # seconds for a killed process to end
 # Unless the user sets the seed: the order of a set must not depend on the process.
 SETTINGS = {"PYTHONHASHSEED": "0"} | dict.fromkeys(
@@ -65,7 +52,7 @@ class UserCode(RewardSource):
     """
 
     signature: Signature
-    place: str  # of environments, for the start of a run
+    place: str  # where it is called, for the start of a run
     concurrency = 1  # calls of an async function that are made at a time
     output: RewardOutput | None = None  # what workers print; None: discarded, or this process's
 
@@ -73,10 +60,17 @@ class UserCode(RewardSource):
         """Have a call made, with rows, or an environment's operation, which has one call at a time.
         The arguments are JSON values: a tuple arrives as a list.
         """
+        try:
+            self._put(number, json.dumps(arguments))
+        except (TypeError, ValueError) as error:  # of a task of the user's own
+            wanted = "the columns of prompts must be JSON values, for rewards"
+            raise InputError(f"{wanted}: {error}") from error
+
+    def _put(self, number: int, arguments: str) -> None:
         raise NotImplementedError
 
     def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
-        """Yield the numbers and outcomes of calls, after waiting for at most some seconds."""
+        """Yield the numbers and outcomes of calls, after a wait of at most a second."""
         raise NotImplementedError
 
     def drop(self) -> None:
@@ -86,8 +80,7 @@ class UserCode(RewardSource):
         """Call the function with each row; one of lists with `group` rows, and an async one with
         several rows at a time.
         """
-        style = self.signature["style"]
-        size = 1 if style == ROW else group if style == LISTS else self.concurrency
+        size = {ROW: 1, LISTS: group}.get(self.signature["style"], self.concurrency)
         waiting = {start: rows[start : start + size] for start in range(0, len(rows), size)}
         try:
             for start, part in waiting.items():
@@ -108,49 +101,28 @@ class UserCode(RewardSource):
     def wants_raw(self) -> bool:  # type: ignore[override]
         return self.signature["takes_any"] or "response_raw" in self.signature["names"]
 
-    def check(self, row: dict[str, Any]) -> None:
-        if sentence := mismatch(self.signature, {**row, "response_raw": "", "truncated": False}):
-            raise InputError(f"--reward {self.name}: {sentence}")
-
-
-def as_json(arguments: Any) -> str:
-    try:
-        return json.dumps(arguments)
-    except (TypeError, ValueError) as error:  # of a task of the user's own
-        wanted = "the columns of prompts must be JSON values, for rewards"
-        raise InputError(f"{wanted}: {error}") from error
+    def lines(self) -> list[str]:
+        how = STYLES[self.signature["style"]].format(concurrency=self.concurrency)
+        return [f"reward {self.name}: {how}, {self.place}"]
 
 
 class InProcess(UserCode):
-    """A Python object of this process. It is called in the main thread, one call at a time, with
-    copies of its arguments and without a time limit.
-
-    Args:
-        name: as in --reward or --environment.
+    """A Python object of this process, by its `name` in --reward or --environment. It is called in
+    the main thread, one call at a time, with copies of its arguments and without a time limit.
     """
 
-    place = "in this process, without a time limit"
+    place = "in this process, without a time limit; FILE.py:FUNCTION runs in separate processes"
 
-    def __init__(
-        self,
-        code: Callable[..., Any],
-        name: str,
-        is_environment: bool = False,
-    ) -> None:
-        file = getattr(getattr(code, "__code__", None), "co_filename", "")
-        self._host: Caller | EnvironmentHost
+    def __init__(self, code: Callable[..., Any], name: str, is_environment: bool = False) -> None:
         try:
-            if is_environment:
-                self._host = EnvironmentHost(code, file, None)
-            else:
-                self._host = Caller(code, file, None)
+            self._host = (EnvironmentHost if is_environment else Caller)(code, None)
         except LoadError as error:
             raise InputError(f"environment {name}: {error}") from error
         self.name, self.signature = name, self._host.signature
         self._calls = dict[int, str]()
 
-    def request(self, number: int, arguments: Any) -> None:
-        self._calls[number] = as_json(arguments)
+    def _put(self, number: int, arguments: str) -> None:
+        self._calls[number] = arguments
 
     def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
         for number in [*self._calls]:
@@ -160,28 +132,19 @@ class InProcess(UserCode):
         self._calls.clear()
         self._host.live.clear()
 
-    def lines(self) -> list[str]:
-        how = STYLES[self.signature["style"]].format(concurrency=1)
-        return [
-            f"reward {self.name}: {how}, in this process, without a time limit: a call that hangs "
-            "stops the run, and a crash ends this process. FILE.py:FUNCTION runs in separate "
-            "processes"
-        ]
-
-
-class StartError(Exception):
-    """A worker cannot load the function."""
-
 
 class Worker:
-    """A process that loads the function and makes one call at a time. Time counts while the trainer
-    looks for the answer: a call that was stopped with its trainer is not late.
-    """
+    """A process that loads the function and makes one call at a time, from a queue. Time counts
+    while the trainer looks: a call that was stopped with its trainer is not late."""
 
-    def __init__(self, settings: dict[str, Any], variables: dict[str, str], output: int) -> None:
+    def __init__(self, queue: deque[tuple[int, str]], limit: float) -> None:
+        self.queue, self._limit_of_calls = queue, limit
+        self.number: int | None = None  # of its call
+        self.has_ended = True
+
+    def start(self, settings: dict[str, Any], variables: dict[str, str], output: int) -> None:
         self.socket, theirs = socket.socketpair()
         given = {**settings, "connection": theirs.fileno(), "path": sys.path}
-        self.has_ended = False
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOTSTRAP, json.dumps(given)],
@@ -192,50 +155,54 @@ class Worker:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # Ctrl-C does not reach it
             )
-        self.expect(LOADING, START_LIMIT)
+        self.has_ended = False
+        self._expect(LOADING, START_LIMIT)
 
-    def expect(self, number: int, limit: float) -> None:
-        """Begin to wait for the answer to a call."""
-        self.number: int | None = number  # None: it has no call
-        self._limit, self.left, self._received = limit, limit + GRACE, b""
-        self._looked = time.monotonic()
+    def give(self) -> None:
+        """Begin the next call, if there is one and it is free."""
+        if self.queue and self.number is None and not self.has_ended:
+            number, arguments = self.queue.popleft()
+            self.socket.settimeout(self._limit_of_calls)
+            with contextlib.suppress(OSError):  # of a process that has ended, which `look` tells
+                self.socket.sendall(f"{arguments}\n".encode())
+            self._expect(number, self._limit_of_calls)
 
-    def look(self, is_readable: bool) -> list[Outcome] | None:
-        """Return the outcomes of its call; None while it runs, [] if a process has not read it."""
+    def _expect(self, number: int, limit: float) -> None:
+        self.number, self._limit, self.left = number, limit, limit + GRACE
+        self._received, self._looked = b"", time.monotonic()
+
+    def look(self, is_readable: bool) -> list[Outcome]:
+        """Return the outcomes of its call; [] while it runs."""
         now = time.monotonic()
-        self.left -= min(now - self._looked, 2 * LOOK_INTERVAL)
+        self.left -= min(now - self._looked, 2 * PROGRESS_INTERVAL)
         self._looked = now
         if is_readable:
-            try:
+            data = b""
+            with contextlib.suppress(ConnectionError):
                 data = self.socket.recv(1 << 16)
-            except ConnectionError:
-                self.end()
-                return []
             self._received += data
             if not data:
                 return [failure("crash", f"the worker process {self.end()}")]
             if data.endswith(b"\n"):
-                try:
-                    return [Outcome(*values) for values in json.loads(self._received)]
-                except (ValueError, TypeError):
+                is_last, outcomes = json.loads(self._received)
+                self.number = None
+                if is_last:
                     self.end()
-                    return [failure("crash", "the reward code wrote to its worker's connection")]
+                return [Outcome(*values) for values in outcomes]
         if self.left > 0:
-            return None
+            return []
         self.end()
         return [outcome_of(LateCall(self._limit))]
 
     def end(self) -> str:
-        """Kill the process group; return how the process has ended, now or before."""
-        if not self.has_ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.communicate(timeout=KILL_LIMIT)
-            self.socket.close()
-            self.has_ended = True
-        code = self._process.returncode
-        name = signal.Signals(-code).name if code < 0 else ""
-        return f"was killed by {name}" if name else f"exited with code {code}"
+        """Kill the process group; return how the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate(timeout=KILL_LIMIT)
+        self.socket.close()
+        self.number, self.has_ended, code = None, True, self._process.returncode
+        died = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        return died or f"exited with code {code}"
 
 
 class RewardPool(UserCode):
@@ -243,7 +210,8 @@ class RewardPool(UserCode):
 
     A call that exceeds its time or memory limit or crashes its process fails alone, and its process
     is replaced. An environment lives in the worker of its number modulo their number, and ends with
-    it. One thread at a time may use the pool.
+    it. One thread at a time may use the pool. `results` raises RewardError where the function can
+    no longer be loaded.
 
     Args:
         name: "path/to/file.py:name" or "package.module:name".
@@ -266,37 +234,29 @@ class RewardPool(UserCode):
         is_environment: bool = False,
         output: RewardOutput | None = None,
     ) -> None:
-        for variable in environment:
-            if variable not in os.environ:
-                raise InputError(
-                    f"--reward-env names {variable}, which is not set: set it, or leave it out"
-                )
+        if unset := [x for x in environment if x not in os.environ]:
+            raise InputError(
+                f"--reward-env names {unset[0]}, which is not set: set it, or leave it out"
+            )
         self.name, self.concurrency, self.output = name, concurrency, output
-        self.place, self._num_workers = f"in {workers} worker processes", workers
-        close_memory()
+        self.place, self.signature = f"in {workers} worker processes, which are no sandbox", {}
         seen = {x: os.environ[x] for x in os.environ if x in environment or VARIABLES.fullmatch(x)}
         self._variables = {**SETTINGS, **seen}
-        self._settings: dict[str, Any] = {
-            "name": name,
-            "time_limit": time_limit,
-            "memory_limit": memory_limit,
-            "is_environment": is_environment,
-        }
+        limits = {"time_limit": time_limit, "memory_limit": memory_limit}
+        self._settings = {"name": name, "is_environment": is_environment, **limits}
         if name.startswith("maxrl_fast.rewards.verifiers:"):
             # a program can kill the worker, too
             self.wrong_kinds = ("timeout", "crash") if name.endswith(":code") else ("timeout",)
-        self._waiting = dict[int, str]()  # calls without outcomes: arguments as JSON
         # calls that are not made yet, for each worker where environments live in them
-        self._queues = [deque[int]() for _ in range(workers if is_environment else 1)]
-        self._workers, self.signature = list[Worker](), {}
+        queues = [deque[tuple[int, str]]() for _ in range(workers if is_environment else 1)]
+        self._workers = [Worker(queues[i % len(queues)], time_limit) for i in range(workers)]
         try:
-            while not self._workers or any(x.number == LOADING for x in self._workers):
-                [*self._look(LOOK_INTERVAL)]
+            while not self.signature or any(x.number == LOADING for x in self._workers):
+                [*self.results(PROGRESS_INTERVAL)]
         except BaseException as error:
             self.drop()
-            if isinstance(error, StartError):
-                what = "environment" if is_environment else "reward function"
-                raise InputError(f"{what} {name}: {error}") from error
+            if isinstance(error, RewardError):
+                raise InputError(str(error)) from error
             raise
 
     def __enter__(self) -> "RewardPool":
@@ -305,82 +265,40 @@ class RewardPool(UserCode):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _new_worker(self) -> Worker:
-        # the schemas of tools take long, and one worker makes them for all
-        settings = {**self._settings, "with_schemas": not (self._workers or self.signature)}
-        output = self.output.fileno() if self.output else subprocess.DEVNULL
-        return Worker(settings, self._variables, output)
-
-    def request(self, number: int, arguments: Any) -> None:
-        self._waiting[number] = as_json(arguments)
-        self._queues[number % len(self._queues)].append(number)
-
-    def _give(self, i: int) -> None:
-        """Give a free worker its next call."""
-        worker, queue = self._workers[i], self._queues[i % len(self._queues)]
-        if queue and worker.number is None:
-            limit = self._settings["time_limit"]
-            try:
-                worker.socket.settimeout(limit)
-                worker.socket.sendall(f"{self._waiting[queue[0]]}\n".encode())
-                worker.expect(queue.popleft(), limit)
-            except OSError:  # it has ended after its last call, or was stopped
-                worker.end()
-                self._workers[i] = self._new_worker()
+    def _put(self, number: int, arguments: str) -> None:
+        self._workers[number % len(self._workers)].queue.append((number, arguments))
 
     def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
-        """See `UserCode.results`. Where workers cannot be restarted, all calls fail."""
-        try:
-            yield from self._look(seconds)
-        except StartError as error:
-            waiting, message = [*self._waiting], f"the workers of {self.name} cannot be restarted"
-            self.drop()
-            for number in waiting:
-                yield number, [failure("crash", f"{message}: {error}")]
-
-    def _look(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
-        """Look once at what the workers send, and give them their next calls."""
-        while len(self._workers) < self._num_workers:
-            self._workers.append(self._new_worker())
-        for i in range(self._num_workers):
-            self._give(i)
-        busy = [(i, x, x.number) for i, x in enumerate(self._workers) if x.number is not None]
-        longest = min([seconds, LOOK_INTERVAL, *(worker.left for _, worker, _ in busy)])
-        ready = wait([worker.socket for _, worker, _ in busy], max(0.0, longest))
-        for i, worker, number in busy:
-            outcomes = worker.look(worker.socket in ready)
-            if outcomes is None:
-                continue
-            worker.number = None
-            if number == LOADING:
-                if outcomes[0].kind:
-                    raise StartError(outcomes[0].message.replace("the call", "loading it"))
-                if not i:
-                    self.signature = self.signature or json.loads(outcomes[0].text or "")
-            if not outcomes:
-                self._queues[i % len(self._queues)].appendleft(number)
+        for worker in self._workers:
             if worker.has_ended:
-                self._workers[i] = self._new_worker()
-            self._give(i)
-            if outcomes and number != LOADING:
-                del self._waiting[number]
+                # the schemas of tools take long, and the first worker makes them for all
+                is_first = not self.signature and worker is self._workers[0]
+                settings = {**self._settings, "with_schemas": is_first}
+                output = self.output.fileno() if self.output else subprocess.DEVNULL
+                worker.start(settings, self._variables, output)
+            worker.give()
+        busy = [worker for worker in self._workers if worker.number is not None]
+        longest = min([seconds, *(worker.left for worker in busy)])
+        ready = wait([worker.socket for worker in busy], max(0.0, longest))
+        for worker in busy:
+            number = worker.number
+            outcomes = worker.look(worker.socket in ready)
+            if number == LOADING and outcomes:
+                if outcomes[0].kind:
+                    why = outcomes[0].message.replace("the call", "loading it")
+                    raise RewardError(f"{self.name} cannot be loaded: {why}")
+                if worker is self._workers[0]:
+                    self.signature = self.signature or json.loads(outcomes[0].text or "")
+            worker.give()
+            if number is not None and number != LOADING and outcomes:
                 yield number, outcomes
-
-    def lines(self) -> list[str]:
-        how = STYLES[self.signature["style"]].format(concurrency=self.concurrency)
-        return [
-            f"reward workers: {self._num_workers}, a fresh process after each call that crashes or "
-            "exceeds a limit, which limits accidents but is not a sandbox",
-            f"reward {self.name}: {how}",
-        ]
 
     def drop(self) -> None:
         """Kill all workers and their process groups; they start again when they are needed."""
-        while self._workers:
-            self._workers.pop().end()
-        self._waiting.clear()
-        for queue in self._queues:
-            queue.clear()
+        for worker in self._workers:
+            worker.queue.clear()
+            if not worker.has_ended:
+                worker.end()
 
     def close(self) -> None:
         """End the workers; what ones that start later print is discarded."""

@@ -1,12 +1,11 @@
 """The process of a reward worker: it loads a function, or a class of environments, and makes one
 call after another for the trainer's side, `pool.py`.
 
-A socket carries lines of JSON: a call's arguments, and its list of outcomes. The first line is the
-worker's, and has the signature of what it has loaded as its text.
+A socket carries lines of JSON: a call's arguments, and [whether the process ends, its outcomes].
+The first line is the worker's, and has the signature of what it has loaded as its text.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import io
 import json
@@ -36,24 +35,24 @@ def main(settings: dict[str, Any]) -> None:
         os.set_inheritable(connection.fileno(), False)
         lines = connection.makefile("rwb")
         try:
-            code, file = load(settings["name"])
-            host: Caller | EnvironmentHost
-            if settings["is_environment"]:
-                host = EnvironmentHost(code, file, settings["time_limit"], settings["with_schemas"])
-            else:
-                host = Caller(code, file, settings["time_limit"])
+            code, limit = load(settings["name"]), settings["time_limit"]
+            host: Caller | EnvironmentHost = (
+                EnvironmentHost(code, limit, settings["with_schemas"])
+                if settings["is_environment"]
+                else Caller(code, limit)
+            )
         except LoadError as error:
-            write(lines, [failure("crash", str(error))])
+            write(lines, True, [failure("crash", str(error))])
             return
-        write(lines, [Outcome(text=json.dumps(host.signature))])
+        write(lines, False, [Outcome(text=json.dumps(host.signature))])
         limit_memory(settings["memory_limit"])
         serve(lines, host)
     finally:
         os.killpg(0, signal.SIGKILL)
 
 
-def write(lines: io.BufferedIOBase, outcomes: list[Outcome]) -> None:
-    lines.write(f"{json.dumps(outcomes)}\n".encode())
+def write(lines: io.BufferedIOBase, is_last: bool, outcomes: list[Outcome]) -> None:
+    lines.write(f"{json.dumps([is_last, outcomes])}\n".encode())
     lines.flush()
 
 
@@ -73,16 +72,8 @@ def contain() -> None:
         signal.signal(number, lambda *_: None)
     with contextlib.suppress(OSError):  # out of memory, the kernel kills a worker, not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
-    close_memory()  # after oom_score_adj, which only root may write from here on
     # whole lines, which are there if the process is killed
     cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
-
-
-def close_memory() -> None:
-    """Close memory, environment and descriptors of this process to other programs of its user, root
-    excepted."""
-    with contextlib.suppress(AttributeError):  # only Linux has it
-        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
 
 
 def limit_memory(size: int) -> None:
@@ -102,11 +93,12 @@ def serve(lines: io.BufferedIOBase, host: Caller | EnvironmentHost) -> None:
             os._exit(0)  # a process that the function forked and that returned from it too
         signal.setitimer(signal.ITIMER_REAL, 0)
         os.fchdir(home)
-        write(lines, outcomes)
         # What failed calls keep would count against, or break, the next ones. An environment keeps
         # processes while it lives.
         is_broken |= any(outcome.kind in host.BREAKING for outcome in outcomes)
-        if not host.live and (is_broken or (not has_servers and has_children())):
+        is_last = not host.live and (is_broken or (not has_servers and has_children()))
+        write(lines, is_last, outcomes)
+        if is_last:
             return
 
 

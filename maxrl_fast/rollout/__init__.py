@@ -11,9 +11,17 @@ from torch import Tensor
 from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges, unpack
-from maxrl_fast.rewards import Progress, no_progress
 from maxrl_fast.rollout.random import sample_keys
+from maxrl_fast.runtime.background import Progress, no_progress
+from maxrl_fast.runtime.device import memory_bytes
 from maxrl_fast.tasks.episode import Environments
+
+ENGINES = ("native", "vllm")  # the names that --rollout takes
+MAX_BATCH = {"cpu": 1024, "cuda": 16384}  # samples decoded at a time; larger batches are no faster
+
+
+def default_cache_bytes(device: torch.device) -> int:
+    return memory_bytes(device) // (4 if device.type == "cuda" else 8)
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,51 @@ class Engine(Protocol):
         min-p, so that they equal the policy's; at temperature 0 they are 0. Log-probs that the
         engine cannot know are NaN, and training refuses them.
         """
+
+
+class NativeEngine:
+    """What our own engines share: a copy of the policy in the compute dtype, which serves requests.
+
+    cache_bytes: KV-cache limit, in PyTorch including a step's tensors; samples beyond it wait.
+    max_batch: samples decoded at a time.
+    """
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        dtype: torch.dtype,
+        cache_bytes: int | None = None,
+        max_batch: int | None = None,
+    ):
+        self.config, self.dtype = model.config, dtype
+        self.device = device = model.lm_head.weight.device
+        self.cache_bytes = default_cache_bytes(device) if cache_bytes is None else cache_bytes
+        self.max_batch = MAX_BATCH[device.type] if max_batch is None else max_batch
+        self.statistics = RolloutStatistics()
+
+    def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
+        """Return the KV-cache bytes of a prompt and of a response."""
+        raise NotImplementedError
+
+    def serve(self, request: RolloutRequest, prompt: int, own: int) -> Rollouts:
+        """`generate` of a checked request, whose longest prompt and response have so many bytes."""
+        raise NotImplementedError
+
+    def check_fits(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
+        """Return `sequence_bytes`; raise InputError if they exceed the cache."""
+        prompt, own = self.sequence_bytes(prompt_length, max_new_tokens)
+        if prompt + own > self.cache_bytes:
+            raise InputError(
+                "kv_cache_gb must hold the longest prompt and a response, "
+                f"{(prompt + own) / 1e9:.3g} GB at {prompt_length} and {max_new_tokens} tokens, "
+                f"got {self.cache_bytes / 1e9:.3g}"
+            )
+        return prompt, own
+
+    def generate(self, request: RolloutRequest) -> Rollouts:
+        request.check(self.config)
+        longest = int(request.prompts.lengths.max())
+        return self.serve(request, *self.check_fits(longest, request.sampling.max_new_tokens))
 
 
 def check_rewards(rewards: Tensor, prompts: Prompts, step: int) -> None:

@@ -2,15 +2,16 @@
 batch."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from maxrl_fast import _C
-from maxrl_fast.model.decoder import Decoder, DecoderConfig, rotary_table
+from maxrl_fast.model.decoder import rotary_table
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops.dispatch import KernelLaunch
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
+from maxrl_fast.rollout import NativeEngine, RolloutRequest, RolloutStatistics
 from maxrl_fast.rollout.episodes import Turns, finished
 
 CPU = torch.device("cpu")
@@ -34,16 +35,19 @@ def arithmetic_of(dtype: torch.dtype) -> str:
     return _C.fastest_for_bfloat16() if dtype == torch.bfloat16 else "float32"
 
 
-class CpuDecoder:
-    """The C++ decoder with a packed copy of the policy's weights.
+class CpuEngine(NativeEngine):
+    """The C++ decoder of a policy of ours, with a packed copy of the policy's weights.
 
     A sample is bitwise identical for any batch, number of slots and threads. With bfloat16
     `arithmetic`, matrices, keys, values, and the rows they are multiplied with are rounded to it;
     sums, the residual stream, norms, softmax and sampling are float32.
     """
 
-    def __init__(self, config: DecoderConfig, arithmetic: str = "float32"):
-        self.config, self.arithmetic = config, arithmetic
+    def __init__(
+        self, model: PolicyModel, dtype: torch.dtype, arithmetic: str | None = None, **limits: Any
+    ):
+        super().__init__(model, dtype, **limits)
+        self.arithmetic, config = arithmetic or arithmetic_of(dtype), model.config
         positions = config.max_position_embeddings
         cos, sin = (x[:, 0].contiguous() for x in rotary_table(config, torch.arange(positions)))
         table, call = (positions, config.head_dim // 2), KernelLaunch(CPU)
@@ -56,17 +60,14 @@ class CpuDecoder:
             head_dim=config.head_dim,
             vocab=config.vocab_size,
             norm_eps=config.rms_norm_eps,
-            arithmetic=arithmetic,
+            arithmetic=self.arithmetic,
             positions=positions,
             cos=call.address("cos", cos, torch.float32, table),  # copied, as all weights are
             sin=call.address("sin", sin, torch.float32, table),
         )
-
-    def cache_bytes(self, length: int) -> int:
-        return self._decoder.cache_bytes(length)
+        self.load_weights(model)
 
     def load_weights(self, model: PolicyModel) -> None:
-        assert isinstance(model, Decoder)
         if replace(model.config, dtype=self.config.dtype) != self.config:
             raise ValueError(
                 f"the policy must have the decoder's sizes, {self.config}, got {model.config}"
@@ -94,28 +95,24 @@ class CpuDecoder:
         )
 
     def describe(self) -> str:
-        return f"native (C++, {self.arithmetic}, key/value cache"
+        most = f"of at most {self.cache_bytes / 1e9:.3g} GB"
+        return f"native (C++, {self.arithmetic}, key/value cache {most})"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        return self.cache_bytes(prompt_length), self.cache_bytes(max_new_tokens)
+        return tuple(map(self._decoder.cache_bytes, (prompt_length, max_new_tokens)))
 
     def sleep(self) -> None:
         """Forget the prompts that were kept; the other caches exist only while samples are
         decoded."""
         self._decoder.forget()
 
-    def generate(
-        self, request: RolloutRequest, budget: int, max_batch: int
-    ) -> tuple[Rollouts, RolloutStatistics]:
-        """Serve a checked request, at most `max_batch` samples at a time, in `budget` bytes of KV
-        cache."""
+    def serve(self, request: RolloutRequest, prompt: int, own: int) -> Rollouts:
         prompts, num_samples, sampling = request.prompts, request.num_samples, request.sampling
-        prompt, own = self.sequence_bytes(int(prompts.lengths.max()), sampling.max_new_tokens)
-        max_kept = budget // 4 if request.keeps_prompts else 0
-        budget -= max(max_kept, self._decoder.kept_bytes)
+        max_kept = self.cache_bytes // 4 if request.keeps_prompts else 0
+        budget = self.cache_bytes - max(max_kept, self._decoder.kept_bytes)
         # Active samples belong to at most slots / num_samples whole prompts and parts of two more.
         fitting = int((budget - 2 * prompt) / (own + prompt / num_samples))
-        num_slots = min(max(1, fitting), max_batch)
+        num_slots = min(max(1, fitting), self.max_batch)
         shape = (request.num_sequences, sampling.max_new_tokens)
         tokens = torch.zeros(shape, dtype=torch.int64)
         logprobs = torch.zeros(shape)
@@ -163,10 +160,11 @@ class CpuDecoder:
 
             turns.play(sample_on, generation.feed)
         done = generation.statistics
-        return finished(turns, tokens, logprobs, lengths, truncated), RolloutStatistics(
+        self.statistics = RolloutStatistics(
             prefill_seconds=done["prefill_seconds"],
             decode_seconds=done["decode_seconds"],
             decode_steps=done["steps"],
             cache_bytes=done["peak_cache_bytes"],
             decoded_rows=done["decoded_rows"],
         )
+        return finished(turns, tokens, logprobs, lengths, truncated)

@@ -14,7 +14,6 @@ from torch import Tensor
 from maxrl_fast.model import flash
 from maxrl_fast.model.attention import merge
 from maxrl_fast.model.decoder import DecoderConfig
-from maxrl_fast.model.tiling import mask_beyond
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch
 
@@ -86,25 +85,16 @@ class Step:
 
     def _to_prompts(self, q: Tensor, prompt: Cache) -> tuple[Tensor, Tensor]:
         """Return the attention to the prompts [A, Hq, D] and its log-sum-exp [A, Hq]."""
-        groups, (slots, width) = self.groups, prompt[0].shape[:2]
+        groups, width = self.groups, prompt[0].shape[1]
         kernel = flash.kernel_for(q.device, q.dtype, q.shape[-1])
-        if kernel in (flash.TORCH_VARLEN, flash.FLASH_ATTN):
-            # With a maximum query length of 1 the kernel reorders heads.
-            sizes = (groups.starts, groups.cache_starts, max(groups.size, 2), width)
+        if kernel is not flash.REFERENCE:
             k, v = (x.flatten(0, 1) for x in prompt)
-            o, lse, *_ = torch.ops.aten._flash_attention_forward(
-                q, k, v, *sizes, 0.0, False, False, seqused_k=groups.prompt_lengths
-            )
-            return o, lse.t()
-        # Treat the query heads that share a key/value head as additional queries of that head.
+            sizes = groups.starts, groups.cache_starts, groups.size, width
+            return flash.attend_prompts(q, k, v, *sizes, groups.prompt_lengths)
         tile, place = self.tile
-        q = _by_key_head(q, prompt[0].shape[2])[tile].flatten(1, 2)  # [G, size * R, Hkv, D]
-        o, lse = flash.attend(q, *prompt, mask=mask_beyond(groups.prompt_lengths, width))
-        o, lse = (
-            _by_query_head(x.reshape(slots * groups.size, -1, *x.shape[2:])[place])
-            for x in (o, lse)
-        )
-        return o, lse
+        mask = torch.arange(width, device=q.device) < groups.prompt_lengths[:, None, None]
+        o, lse = flash.attend(q[tile], *prompt, mask)  # [G, size, Hq, D]
+        return o.flatten(0, 1)[place], lse.flatten(0, 1)[place]
 
     def _to_own(
         self, q: Tensor, k: Tensor, v: Tensor, own: Cache, prompt_o: Tensor, prompt_lse: Tensor
@@ -113,10 +103,9 @@ class Step:
         for cache, x in zip(own, (k, v), strict=True):
             cache[rows, self.lengths - 1] = x
         keys, values = (cache[:, : self.width] for cache in own)
-        o, lse = flash.attend(
-            _by_key_head(q, k.shape[1]), keys, values, mask=mask_beyond(self.lengths, self.width)
-        )
-        return merge(prompt_o, prompt_lse, _by_query_head(o), _by_query_head(lse))[0]
+        mask = torch.arange(self.width, device=q.device) < self.lengths[:, None, None]
+        o, lse = flash.attend(q[:, None], keys, values, mask)  # [A, 1, Hq, D]
+        return merge(prompt_o, prompt_lse, o[:, 0], lse[:, 0])[0]
 
     def _to_own_in_kernel(
         self, q: Tensor, k: Tensor, v: Tensor, own: Cache, prompt_o: Tensor, prompt_lse: Tensor
@@ -172,13 +161,3 @@ def _rows_address(
             f"{x.stride()}"
         )
     return call.address(name, x, dtype, shape, True)
-
-
-def _by_key_head(q: Tensor, kv_heads: int) -> Tensor:
-    """Reshape [A, Hkv * R, ...] to [A, R, Hkv, ...]; R query heads share a key/value head."""
-    return q.unflatten(1, (kv_heads, -1)).transpose(1, 2).contiguous()
-
-
-def _by_query_head(x: Tensor) -> Tensor:
-    """Reshape [A, R, Hkv, ...] to [A, Hkv * R, ...]."""
-    return x.transpose(1, 2).flatten(1, 2)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maxrl_fast.model.decoder import Attention, Decoder, DecoderConfig, Layer, RMSNorm, rotary_table
-from maxrl_fast.model.layer_kernels import KERNELS, layer_ops
-from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Heads, LayerOps, Rotary
+from maxrl_fast.model.layer_kernels import KERNELS, HeadNorms, Rotary, layer_ops
 from maxrl_fast.ops.logit_chunks import output_product
 
 
@@ -32,22 +31,10 @@ class DecodeLayer:
 class DecodeModel:
     """A decoder without gradients. Its weights keep their addresses, which CUDA graphs read."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        compiled: bool = False,
-    ):
+    def __init__(self, config: DecoderConfig, device: torch.device, dtype: torch.dtype):
         c, self.config, self.device, self.dtype = config, config, device, dtype
         self.head_counts = c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads
-        kernels = layer_ops(c.hidden_size, c.intermediate_size, c.head_dim, dtype, device)
-        self.ops = TORCH_OPS if compiled else kernels
-        self._before, self._after = before_attention, after_attention
-        if compiled:
-            self._before = torch.compile(before_attention, dynamic=True)
-            self._after = torch.compile(after_attention, dynamic=True)
-
+        self.ops = layer_ops(c.hidden_size, c.intermediate_size, c.head_dim, dtype, device)
         decoder = Decoder.empty(config, device, dtype)
         self.layers = [packed_layer(layer) for layer in decoder.blocks]
         # by their names in checkpoints; parts of packed weights are views
@@ -62,26 +49,27 @@ class DecodeModel:
         self, tokens: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None = None
     ) -> Tensor:
         """See PolicyModel.forward. Without `rows` all are computed."""
-        eps, rotary = self.config.rms_norm_eps, self._rotary(positions)
+        ops, eps, (cos, sin) = self.ops, self.config.rms_norm_eps, self.tables
+        if ops is KERNELS:
+            rotary = Rotary(cos, sin, positions)
+        else:
+            rotary = Rotary(cos[positions].to(self.dtype), sin[positions].to(self.dtype))
         x = F.embedding(tokens, self.embedding)  # [U, H]
-        _, normed = self.ops.add_rms_norm(x, None, self.layers[0].input_norm, eps)
+        _, normed = ops.add_rms_norm(x, None, self.layers[0].input_norm, eps)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for i, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            heads = self._before(layer, normed, rotary, self.head_counts, self.ops)
+            joint = F.linear(normed, layer.qkv, layer.qkv_bias)
+            heads = ops.rotate_heads(joint, self.head_counts, layer.head_norms, rotary)
             attended = attention(i, *heads).flatten(1)  # [U, Hq * D]
             if rows is not None and layer is self.layers[-1]:
                 x, attended = x.index_select(0, rows), attended.index_select(0, rows)
-            x, normed = self._after(layer, x, attended, next_norm, eps, self.ops)
+            x, normed = ops.add_rms_norm(x, F.linear(attended, layer.o), layer.post_norm, eps)
+            inner = ops.swiglu(F.linear(normed, layer.gate_up))
+            x, normed = ops.add_rms_norm(x, F.linear(inner, layer.down), next_norm, eps)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         return output_product(hidden, self.output)
-
-    def _rotary(self, positions: Tensor) -> Rotary:
-        cos, sin = self.tables
-        if self.ops is KERNELS:
-            return Rotary(cos, sin, positions)
-        return Rotary(cos[positions].to(self.dtype), sin[positions].to(self.dtype))
 
 
 def packed_layer(layer: nn.Module) -> DecodeLayer:
@@ -110,22 +98,3 @@ def pack(parts: Sequence[Tensor]) -> Tensor:
     for part, view in zip(parts, whole.split([*map(len, parts)]), strict=True):
         part.data = view
     return whole
-
-
-def before_attention(
-    layer: DecodeLayer,
-    normed: Tensor,
-    rotary: Rotary,
-    head_counts: tuple[int, int, int],
-    ops: LayerOps,
-) -> Heads:
-    packed = F.linear(normed, layer.qkv, layer.qkv_bias)
-    return ops.rotate_heads(packed, head_counts, layer.head_norms, rotary)
-
-
-def after_attention(
-    layer: DecodeLayer, x: Tensor, attended: Tensor, next_norm: Tensor, eps: float, ops: LayerOps
-) -> tuple[Tensor, Tensor]:
-    x, normed = ops.add_rms_norm(x, F.linear(attended, layer.o), layer.post_norm, eps)
-    inner = ops.swiglu(F.linear(normed, layer.gate_up))
-    return ops.add_rms_norm(x, F.linear(inner, layer.down), next_norm, eps)

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from maxrl_fast.model.attention import Forest, tree_attention
 from maxrl_fast.model.decoder import DecoderConfig
-from maxrl_fast.model.tiling import tile
+from maxrl_fast.model.flash import padded_rows
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import Sampling, decode_sample
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import sampling as sampler
 from maxrl_fast.rollout.decode_attention import Groups, Step
 from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.random import uniforms
@@ -207,11 +208,11 @@ class DecodeSlots:
     def _sample(self, logits: Tensor, sampling: Sampling, rows: Tensor | None = None) -> None:
         """Append a token to the first rows, or to these [g n], of which each n share logits."""
         end = self.rows if rows is None else None
-        if decode_sample.has_kernel(sampling, logits.dtype, logits.device):
+        if sampler.has_kernel(sampling, logits.dtype, logits.device):
             of_batch = self.keys, self.last, self.length, self.done, self.tokens, self.logprobs
             keys, last, length, done, tokens, logprobs = (x[:end] for x in of_batch)
             inputs = logits, sampling, keys, self.stops
-            decode_sample.sample_and_append(*inputs, last, length, done, tokens, logprobs, rows)
+            sampler.sample_and_append(*inputs, last, length, done, tokens, logprobs, rows)
             return
         rows = self.all_rows[:end] if rows is None else rows
         u = uniforms(self.keys[rows], self.length[rows]).view(len(logits), -1)  # [g, n]
@@ -233,11 +234,11 @@ class DecodeSlots:
         (-1: none)."""
         lengths = prompts.lengths
         forest = Forest.roots(lengths)
-        tiling = tile(lengths)
+        tile = padded_rows(prompts.cu_seqlens[:-1], lengths)[0]  # [g, longest]
 
         def prefill(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for cache, x in zip(self.prompts[layer], (k, v), strict=True):
-                cache[slots, : tiling.width] = tiling.pad(x)
+                cache[slots, : tile.shape[1]] = x[tile]
             return tree_attention(q, k, v, forest)
 
         starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)

@@ -10,15 +10,16 @@ that waits for the reply to its turn keeps its row, and steps compute it in vain
 import contextlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
-from maxrl_fast.rollout import RolloutRequest, RolloutStatistics, decode_sample, decode_slots
+from maxrl_fast.rollout import NativeEngine, RolloutRequest, RolloutStatistics, decode_slots
+from maxrl_fast.rollout import sampling as sampler
 from maxrl_fast.rollout.decode_attention import has_kernel
 from maxrl_fast.rollout.decode_model import DecodeModel
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
@@ -38,30 +39,32 @@ def _rounded(n: int) -> int:
     return power * 3 // 4 if power >= 4 and n <= power * 3 // 4 else power
 
 
-class DeviceDecoder:
-    """A copy of the policy in the compute dtype, and slots, which grow to hold the largest call."""
+class DeviceEngine(NativeEngine):
+    """A copy of a policy of ours, and slots, which grow to hold the largest call."""
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, compiled: bool = False):
-        self.dtype, self.device, self.compiled = dtype, model.lm_head.weight.device, compiled
-        self.model = DecodeModel(model.config, self.device, dtype, compiled)
+    def __init__(self, model: PolicyModel, dtype: torch.dtype, **limits: Any):
+        super().__init__(model, dtype, **limits)
+        self.model = DecodeModel(model.config, self.device, dtype)
         # whether attention runs in the CUDA kernel
         self.in_kernel = has_kernel(model.config, dtype, self.device)
         # PyTorch's default is a stream of the first capture's device; each keeps 32 MiB for cuBLAS
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.batch: DecodeSlots | None = None
+        self.load_weights(model)
 
     def bytes_of(self, slots: int, rows: int, prompt_width: int, limit: int) -> int:
         return Shape(slots, rows, 1, prompt_width, limit).cache_bytes(self.model.config, self.dtype)
 
     def describe(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        how = f"native (PyTorch, {dtype}{', compiled' if self.compiled else ''}"
+        how = f"native (PyTorch, {dtype}"
         if self.device.type == "cuda":
             own_kernels = {"attention": self.in_kernel, "layers": self.model.ops is KERNELS}
             how += ", CUDA graphs" + "".join(
                 f", {x} in {'CUDA' if yes else 'PyTorch'}" for x, yes in own_kernels.items()
             )
-        return f"{how}, key/value cache and tensors of a step"
+        most = f"of at most {self.cache_bytes / 1e9:.3g} GB"
+        return f"{how}, key/value cache and tensors of a step {most})"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
         return self.bytes_of(1, 0, prompt_length, 0), self.bytes_of(0, 1, 0, max_new_tokens)
@@ -79,16 +82,12 @@ class DeviceDecoder:
             self.model.weights[name].copy_(weight)
 
     @torch.no_grad()
-    def generate(
-        self, request: RolloutRequest, budget: int, max_batch: int
-    ) -> tuple[Rollouts, RolloutStatistics]:
-        """Serve a checked request, at most `max_batch` samples at a time, in `budget` bytes of KV
-        cache and a step's tensors."""
+    def serve(self, request: RolloutRequest, prompt: int, own: int) -> Rollouts:
         prompts, num_samples, sampling = request.prompts, request.num_samples, request.sampling
-        limit = sampling.max_new_tokens
-        row, token = self.bytes_of(0, 1, 0, limit), self.bytes_of(1, 0, 1, 0)
+        budget, max_batch, limit = self.cache_bytes, self.max_batch, sampling.max_new_tokens
+        row, token = own, self.bytes_of(1, 0, 1, 0)
         longest = int(prompts.lengths.max())
-        in_kernel = decode_sample.has_kernel(sampling, self.dtype, self.device)
+        in_kernel = sampler.has_kernel(sampling, self.dtype, self.device)
         if decode_slots.uses_graphs(self.device) and not in_kernel:
             filtered = LOGIT_BYTES * ROWS * self.model.config.vocab_size
             budget = max(budget - filtered, longest * token + row)
@@ -109,7 +108,8 @@ class DeviceDecoder:
                 self.batch = None  # and its graphs, before the new one is allocated
                 self.batch = DecodeSlots(self.model, new, self.dtype, self.in_kernel, self.stream)
             self.batch.begin(slots, group_size, sampling)
-            return _Job(request, self.batch, self.model.config.vocab_size).run()
+            rollouts, self.statistics = _Job(request, self.batch, self.config.vocab_size).run()
+            return rollouts
 
 
 class _Job:

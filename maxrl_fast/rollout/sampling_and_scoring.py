@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.records import SEQUENCE, Rollouts, Samples
-from maxrl_fast.rollout import Engine, RolloutRequest
+from maxrl_fast.rollout import Engine, RolloutRequest, cut
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.episode import EpisodeTask
 from maxrl_fast.tasks.scorer import Scorer
@@ -50,7 +50,7 @@ def sample_and_score(
             request = replace(request, sampling=sampling, environments=environments)
         with clock("rollout"):
             if len(prompts) or shares_engine:
-                rollouts = engine.generate(request)
+                rollouts = cut(engine.generate(request), request.sampling)
             else:
                 rollouts = Rollouts.given([]).to(prompts.tokens.device)
         if scorer is None or not len(prompts):

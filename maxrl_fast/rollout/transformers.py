@@ -5,30 +5,38 @@ its own. All samples of a pass decode together until the last one has ended. In 
 waits for the reply to each turn before its next step, so that its samples have the same length.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant, Forest, tree_attention
+from maxrl_fast.model.attention import (
+    PLAIN_ATTENTION,
+    AttentionVariant,
+    Forest,
+    merge,
+    tree_attention,
+)
+from maxrl_fast.model.flash import attend, padded_rows
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.recurrence import Run, States, over_forest
-from maxrl_fast.model.tiling import tile
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.rollout import RolloutRequest, RolloutStatistics
+from maxrl_fast.rollout import NativeEngine, RolloutRequest
 from maxrl_fast.rollout.episodes import Turns, finished
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample
 
 
-class TransformersDecoder:
-    """A copy of the policy in the compute dtype."""
-
-    def __init__(self, model: HuggingFacePolicy, dtype: torch.dtype):
-        self.dtype, self.model = dtype, model.copy_in(dtype)
+class TransformersEngine(NativeEngine):
+    def __init__(self, model: HuggingFacePolicy, dtype: torch.dtype, **limits: Any):
+        super().__init__(model, dtype, **limits)
+        self.model = model.copy_in(dtype)
 
     def describe(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"plain ({self.model.backend}, {name}, key/value cache"
+        most = f"of at most {self.cache_bytes / 1e9:.3g} GB"
+        return f"plain ({self.model.backend}, {name}, key/value cache {most})"
 
     def load_weights(self, model: PolicyModel) -> None:
         assert isinstance(model, HuggingFacePolicy)
@@ -43,13 +51,9 @@ class TransformersDecoder:
         return token * prompt_length, token * max_new_tokens
 
     @torch.no_grad()
-    def generate(
-        self, request: RolloutRequest, budget: int, max_batch: int
-    ) -> tuple[Rollouts, RolloutStatistics]:
-        """Serve a checked request; prompts beyond `budget` bytes of KV cache wait."""
+    def serve(self, request: RolloutRequest, prompt: int, own: int) -> Rollouts:
         prompts, num_samples = request.prompts, request.num_samples
-        limit = request.sampling.max_new_tokens
-        prompt, own = self.sequence_bytes(int(prompts.lengths.max()), limit)
+        budget, max_batch = self.cache_bytes, self.max_batch
         # of a prompt, in one pass
         samples = max(1, min(num_samples, max_batch, (budget - prompt) // own))
         groups = max(1, min(max_batch // samples, budget // (prompt + samples * own)))
@@ -63,7 +67,7 @@ class TransformersDecoder:
             for part in index[i : i + groups].split(samples, 1):
                 request.beat()
                 passes.run(prompts.take(i, groups), part)
-        return passes.rollouts(), RolloutStatistics()
+        return passes.rollouts()
 
 
 class _Passes:
@@ -149,14 +153,14 @@ class _Passes:
     def _prefill(self, prompts: Prompts, num_samples: int) -> Tensor:
         lengths = prompts.lengths
         forest = Forest.roots(lengths)
-        tiling, limit = tile(lengths), self.sampling.max_new_tokens
+        tile, limit = padded_rows(prompts.cu_seqlens[:-1], lengths)[0], self.sampling.max_new_tokens
 
         def attention(
             layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
         ) -> Tensor:
             # [g, n, limit, Hkv, D]
             own = [x.new_zeros(len(prompts), num_samples, limit, *x.shape[1:]) for x in (k, v)]
-            self.caches[layer] = [tiling.pad(k), tiling.pad(v), *own]
+            self.caches[layer] = [k[tile], v[tile], *own]
             return tree_attention(q, k, v, forest, variant)
 
         def recurrence(layer: tuple[int, int], run: Run, hidden: Tensor) -> Tensor:
@@ -201,32 +205,20 @@ class _Passes:
 def decode_attention(
     q: Tensor, cache: list[Tensor], prompt_lengths: Tensor, at: int, variant: AttentionVariant
 ) -> Tensor:
-    """Return [g n, Hq, D], in float32 PyTorch. cache: keys and values of prompts [g, P, Hkv, D],
-    then of samples [g, n, limit, Hkv, D]."""
-    keys, values, own_keys, own_values = (x.float() for x in cache)
-    own_keys, own_values = own_keys[:, :, : at + 1], own_values[:, :, : at + 1]
-    g, n, kv_heads = *own_keys.shape[:2], keys.shape[2]
-    # [g, n, Hkv, R, D], R query heads of a key head
-    wide = q.float().view(g, n, kv_heads, -1, q.shape[-1]) * q.shape[-1] ** -0.5
-    to_prompts = torch.einsum("gnkrd,gpkd->gnkrp", wide, keys)
-    to_own = torch.einsum("gnkrd,gnwkd->gnkrw", wide, own_keys)
-    scores = torch.cat([to_prompts, to_own], -1)  # [g, n, Hkv, R, P + at + 1]
-    if variant.softcap:
-        scores = variant.softcap * torch.tanh(scores / variant.softcap)
-    lengths = prompt_lengths[:, None]
-    p, i = (torch.arange(x.shape[-1], device=q.device) for x in (to_prompts, to_own))
-    # [g, P + at + 1]
-    is_seen = torch.cat([p < lengths, torch.ones_like(i, dtype=torch.bool).expand(g, -1)], 1)
+    """Return [g n, Hq, D]. cache: keys and values of prompts [g, P, Hkv, D], then of samples
+    [g, n, limit, Hkv, D]."""
+    keys, values, *own = cache
+    own_keys, own_values = (x.flatten(0, 1)[:, : at + 1] for x in own)
+    p, i = (torch.arange(x.shape[1], device=q.device) for x in (keys, own_keys))
+    lengths = prompt_lengths[:, None, None]
+    of_prompts, of_own = p < lengths, (i <= at)[None, None]  # [g, 1, P] and [1, 1, at + 1]
     if variant.window:
-        key_positions = torch.cat([p.expand(g, -1), lengths + i], 1)
-        is_seen &= key_positions > lengths + at - variant.window
-    scores = scores.masked_fill(~is_seen[:, None, None, None], float("-inf"))
-    if variant.sinks is not None:
-        sinks = variant.sinks.float().view(kv_heads, -1, 1).expand(g, n, -1, -1, 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    of_prompts, of_own = weights.split([to_prompts.shape[-1], to_own.shape[-1]], -1)
-    out = torch.einsum("gnkrp,gpkd->gnkrd", of_prompts, values)
-    out = out + torch.einsum("gnkrw,gnwkd->gnkrd", of_own, own_values)
-    return out.flatten(2, 3).flatten(0, 1).to(q.dtype)
+        of_prompts = of_prompts & (p > lengths + at - variant.window)
+        of_own = of_own & (i > at - variant.window)
+    by_prompt = q.unflatten(0, (len(keys), -1))  # [g, n, Hq, D]
+    to_prompts = attend(by_prompt, keys, values, of_prompts, variant.softcap)
+    to_own = attend(q[:, None], own_keys, own_values, of_own, variant.softcap)
+    o, lse = merge(*(x.flatten(0, 1) for x in (*to_prompts, *to_own)))
+    if variant.sinks is not None:  # as a part of the keys with the value 0
+        o = o * torch.sigmoid(lse - variant.sinks)[..., None].to(o.dtype)
+    return o

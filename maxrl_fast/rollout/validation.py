@@ -1,4 +1,4 @@
-"""What an engine returned, checked before anything reads it: the same way for every engine."""
+"""What vLLM or an engine of the user's returned, checked before anything reads it."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 from maxrl_fast.errors import EngineError
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rollout import Engine, RolloutRequest, cut
+from maxrl_fast.rollout import Engine, RolloutRequest
 
 ROUNDING = 1e-3  # nats by which rounding may lift a log-prob above 0
 LOWEST = -1e4  # nats: no token of a lower log-prob is ever sampled
@@ -36,7 +36,7 @@ class CheckedEngine:
         if wrong := find_wrong(rollouts, request, self.vocab_size):
             whose = f"step {request.step}: the rollout engine {self.name}"
             raise EngineError(f"{whose} returned {wrong}")
-        return cut(rollouts, request.sampling)
+        return rollouts
 
 
 def find_wrong(rollouts: Rollouts, request: RolloutRequest, vocab_size: int) -> str:

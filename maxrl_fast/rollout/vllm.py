@@ -1,4 +1,4 @@
-"""The vLLM rollout engine in this process; `load_weights` copies weights in memory.
+"""The vLLM rollout engine in this process, and what it shares with the one on a server.
 
 With torchrun every process has its own engine, or shares one with its neighbours (tensor
 parallelism). This is vLLM's "external launcher": all processes of an engine get the same requests
@@ -6,48 +6,42 @@ in the same order.
 """
 
 import contextlib
-import gc
 import importlib
 import importlib.metadata
 import importlib.util
 import json
-import logging
 import os
-import random
-import sys
 import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from maxrl_fast.algorithms.options import Count
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.model.huggingface import HuggingFacePolicy
-from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
-from maxrl_fast.records import Rollouts, unpack
-from maxrl_fast.rollout import RolloutRequest
-from maxrl_fast.rollout.episodes import Turns
-from maxrl_fast.rollout.native import default_cache_bytes
-from maxrl_fast.rollout.vllm_shared import (
-    MAX_SEQUENCES,
-    VERSIONS,
-    check_version,
-    logprobs_mode,
-    named_weights,
-    play,
-    rollouts_of,
-    sampling_parameters,
-)
+from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.records import Rollouts, pack, padded_slots, unpack
+from maxrl_fast.rollout import RolloutRequest, Sampling, default_cache_bytes
+from maxrl_fast.rollout.episodes import Turns, finished
 from maxrl_fast.runtime.device import memory_bytes
 from maxrl_fast.runtime.ranks import Ranks, is_lost_connection, own_gpu
 
+PROCESSED, RAW = "processed_logprobs", "raw_logprobs"  # of vLLM's --logprobs-mode
+# the first version that --rollout vllm supports, and the first one that it does not
+NEEDS = ((0, 32), (0, 34))
+# whose logits vLLM reads from the embedding: it refuses a weight lm_head
+WITHOUT_HEAD = ("gemma2", "gemma3n_text")
+# sampled at a time; vLLM's warm-up allocates the logits of all, several times
+MAX_SEQUENCES = 1024
+VERSIONS = tuple(".".join(map(str, version)) for version in NEEDS)
+
+# tokens, their log-probs, and whether the length limit ended it
+Sample = tuple[list[int], Sequence[float], bool]
 # keys of config.json
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Environment variables that vLLM reads when it is imported.
@@ -59,6 +53,17 @@ SETTINGS = {
     "VLLM_PLUGINS": "",  # load no plug-in
     "TQDM_DISABLE": "1",
 }
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """How vLLM runs."""
+
+    vllm_tensor_parallel: Count = 1
+    """vLLM's tensor-parallel size; must divide the world size."""
+    vllm_url: str | None = None
+    """Address of a vLLM server that samples, such as http://127.0.0.1:8000; it must see this
+    machine's TMPDIR. By default vLLM runs in the trainer's processes."""
 
 
 def check_installed() -> str:
@@ -105,25 +110,17 @@ class VllmEngine:
                 "--rollout vllm on a CPU samples with wrong experts once weights are loaded again, "
                 f"and {model.config.model_type} has experts; --rollout native samples it"
             )
-        sharing = 1
-        if is_cpu and ranks.size > 1:
-            sharing = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
         if cache_bytes is None:
-            cache_bytes = default_cache_bytes(self._device) // sharing
+            cache_bytes = default_cache_bytes(self._device)
         self.cache_bytes = cache_bytes
-        _check_division(self.config, tensor_parallel)
-        share = _memory_share(model, dtype, cache_bytes, tensor_parallel, sharing)
         self._can_sleep, self._is_asleep = not is_cpu, False
         self._logprobs_mode = logprobs_mode(filters_tokens)
         self._peers = ranks.neighbours(tensor_parallel)  # the ranks of this engine
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        with _process_restored(), tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(_vllm_config(model)))
             vllm = importlib.import_module("vllm")
-            if is_cpu:
-                _pad_heads()
-                _use_gloo()
             try:
                 self._llm = vllm.LLM(
                     model=folder,
@@ -134,7 +131,7 @@ class VllmEngine:
                     enforce_eager=is_cpu,  # on a GPU it uses CUDA graphs
                     kv_cache_memory_bytes=self.cache_bytes,
                     # vLLM refuses to start where less than this is free: 0.92 if not given
-                    gpu_memory_utilization=share,
+                    gpu_memory_utilization=min(0.9, cache_bytes / memory_bytes(self._device)),
                     max_model_len=self.config.max_position_embeddings,
                     max_num_seqs=min(max_batch, MAX_SEQUENCES),
                     logprobs_mode=self._logprobs_mode,
@@ -147,7 +144,7 @@ class VllmEngine:
                 if is_lost_connection(error):
                     raise
                 raise InputError(
-                    f"vLLM rejects this model or --kv-cache-gb: {' '.join(str(error).split())}"
+                    f"vLLM rejects this model or an option: {' '.join(str(error).split())}"
                 ) from error
         if ranks.size > 1:
             # Else vLLM, since 0.32, ends the process group of the run, which it has joined,
@@ -270,37 +267,6 @@ def _vllm_config(model: PolicyModel) -> dict[str, Any]:
     return fields
 
 
-def _check_division(config: PolicySizes, tensor_parallel: int) -> None:
-    for name in ("num_attention_heads", "intermediate_size"):
-        size = getattr(config, name)
-        if size % tensor_parallel:
-            wanted = f"must divide {name}, {size} in this model"
-            raise InputError(f"vllm_tensor_parallel {wanted}, got {tensor_parallel}")
-    heads = config.num_key_value_heads  # vLLM repeats them where there are fewer than ranks
-    if heads % tensor_parallel and tensor_parallel % heads:
-        raise InputError(
-            f"vllm_tensor_parallel must divide num_key_value_heads, {heads} in this model, or be a "
-            f"multiple of it, got {tensor_parallel}"
-        )
-
-
-def _memory_share(
-    model: PolicyModel, dtype: torch.dtype, cache_bytes: int, tensor_parallel: int, sharing: int
-) -> float:
-    """Return the share that weights and KV cache take, where `sharing` ranks share the memory."""
-    device = model.lm_head.weight.device
-    total = memory_bytes(device)
-    available = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total) // sharing
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    weights = dtype.itemsize * numbers // tensor_parallel
-    if weights + cache_bytes > available:
-        raise InputError(
-            f"--rollout vllm needs {weights / 1e9:.3g} GB for weights and {cache_bytes / 1e9:.3g} "
-            f"GB for --kv-cache-gb in each process, got {available / 1e9:.3g} GB"
-        )
-    return (weights + cache_bytes) / total
-
-
 def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) -> dict[str, Any]:
     if ranks.size == 1:
         return {}
@@ -312,87 +278,142 @@ def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) ->
     }
 
 
-@contextlib.contextmanager
-def _process_restored() -> Iterator[None]:
-    """Undo what vLLM changes in the process (threads, random states, environment); hide its
-    stderr."""
-    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    environment = dict(os.environ)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    try:
-        with _quiet_stderr():
-            yield
-    finally:
-        torch.set_num_threads = set_threads
-        torch.set_num_threads(threads)
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-        os.environ.clear()
-        os.environ.update(environment)
-        gc.unfreeze()
+def check_version(version: str, advice: str = "") -> None:
+    numbers = tuple(int(x) if x.isdecimal() else 0 for x in version.split("+")[0].split(".")[:2])
+    if not NEEDS[0] <= numbers < NEEDS[1]:
+        wanted = f"from {VERSIONS[0]} to below {VERSIONS[1]}"
+        raise InputError(f"--rollout vllm needs a version of vLLM {wanted}, got {version}{advice}")
 
 
-@contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Redirect stderr's file descriptor, which vLLM's C++ libraries write to, and drop warnings.
+def logprobs_mode(filters_tokens: bool) -> str:
+    """Return vLLM's --logprobs-mode for log-probs of the whole distribution at the temperature.
 
-    sys.stderr still works: another thread prints there why the run ends, if a rank fails.
+    Processed log-probs are after the temperature and the filters, renormalised; raw ones are before
+    all of these. So with a filter raw ones are right at temperature 1; at others vLLM has none.
     """
-    sys.stderr.flush()
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    disabled = logging.root.manager.disable
-    os.dup2(null, 2)
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), open(saved, "w", buffering=1, closefd=False) as still:
-            warnings.simplefilter("ignore")
-            with contextlib.redirect_stderr(still):
-                yield
-    finally:
-        logging.disable(disabled)
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(null)
+    return RAW if filters_tokens else PROCESSED
 
 
-def _use_gloo() -> None:
-    """Let the ranks of an engine on a CPU use gloo, which fails when one of them is killed.
+def sampling_parameters(sampling: Sampling, num_samples: int) -> dict[str, Any]:
+    """Greedy samples are equal, so only one is requested."""
+    return {
+        "n": 1 if sampling.temperature == 0 else num_samples,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "max_tokens": sampling.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_ids),
+        "logprobs": 0,  # only of the sampled token
+        "detokenize": False,
+        # the end-of-text token of the configuration; stop_token_ids still apply
+        "ignore_eos": True,
+    }
 
-    vLLM's shared memory would wait forever, and has the same name in every run on a machine.
+
+def play(
+    request: RolloutRequest,
+    turns: Turns,
+    ask: Callable[[int, list[int], dict[str, Any]], None],
+    answers: Callable[[], tuple[Iterable[tuple[int, Sequence[int], Sequence[float]]], bool]],
+    mode: str,
+) -> Rollouts:
+    """Play episodes as requests of vLLM: one for each turn, with all tokens before it.
+
+    Args:
+        request: of all ranks that share the engine.
+        turns: of this rank's samples, whose episodes are returned.
+        ask: has the turn of a sample sampled, given the tokens before it and parameters.
+        answers: returns finished turns, (sample, tokens, log-probs), and whether there are more.
+        mode: see `rollouts_of`.
     """
-    module: Any = importlib.import_module("vllm.distributed.device_communicators.cpu_communicator")
-    module.CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    sampling, ids = request.sampling, request.prompts.ids.tolist()
+    prompts = unpack(request.prompts.tokens, request.prompts.lengths)
+    tokens: list[list[int]] = [[] for _ in range(request.num_sequences)]
+    logprobs: list[list[float]] = [[] for _ in tokens]
+
+    def next_turn(sample: int) -> None:
+        """The seed depends on what precedes the turn, and not on when it is sampled."""
+        prompt, number = divmod(sample, request.num_samples)
+        number += request.first_sample
+        length, key = len(tokens[sample]), (request.seed, request.step, ids[prompt])
+        parameters = sampling_parameters(sampling, 1) | {
+            "max_tokens": sampling.max_new_tokens - length,
+            # of the first turn: as sample `number` of a request for all samples of the prompt
+            "seed": hash((*key, number, length)) % 2**62 if length else hash(key) % 2**62 + number,
+        }
+        ask(sample, prompts[prompt] + tokens[sample], parameters)
+
+    def sample_on() -> tuple[list[tuple[int, list[int]]], bool]:
+        (found, is_running), ended = answers(), []
+        for sample, turn, chosen in found:
+            tokens[sample].extend(turn)
+            logprobs[sample].extend(chosen)
+            if turn[-1] in sampling.stop_ids:
+                ended.append((sample, list(turn)))
+        return ended, is_running
+
+    def feed(sample: int, reply: list[int]) -> None:
+        if reply:
+            tokens[sample].extend(reply)
+            logprobs[sample].extend([0.0] * len(reply))
+            next_turn(sample)
+
+    for sample in range(request.num_sequences):
+        next_turn(sample)
+    turns.play(sample_on, feed)
+    own: list[list[Sample]] = [
+        [(tokens[s], logprobs[s], tokens[s][-1] not in sampling.stop_ids)] for s in turns.own
+    ]
+    whole, size = rollouts_of(own, 1, sampling, mode), turns.given.shape
+    slots = padded_slots(whole.lengths, size[1])
+    padded = torch.zeros(size, dtype=torch.int64), torch.zeros(size)  # tokens and log-probs
+    padded[0].view(-1)[slots], padded[1].view(-1)[slots] = whole.tokens, whole.logprobs
+    return finished(turns, *padded, whole.lengths, whole.truncated)
 
 
-def _pad_heads() -> None:
-    """vLLM's CPU attention accepts few head sizes."""
-    attention: Any = importlib.import_module("vllm.model_executor.layers.attention").Attention
-    backend: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
-    sizes = backend.CPUAttentionBackend.get_supported_head_sizes()
+def rollouts_of(
+    samples: list[list[Sample]], num_samples: int, sampling: Sampling, mode: str
+) -> Rollouts:
+    """Return the rollouts of vLLM's samples; a greedy sample is repeated `num_samples` times.
 
-    class PaddedAttention(attention):  # type: ignore[misc]
-        def __init__(self, num_heads: int, head_size: int, scale: float, *args: Any, **kwargs: Any):
-            padded_size = min(size for size in sizes if size >= head_size)
-            super().__init__(num_heads, padded_size, scale, *args, **kwargs)
-            self.own_size = head_size
+    Log-probs are 0 for greedy ones, and NaN where vLLM's mode does not give the right ones.
+    """
+    is_greedy = sampling.temperature == 0
+    repeats = num_samples if is_greedy else 1
+    chosen = [sample for of_prompt in samples for sample in of_prompt * repeats]
+    packed, cu_seqlens = pack([tokens for tokens, _, _ in chosen])
+    logprobs = torch.tensor([x for _, of_sample, _ in chosen for x in of_sample])
+    if is_greedy:
+        logprobs.zero_()
+    elif sampling.temperature != 1 if mode == RAW else sampling.filters_tokens:
+        logprobs.fill_(torch.nan)
+    truncated = torch.tensor([cut for _, _, cut in chosen], dtype=torch.bool)
+    return Rollouts(packed, cu_seqlens, logprobs, truncated)
 
-        def forward(
-            self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-        ) -> Tensor:
-            extra = self.head_size - self.own_size
-            if extra == 0:
-                return super().forward(query, key, value, *args, **kwargs)
-            padded = (
-                F.pad(x.view(len(x), -1, self.own_size), (0, extra)).flatten(1)
-                for x in (query, key, value)
-            )
-            out = super().forward(*padded, *args, **kwargs)
-            heads = out.view(len(out), self.num_heads, self.head_size)
-            return heads[..., : self.own_size].flatten(1)
 
-    for name in ("llama", "qwen3"):
-        module: Any = importlib.import_module(f"vllm.model_executor.models.{name}")
-        if module.Attention.__name__ != PaddedAttention.__name__:
-            module.Attention = PaddedAttention
+def named_weights(
+    model: PolicyModel, dtype: torch.dtype, alone: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield them one at a time, in vLLM's dtype, without a second copy of them all. With sharded
+    weights, all ranks must iterate together. alone: a decoder of text within another model has the
+    names that it has alone."""
+    within = "language_model." if alone else "\n"
+    tied, head = _tied_name(model).replace(within, ""), None
+    for nested, weight in model.weights():
+        cast, name = weight.to(dtype), nested.replace(within, "")
+        if name == tied:
+            head = cast
+        yield name, cast
+    if head is not None:
+        yield "lm_head.weight", head
+
+
+def _tied_name(model: PolicyModel) -> str:
+    """Return the name of the embedding that vLLM also needs as the output matrix; "" if none."""
+    if not model.config.tie_word_embeddings or model.config.model_type in WITHOUT_HEAD:
+        return ""
+    names = (
+        name for name, parameter in model.named_parameters() if parameter is model.lm_head.weight
+    )
+    return next(names).removeprefix("hf.")  # where transformers keeps the model in its policy

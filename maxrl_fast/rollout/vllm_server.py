@@ -24,12 +24,12 @@ from urllib.parse import urlsplit
 import torch
 from safetensors.torch import save_file
 
-from maxrl_fast.errors import EngineError, InputError
+from maxrl_fast.errors import EngineError, InputError, printable
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Rollouts, unpack
 from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.rollout.episodes import Turns
-from maxrl_fast.rollout.vllm_shared import (
+from maxrl_fast.rollout.vllm import (
     Sample,
     check_version,
     logprobs_mode,
@@ -38,7 +38,7 @@ from maxrl_fast.rollout.vllm_shared import (
     rollouts_of,
     sampling_parameters,
 )
-from maxrl_fast.runtime.files import is_locked, locked, printable, storing
+from maxrl_fast.runtime.files import is_locked, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
 
 _START = "start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIR --enable-scale-out --logprobs-mode"
@@ -60,7 +60,7 @@ class VllmServerEngine:
 
     model: the policy that the server was started with. url: such as http://127.0.0.1:8000. ranks:
     the processes of the run, which all ask this server. filters_tokens: see
-    `vllm_shared.logprobs_mode`.
+    `vllm.logprobs_mode`.
     """
 
     def __init__(

@@ -4,6 +4,11 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
+Progress = Callable[[], None]
+
+
+def no_progress() -> None:
+    """Ignore the progress of sampling and scoring."""
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:

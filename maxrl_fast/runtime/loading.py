@@ -1,6 +1,5 @@
-"""Loads custom code by name: FILE.py:NAME or package.module:NAME. Nothing is imported before it is
-used. Reward workers import this, so it must not import torch.
-"""
+"""Loads custom code by name: FILE.py:NAME or package.module:NAME. Reward workers import this, so it
+must not import torch."""
 
 import contextlib
 import importlib
@@ -20,11 +19,8 @@ from typing import Any
 from maxrl_fast.errors import InputError, UserCodeError, nearest
 
 NOT_MODULES = ("gym", "python")  # what stands before the colon of --task gym:NAME, and of objects
-MESSAGE_LENGTH = 500  # characters
 SHORT_REPR = reprlib.Repr()
 SHORT_REPR.maxstring = SHORT_REPR.maxother = 80
-
-
 PACKAGE = str(Path(__file__).parents[1])
 _loaded = set[str]()  # files of the user's, which may be in an installed package
 
@@ -47,7 +43,7 @@ def is_code(name: str) -> bool:
 def load_code(option: str, name: str, wanted: str) -> Any:
     """Return the object that an option's value names. `wanted`: "FUNCTION" or "CLASS"."""
     try:
-        return load(name)[0]
+        return load(name)
     except LoadError as error:
         form = "FILE.py" if is_file(name) else "package.module"
         raise InputError(f"--{option} {name} must be {form}:{wanted}: {error}") from error
@@ -62,8 +58,7 @@ def build_from_code(
     hint: str,
 ) -> Any:
     """Construct the class that an option's value names with `arguments` and those of `offered` that
-    it has parameters for, and check the members of the object. `hint` ends the message about wrong
-    parameters."""
+    it takes, and check the object's members. `hint` ends the message about wrong parameters."""
     who, cls = f"--{option} {name}", load_code(option, name, "CLASS")
     if not inspect.isclass(cls):
         raise InputError(f"{who} must be a class, got {cls!r:.80}")
@@ -75,37 +70,27 @@ def build_from_code(
     except (TypeError, ValueError) as error:
         takes = f"must take {', '.join([*offered, *arguments])} by name, or some of them"
         raise InputError(f"{who} {takes}: {error}{hint}") from error
-    try:
-        built = cls(**given)
-    except Exception as error:
-        # both are reported by the command
-        if isinstance(error, (InputError, MemoryError)) or "OutOfMemory" in type(error).__name__:
-            raise
-        raise InputError(f"{who} cannot be made: {describe_error(error)}") from error
+    built = cls(**given)
     check_members(who, built, protocol)
     return built
 
 
 def check_members(who: str, value: object, protocol: type) -> None:
-    """Raise InputError where an object lacks a member of a protocol, or a method does not take the
-    protocol's arguments. A method that is inherited from the protocol counts as missing.
-    """
-    for name, asked in vars(protocol).items():
-        if name.startswith("_") or not inspect.isfunction(asked):
+    """Refuse an object that lacks a member of a protocol, or has a method that does not take the
+    protocol's arguments. A method that is inherited from the protocol counts as missing."""
+    methods = {name: x for name, x in vars(protocol).items() if inspect.isfunction(x)}
+    for name, asked in methods.items():
+        if name.startswith("_"):
             continue
-        own, parameters = (
-            getattr(value, name, None),
-            [*inspect.signature(asked).parameters.values()],
-        )
-        wanted = f"{who} must have the method {name}({', '.join(x.name for x in parameters[1:])})"
+        _, *parameters = inspect.signature(asked).parameters.values()
+        wanted = f"{who} must have the method {name}({', '.join(x.name for x in parameters)})"
+        own = getattr(value, name, None)
         if not callable(own) or getattr(own, "__func__", None) is asked:
             raise InputError(f"{wanted}, which it does not")
-        by_name = {
-            x.name for x in parameters if x.kind is x.KEYWORD_ONLY or x.default is not x.empty
-        }
+        by_name = [x.name for x in parameters if x.kind is x.KEYWORD_ONLY or x.default != x.empty]
+        positional = [None] * (len(parameters) - len(by_name))
         try:
-            positional = len(parameters) - len(by_name) - 1
-            inspect.signature(own).bind(*[None] * positional, **dict.fromkeys(by_name))
+            inspect.signature(own).bind(*positional, **dict.fromkeys(by_name))
         except TypeError:
             raise InputError(f"{wanted}, got {name}{inspect.signature(own)}") from None
     for name in protocol.__annotations__:
@@ -113,8 +98,8 @@ def check_members(who: str, value: object, protocol: type) -> None:
             raise InputError(f"{who} must have the attribute {name}, which it does not")
 
 
-def load(name: str) -> tuple[Callable[..., Any], str]:
-    """Return the function "path/to/file.py:name" or "package.module:name", and its file."""
+def load(name: str) -> Callable[..., Any]:
+    """Return the function "path/to/file.py:name" or "package.module:name"."""
     place, _, attribute = name.rpartition(":")
     path = Path(place).resolve() if place.endswith(".py") else None
     if path and not path.is_file():
@@ -130,7 +115,8 @@ def load(name: str) -> tuple[Callable[..., Any], str]:
         raise LoadError(f"{place} has no {attribute}{nearest(attribute, names)}")
     if not callable(function):
         raise LoadError(f"{attribute} in {place} is not a function: {SHORT_REPR.repr(function)}")
-    return function, getattr(module, "__file__", None) or ""
+    loaded: Callable[..., Any] = function
+    return loaded
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -150,9 +136,8 @@ def _load_file(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def naming_user_code() -> Iterator[None]:
-    """The context of all calls of a user's code, whoever makes them: what such code raises, be it
-    SystemExit, becomes a UserCodeError with its file and line.
-    """
+    """What a user's code raises inside, be it SystemExit, becomes a UserCodeError with its file and
+    line."""
     try:
         yield
     except (KeyboardInterrupt, GeneratorExit, MemoryError):
@@ -165,16 +150,15 @@ def naming_user_code() -> Iterator[None]:
         raise UserCodeError(describe_error(error)) from error
 
 
-def describe_error(error: BaseException, file: str | None = "") -> str:
-    """Return type and message, and the last line of the user's code in its traceback; None: no
-    line."""
+def describe_error(error: BaseException, with_place: bool = True) -> str:
+    """Return type and message, and the last line of the user's code in its traceback."""
     try:
-        text = str(error)[:MESSAGE_LENGTH]
+        text = str(error)[:500]
         if isinstance(error, SystemExit) and not isinstance(error.code, str):  # but a tensor
             text = SHORT_REPR.repr(error.code)
     except BaseException:
         text = "(its message cannot be printed)"
-    return f"{type(error).__name__}: {text}" + ("" if file is None else place_of(error))
+    return f"{type(error).__name__}: {text}" + place_of(error) * with_place
 
 
 def place_of(error: BaseException) -> str:

@@ -1,18 +1,26 @@
-"""What every command does with its arguments and its output."""
+"""The commands, and what each does with its arguments and its output."""
 
-import argparse
 import contextlib
-import errno
 import functools
 import io
-import os
 import platform
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 import maxrl_fast
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, nearest
+
+COMMANDS = {  # what they do
+    "train": "train a policy",
+    "sweep": "train a grid of options and seeds, one run after another",
+    "evaluate": "evaluate a run or a checkpoint",
+    "report": "write runs and evaluations as one HTML page",
+    "objectives": "list objectives, token losses and corrections, or explain some by name",
+}
 
 
 class _LossyFile(io.FileIO):
@@ -24,64 +32,72 @@ class _LossyFile(io.FileIO):
         return len(data)
 
 
-def protect_output() -> None:
-    """Let a command finish its work where nobody reads its output. Streams that a caller has
-    replaced, as a notebook does, stay."""
-    for descriptor, name in (1, "stdout"), (2, "stderr"):
-        stream = getattr(sys, name)
-        if stream is not None and stream is getattr(sys, f"__{name}__"):
-            file = io.BufferedWriter(_LossyFile(descriptor, "wb", closefd=False))
-            lossy = io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True)
-            setattr(sys, name, lossy)
-
-
 def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """Return the main function of a command, which takes the process's arguments if it is given
-    none, and answers --version.
-    """
+    none. It finishes its work where nobody reads its output, except into a stream that the caller
+    has replaced, as a notebook does."""
 
     @functools.wraps(run)
     def main(arguments: Sequence[str] | None = None) -> int:
-        protect_output()
+        for name in ("stdout", "stderr"):
+            if (stream := getattr(sys, name)) and stream is getattr(sys, f"__{name}__"):
+                file = io.BufferedWriter(_LossyFile(stream.fileno(), "wb", closefd=False))
+                lossy = io.TextIOWrapper(file, stream.encoding, "backslashreplace", None, True)
+                setattr(sys, name, lossy)
         arguments = sys.argv[1:] if arguments is None else arguments
-        if "--version" not in arguments:
-            try:
+        try:
+            if "--version" not in arguments:
                 return run(arguments)
-            except OSError as error:
-                if error.errno != errno.ENAMETOOLONG:
-                    raise
-                wanted = "a name of a file must have at most 255 bytes"
-                print(f"error: {wanted}, got {error.filename!s:.60}...", file=sys.stderr)
-                return 2
-        print(version_text())
-        return 0
+            parts = f"torch {version('torch')}, Python {platform.python_version()}"
+            print(f"maxrl_fast {maxrl_fast.__version__}, {parts}")
+            return 0
+        except InputError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
 
     return main
 
 
-def version_text() -> str:
-    own = f"maxrl_fast {maxrl_fast.__version__}"
+def show_help(arguments: Sequence[str], text: str) -> None:
+    """Print the text and exit where the arguments ask for help."""
+    if {"-h", "--help"} & {*arguments}:
+        print(text)
+        sys.exit(0)
+
+
+@command
+def main(arguments: Sequence[str]) -> int:
+    """Run the command that the first argument names, or print the commands. Return its exit code,
+    or 130 on Ctrl-C."""
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        lines = (f"  {name:<12}{what}" for name, what in COMMANDS.items())
+        print("usage: maxrl-fast COMMAND [OPTIONS]\n", *lines, sep="\n")
+        print("\nmaxrl-fast COMMAND --help lists the command's options, --version the versions.")
+        return 0
+    if name not in COMMANDS:
+        wanted = "the command must be train, sweep, evaluate, report or objectives"
+        raise InputError(f"{wanted}, got {name}{nearest(name, COMMANDS)}")
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # not ignored, as in a background job of a shell
+        # the import could swallow an exception that interrupts it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        import torch  # imported here: not all commands need torch
-
-        from maxrl_fast import _C
-    except ImportError as error:
-        return f"{own}, Python {platform.python_version()}\nkernels: not there ({error})"
-    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    return (
-        f"{own} (torch {torch.__version__}, {cuda}, Python {platform.python_version()})\n"
-        f"kernels: C++ built, CUDA {'built' if _C.cuda else 'not built'}"
-    )
-
-
-class CommandParser(argparse.ArgumentParser):
-    """The parser of a small command, which raises InputError in place of printing its usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message.removeprefix('argument ')}; --help lists the options")
+        run = import_module(f"maxrl_fast.{name}").main
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"{sys.executable} has no package {error.name}: activate the environment of "
+            "`make setup` (source .venv/bin/activate), or run `make setup` first"
+        ) from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        return int(run(arguments[1:]))
+    except KeyboardInterrupt:
+        print("error: stopped by Ctrl-C", file=sys.stderr)
+        return 130
 
 
-def write_directly(text: str) -> None:
-    """Write to standard error without Python's buffers, as a signal handler must."""
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())
+def run_command(name: str) -> NoReturn:
+    """`python -m` of a command's module calls this before imports that may fail or be stopped."""
+    sys.exit(main([name, *sys.argv[1:]]))

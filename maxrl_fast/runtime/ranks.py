@@ -1,9 +1,6 @@
-"""Several processes started by torchrun, one per GPU.
-
-Every rank has the whole step's records: prompts, rollouts, rewards and advantages. Only the work is
-divided: prompts for sampling, groups for training. Gradients are reduced by DDP, or by FSDP2 if the
-policy does not fit on one GPU.
-"""
+"""Several processes started by torchrun, one per GPU. Every rank has the whole step's records; only
+the work is divided: prompts for sampling, groups for training. Gradients are reduced by DDP or
+FSDP2."""
 
 import atexit
 import contextlib
@@ -25,12 +22,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Ragged
 
 COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)  # longest wait for other ranks to finish a stage
 # seconds for a first rank that started later to find and print the same error
 FIRST_RANK_GRACE_SECONDS = 15.0
-R = TypeVar("R", bound=Ragged)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -111,13 +107,16 @@ class Ranks:
         return torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)])
 
     def gather(self, record: R) -> R:
-        """Concatenate the records of all ranks; tuples, such as prompts' columns, are left out."""
-        return record if self.size == 1 else type(record).concatenate([record], self.concatenate)
+        """Concatenate the records (Ragged) of all ranks; tuples, such as prompts' columns, are left
+        out."""
+        kind: Any = type(record)
+        whole: R = record if self.size == 1 else kind.concatenate([record], self.concatenate)
+        return whole
 
     @contextlib.contextmanager
     def connected(self, device: torch.device) -> Iterator[None]:
-        """Connect the ranks. Of one that fails torchrun ends the others; where another has failed
-        first, this process ends with a sentence."""
+        """Connect the ranks. Torchrun ends the others of one that fails; where one has failed
+        before, this process ends with a sentence."""
         if self.size == 1:
             yield
             return
@@ -139,19 +138,17 @@ class Ranks:
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
-            lost = "another process of the run has ended, or cannot be reached"
-            cause = f"{lost} ({str(error).splitlines()[0]:.200})"
-            print(f"error: {cause}; rank {self.rank} stops", file=sys.stderr, flush=True)
+            cause = str(error).splitlines()[0][:200]
+            said = f"rank {self.rank} stops: another process of the run has ended ({cause})"
+            print(f"error: {said}", file=sys.stderr)
             exit_process(1)
         dist.destroy_process_group()
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit a torchrun process after its atexit functions, without tearing down the interpreter.
-
-    A gloo thread may still release a Python tensor, which aborts the process during teardown
-    (pytorch issue 190489), and FSDP2's caches keep its process group alive.
-    """
+    """Exit after the atexit functions, without tearing down the interpreter: a gloo thread may
+    still release a Python tensor, which aborts it (pytorch issue 190489), and FSDP2's caches keep
+    its process group alive."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.errors import InputError
-from maxrl_fast.runtime.files import printable, read_json
+from maxrl_fast.errors import InputError, printable
+from maxrl_fast.runtime.files import read_json
 
 NOT_OPTIONS = ("versions", "command")  # entries of config.json beside the options
 

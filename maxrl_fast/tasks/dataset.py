@@ -6,7 +6,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
@@ -20,7 +20,7 @@ from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.jsonl import Line, read_demonstrations
 from maxrl_fast.tasks.names import other_prompts, spec_of
-from maxrl_fast.tasks.sources import TEST, Part, read_sources
+from maxrl_fast.tasks.sources import TEST, Part, divided, file_part, filtered, hub_parts
 from maxrl_fast.tasks.text_answers import text_answers
 from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
 
@@ -105,17 +105,10 @@ class DatasetTask(TextTask):
         super().__init__(model, own, spec.suffix, tools)
         self.max_new_tokens = spec.max_new_tokens
         self.reward, self.answer_limit = spec.reward, spec.answer_limit
-        given = own.data, own.hub, own.test_data, own.test_hub, own.where
-        train, held_out = read_sources(spec, self._key, *given, test_only)
-        self.name, odd = ", ".join(x.shown for x in train or held_out), list[str]()
-        lines = [self._columns(x, own.answer_key, odd) for x in (*train, *held_out)]
-        prompts = [self._encoded(x) for x in lines]
-        self._arrange(train, prompts[: len(train)], held_out, prompts[len(train) :])
-        if num_long := sum(map(len, lines)) - sum(map(len, prompts)):
-            told = f"{num_long} prompts longer than {own.max_prompt_tokens} tokens are left out"
-            self._told.append(told)
-        if odd:
-            self._told.append(f"{len(odd)} without an answer left out, such as {odd[0]}")
+        self._num_long, self._odd = 0, list[str]()
+        train, held_out = self._sources(test_only)
+        self.name = ", ".join(x.shown for x in train or held_out)
+        self._arrange(train, held_out)
         self._demonstrations: list[tuple[list[int], list[int]]] = []
         if own.sft_data is not None:
             self._read_demonstrations(own.sft_data, max_new_tokens or spec.max_new_tokens)
@@ -126,16 +119,41 @@ class DatasetTask(TextTask):
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         self._order = lru_cache(4)(self._shuffle)
 
-    def _arrange(
-        self, train: list[Part], asked: list[Kept], held_out: list[Part], kept: list[Kept]
-    ) -> None:
-        """Set what prompts are made of: the prompts `asked` of the parts `train`, and `kept` of the
-        parts `held_out`."""
+    def _sources(self, test_only: bool) -> tuple[list[Part], list[Part]]:
+        """Return training and held-out lines: given, or the task's, or of test splits, or a
+        tenth."""
+        own, spec, key, train = self.options, self._spec, self._key, list[Part]()
+        hub, test_hub = own.hub, own.test_hub
+        if not own.data and not hub and spec.hub and spec.test_hub:
+            hub = (spec.hub,)
+            test_hub = test_hub if test_hub or own.test_data else (spec.test_hub,)
+        held_out = [file_part(x, key, "--test-data") for x in own.test_data]
+        held_out += [part for x in test_hub for part in hub_parts(x, key, TEST)]
+        splits = ["train"] if held_out else ["train", TEST]
+        if not (held_out and test_only):
+            train = [file_part(x, key, "--data") for x in own.data]
+            for x in hub:
+                first, *tests = hub_parts(x, key, *splits)
+                train.append(first)
+                held_out += [replace(part, number=None) for part in tests]
+            train = filtered(own.where, train)
+        if not held_out:
+            pairs = [divided(part) for part in train]
+            train, held_out = [first for first, _ in pairs], [second for _, second in pairs]
+        if not held_out[1:]:
+            held_out = [replace(part, name=TEST) for part in held_out]
+        names = [part.name for part in held_out]
+        if len({*names}) < len(names):
+            raise InputError(f"held-out sets must have different names, got {', '.join(names)}")
+        return train, held_out
+
+    def _arrange(self, train: list[Part], held_out: list[Part]) -> None:
+        """Encode the lines of parts, and set what prompts are made of."""
         own = self.options
+        every, kept = ([self._kept(x) for x in parts] for parts in (train, held_out))
         held = {tuple(tokens) for part in kept for tokens, _ in part}
-        num_shared = sum(tuple(tokens) in held for part in asked for tokens, _ in part)
         self._left_out = set() if own.allow_overlap else held
-        asked = [[x for x in part if tuple(x[0]) not in self._left_out] for part in asked]
+        asked = [[x for x in part if tuple(x[0]) not in self._left_out] for part in every]
         self.set_samples = {x.name: x.number for x in held_out if x.number}
         self.held_out = {x.name: len(part) for x, part in zip(held_out, kept, strict=True)}
         starts = accumulate(self.held_out.values(), initial=0)
@@ -156,9 +174,14 @@ class DatasetTask(TextTask):
         if len(held_out) > 1:
             told += f" ({', '.join(f'{n} of {x}' for x, n in self.held_out.items())})"
         self._told = [told]
-        if num_shared:
+        if num_shared := sum(tuple(tokens) in held for part in every for tokens, _ in part):
             what = "kept" if own.allow_overlap else "left out of training"
             self._told.append(f"{num_shared} prompts that are held out too are {what}")
+        if self._num_long:
+            long = f"{self._num_long} prompts longer than {own.max_prompt_tokens} tokens"
+            self._told.append(f"{long} are left out")
+        if odd := self._odd:
+            self._told.append(f"{len(odd)} without an answer left out, such as {odd[0]}")
 
     def describe(self) -> list[str]:
         is_text = any(isinstance(line["prompt"], str) for _, line in self._lines[TEST])
@@ -171,17 +194,12 @@ class DatasetTask(TextTask):
         if (room := self.positions - self.prompt_length) > 0:
             most_tokens = min(most_tokens, room)
         lines = read_demonstrations(path, self._key)
-        pairs = [(self._asked(prompt), response) for _, prompt, response in lines]
-        encoded = self.encode_demonstrations(pairs, [place for place, _, _ in lines])
         most, positions = self.options.max_prompt_tokens, self.positions
-        self._demonstrations = [
-            (prompt, response)
-            for prompt, response in encoded
-            if tuple(prompt) not in self._left_out
-            and 0 < len(prompt) <= most
-            and len(response) <= most_tokens
-            and len(prompt) + len(response) <= positions
-        ]
+        for place, asked, shown in lines:
+            prompt, response = self.encode_demonstration(self._asked(asked), shown, place)
+            is_short = len(response) <= min(most_tokens, positions - len(prompt))
+            if is_short and self.fits(prompt) and tuple(prompt) not in self._left_out:
+                self._demonstrations.append((prompt, response))
         wanted = (
             f"at most {most} tokens of prompt, {most_tokens} of response and {positions} of both, "
             "whose prompts are not held out"
@@ -200,35 +218,31 @@ class DatasetTask(TextTask):
             return self.prompt(prompt + self._suffix)
         return prompt + self._suffix if isinstance(prompt, str) else prompt
 
-    def _columns(self, part: Part, answer_key: str | None, odd: list[str]) -> list[Line]:
-        """Return lines as the reward function gets them, without those whose answer cannot be read;
-        `odd` gets their errors.
-        """
-        found: list[Line] = []
-        gold = part.form.gold or self._spec.gold
-        answer_key = None if part.form.gold else answer_key
+    def _kept(self, part: Part) -> Kept:
+        """Return the prompts of lines that are not too long, with the lines as the reward gets
+        them; without those whose answer cannot be read."""
+        lines, gold = list[Line](), part.form.gold or self._spec.gold
+        answer_key = None if part.form.gold else self.options.answer_key
         for place, line in part.lines:
             prompt, code = line[part.key], line.get(self._spec.code_key)
             if isinstance(prompt, str) and code:
                 prompt += f"\n\n```python\n{code}\n```"
             columns = {**line, "prompt": self._asked(prompt)}
             try:
-                answer = {} if gold is None else {"answer": gold(line, answer_key)}
-                found.append((place, columns | answer))
+                columns |= {"answer": gold(line, answer_key)} if gold else {}
+                lines.append((place, columns))
             except InputError as error:
-                odd.append(f"{place}: {error}")
-        if part.lines and not found:
-            raise InputError(odd[-1])
-        return found
+                self._odd.append(f"{place}: {error}")
+        if part.lines and not lines:
+            raise InputError(self._odd[-1])
+        encoded = self._encoded(lines)
+        self._num_long += len(lines) - len(encoded)
+        return encoded
 
     def _encoded(self, lines: list[Line]) -> Kept:
         """Leave out prompts that are too long."""
-        encoded = self.encode([line["prompt"] for _, line in lines], [place for place, _ in lines])
-        return [
-            (tokens, line)
-            for tokens, (_, line) in zip(encoded, lines, strict=True)
-            if tokens is not None
-        ]
+        encoded = ((self.encode_prompt(line["prompt"], place), line) for place, line in lines)
+        return [(tokens, line) for tokens, line in encoded if self.fits(tokens)]
 
     def _shuffle(self, epoch: int, count: int) -> list[int]:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {epoch}".encode()))

@@ -50,16 +50,16 @@ def generator_options(name: str) -> dict[str, Option]:
     for key, option in options_of(factory.DATASETS[name][1]).items():
         if key not in ("seed", "size"):  # which are the run's
             has_default = isinstance(option.default, int | float | str | tuple)
-            text = option.help or f"Option of {name}."
-            found[key] = replace(option, default=option.default if has_default else None, help=text)
+            default = option.default if has_default else None
+            found[key] = replace(option, default=default, help=option.help or f"Option of {name}.")
     return found
 
 
 class GymTask(TextTask):
-    """Questions by index, generated on demand. A CRC of a question decides its split. Question i is
-    the first draw t that belongs to its split: entry i mod n of a data set of the default size n,
+    """Questions by index, generated on demand. Question i is the first draw t that belongs to its
+    split, which a CRC of the question decides: entry i mod n of a data set of the default size n,
     because some generate all entries at once, whose seed is a CRC of the run's seed, the split,
-    i // n and t. Options are those of TextOptions and of the data set's generator."""
+    i // n and t. Options are those of TextOptions and of the generator."""
 
     num_test_prompts: int | None = None
     max_new_tokens = 256
@@ -83,7 +83,7 @@ class GymTask(TextTask):
         super().__init__(model, TextOptions(**text))
         version = importlib.metadata.version("reasoning-gym")
         # By the tokenizer and its chat template.
-        encoded = self.encode([self.prompt("1 + 1 =" + self._suffix)], ["a question"])
+        encoded = self.encode_prompt(self.prompt("1 + 1 =" + self._suffix), "a question")
         self.fingerprint = f"reasoning-gym {version}, {encoded}"
         self.name = f"{name} of reasoning-gym {version}"
         self.prompt_length = self.options.max_prompt_tokens
@@ -100,17 +100,16 @@ class GymTask(TextTask):
             is_test = zlib.crc32(question.encode()) % TEST_SHARE == 0
             if is_test == (split == "test"):
                 prompt = self.prompt(question + self._suffix)
-                [tokens] = self.encode([prompt], [f"{self.name}, question {i}"])
-                if tokens is not None:
+                tokens = self.encode_prompt(prompt, f"{self.name}, question {i}")
+                if self.fits(tokens):
                     line = {"prompt": prompt, "question": question, "name": self._dataset}
                     line |= {"config": self._config, "seed": seed, "index": i % self._size}
                     # some data sets have no answer
                     return tokens, line | ({"answer": answer} if isinstance(answer, str) else {})
         raise InputError(
             f"{self.name} must have questions of at most {self.prompt_length} tokens for the "
-            f"{split} split, got none in "
-            f"{TRIES} draws: its questions are longer (raise --max-prompt-tokens) or too few of "
-            "them are distinct"
+            f"{split} split, got none in {TRIES} draws: its questions are longer (raise "
+            "--max-prompt-tokens) or too few of them are distinct"
         )
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
@@ -124,17 +123,14 @@ class GymTask(TextTask):
         )
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        prompts = self.prompts("train", start, count)
-        lines = prompts.columns or ()
-        answers = [line.get("answer") for line in lines]
-        if None in answers:
-            raise InputError(
-                f"--sft-steps must be 0, as {self.name} has questions without an answer"
-            )
-        places = [f"{self.name}, question {i}" for i in prompts.ids.tolist()]
-        pairs = [(line["prompt"], str(x)) for line, x in zip(lines, answers, strict=True)]
-        shown = self.encode_demonstrations(pairs, places)
-        return prompts, Rollouts.given([response for _, response in shown])
+        prompts, shown = self.prompts("train", start, count), []
+        for line in prompts.columns or ():
+            if "answer" not in line:
+                raise InputError(
+                    f"--sft-steps must be 0, as {self.name} has questions without an answer"
+                )
+            shown.append(self.encode_demonstration(line["prompt"], line["answer"], self.name)[1])
+        return prompts, Rollouts.given(shown)
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
         """Return the data set's answer after the first answer tag that each response opens."""

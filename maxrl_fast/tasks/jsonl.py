@@ -3,19 +3,16 @@ hub. The data is untrusted: an error names the invalid line.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.errors import InputError
-from maxrl_fast.model.hub import why_unreachable
+from maxrl_fast.errors import InputError, printable
 from maxrl_fast.model.tokenizer import REASONING, Message, Prompt
-from maxrl_fast.runtime.files import check_regular, printable
+from maxrl_fast.runtime.files import check_regular
 from maxrl_fast.tasks.dataset_specs import AsLine, keys_of
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
-CONVERT = "pandas.read_csv or read_json(FILE).to_parquet(NEW) converts a CSV file or an array"
 
 Line = tuple[str, dict[str, Any]]  # its place, for error messages, and its JSON object
 
@@ -23,14 +20,30 @@ Line = tuple[str, dict[str, Any]]  # its place, for error messages, and its JSON
 def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line]:
     """Return the JSON object of each line of a file, or of each row if its name ends in .parquet,
     with its place. Each has a prompt: text, or chat messages {"role": ..., "content": ...}."""
-    return [(place, _checked(x, place, prompt_key)) for place, x in _read_objects(path, option)]
+    return [_checked(x, place, prompt_key) for place, x in _read_objects(path, option)]
 
 
 def read_demonstrations(path: Path, prompt_key: str) -> list[tuple[str, Any, str | Message]]:
     """Return the demonstrations in a file of --sft-data: place, prompt (text or messages) and
     response (text or the assistant's message). A line has a prompt as in `read_lines` and text at
     "response", or messages at `prompt_key` or "messages" of which the last is the response."""
-    return [_demonstration(x, place, prompt_key) for place, x in _read_objects(path, "--sft-data")]
+    found = []
+    for place, fields in _read_objects(path, "--sft-data"):
+        is_chat = prompt_key not in fields and "messages" in fields
+        prompt = _prompt_of(fields, place, "messages" if is_chat else prompt_key)
+        said: Any = fields.get("response")
+        response: Any = said
+        if said is None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+            *prompt, response = prompt
+            said = (response["content"] or response.get(REASONING[0])) if prompt else None
+        if not isinstance(said, str) or not said:
+            raise InputError(
+                f"{place}: a demonstration must have text at 'response', or messages of which the "
+                f"last is the assistant's, got {said!r:.80}; {keys_of(fields)}"
+            )
+        check_utf8(said, f"{place}: response")
+        found.append((place, prompt, response))
+    return found
 
 
 def read_hub(
@@ -51,113 +64,77 @@ def read_hub(
                 line = as_line(row) if as_line else row
             except InputError as error:
                 raise InputError(f"{place}: {error}; {keys_of(row)}") from error
-            lines[-1].append((place, _checked(line, place, prompt_key)))
+            lines[-1].append(_checked(line, place, prompt_key))
     return lines
 
 
 def _read_objects(path: Path, option: str) -> list[Line]:
-    shown, lines = printable(path), list[Line]()
+    shown = printable(path)
     try:
         check_regular(path)
         if path.suffix == ".parquet":
             return _rows(_load(shown, "parquet", data_files=str(path))["train"], f"{shown}, row")
         with open(path, "rb") as file:
-            for i, line in enumerate(file, start=1):
-                if line.strip():
-                    lines.append((f"{shown}, line {i}", _object(line, f"{shown}, line {i}")))
+            numbered = [(f"{shown}, line {i}", x) for i, x in enumerate(file, 1) if x.strip()]
     except OSError as error:
         wanted = f"{option} must be a readable JSON Lines or Parquet file"
         raise InputError(f"{wanted}, got {shown}: {error}") from error
-    if not lines:
+    if not numbered:
         raise InputError(f"{shown} must have a JSON object on each line, got none")
-    return lines
+    return [(place, _object(line, place)) for place, line in numbered]
 
 
 def _object(line: bytes, place: str) -> dict[str, Any]:
+    """Return the object of a line; NaN and infinite numbers become null."""
     why = "it is no object"
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, parse_constant=lambda _: None)
         if isinstance(fields, dict):
             return fields
     # invalid JSON, invalid UTF-8, an integer of too many digits, or too deep
     except (ValueError, RecursionError) as error:
         why = str(error)
-    wanted = "it must be a JSON object in UTF-8"
-    raise InputError(f"{place}: {wanted}, got {line!r:.60}: {why}; {CONVERT}")
+    raise InputError(
+        f"{place}: it must be a JSON object in UTF-8, got {line!r:.60}: {why}; pandas.read_csv or "
+        "read_json(FILE).to_parquet(NEW) converts a CSV file or an array"
+    )
 
 
 def _load(shown: str, kind: str, *config: str | None, **files: str) -> Any:
     """Return the splits of a data set of the hub, or of a Parquet file, by name."""
     try:
         import datasets
-
-        offline = "" if files else why_unreachable()
     except ImportError as error:
         raise InputError(
             f"reading {shown} needs datasets: pip install datasets, or give JSON Lines with --data "
             f"FILE ({error})"
         ) from error
-    # Otherwise it retries for 24 s, and then looks into its cache.
-    datasets.config.HF_HUB_OFFLINE = bool(offline)
     try:
         return datasets.load_dataset(kind, *config, **files)
     except Exception as error:  # errors of the network, the hub, or the parsers of its files
         cause = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if offline:
-            cause = f"it cannot be reached ({offline}), and the cache has no copy"
         advice = "" if files else "; --data FILE and --test-data FILE read a local copy"
         raise InputError(f"cannot read {shown}: {cause}{advice}") from error
 
 
 def _rows(split: Any, place: str) -> list[Line]:
-    kinds = split.features.arrow_schema
-    return [
-        (f"{place} {i}", {key: _shortest(x, kinds.field(key).type) for key, x in row.items()})
-        for i, row in enumerate(split, start=1)
-    ]
+    """Return rows as lines of a file have them: bytes are null, and what else JSON lacks text."""
+
+    def plain(value: object) -> str | None:
+        return None if isinstance(value, bytes) else str(value)
+
+    texts = (json.dumps(row, default=plain) for row in split)
+    return [(x := f"{place} {i}", _object(row.encode(), x)) for i, row in enumerate(texts, 1)]
 
 
-def _shortest(value: Any, kind: Any) -> Any:
-    """Return a value of Arrow's type `kind` with narrow floats as the shortest decimals that they
-    can be: .1 in float32 is 0.1, not 0.10000000149011612."""
-    if "float" not in str(kind):
-        return value
-    if isinstance(value, float):
-        return float(str(kind.to_pandas_dtype()(value)))
-    if isinstance(value, dict):
-        return {name: _shortest(x, kind.field(name).type) for name, x in value.items()}
-    return [_shortest(x, kind.field(0).type) for x in value] if isinstance(value, list) else value
-
-
-def _checked(fields: dict[str, Any], place: str, prompt_key: str) -> dict[str, Any]:
+def _checked(fields: dict[str, Any], place: str, prompt_key: str) -> Line:
     prompt = _prompt_of(fields, place, prompt_key)
     for name in ("response", "response_raw"):
         if name in fields:
             raise InputError(
                 f"{place}: the key {name!r} is reserved for the response that is scored; rename it"
             )
-    return {name: json_value(x) for name, x in fields.items()} | {prompt_key: prompt}
-
-
-def _demonstration(
-    fields: dict[str, Any], place: str, prompt_key: str
-) -> tuple[str, Any, str | Message]:
-    if prompt_key not in fields and "messages" in fields:
-        prompt_key = "messages"
-    prompt = _prompt_of(fields, place, prompt_key)
-    response: Any = fields.get("response")
-    said: Any = response
-    is_chat = isinstance(prompt, list) and len(prompt) > 1
-    if response is None and is_chat and prompt[-1]["role"] == "assistant":
-        *prompt, response = prompt
-        said = response["content"] or response.get(REASONING[0])
-    if not isinstance(said, str) or not said:
-        raise InputError(
-            f"{place}: a demonstration must have text at 'response', or messages of which the last "
-            f"is the assistant's, got {said!r:.80}; {keys_of(fields)}"
-        )
-    check_utf8(said, f"{place}: response")
-    return place, prompt, response
+    return place, {**fields, prompt_key: prompt}
 
 
 def _prompt_of(fields: dict[str, Any], place: str, key: str) -> Any:
@@ -187,9 +164,8 @@ def _message(given: Any, what: str) -> Message:
     # Arrow gives every message the keys of all
     message = {k: x for k, x in fields.items() if x is not None and (k == "content" or x != [])}
     if isinstance(parts := message.get("content"), (list, tuple)):
-        texts = [x.get("text") for x in parts if isinstance(x, Mapping)]
-        is_text = len(texts) == len(parts) and all(isinstance(x, str) for x in texts)
-        message["content"] = "".join(map(str, texts)) if is_text else None
+        texts = [x.get("text") if isinstance(x, Mapping) else None for x in parts]
+        message["content"] = "".join(texts) if all(isinstance(x, str) for x in texts) else None
     names = {"role": "role", "content": "content"}
     if message.get("role") == "assistant":
         names |= dict.fromkeys(REASONING, REASONING[0])
@@ -209,16 +185,3 @@ def check_utf8(text: Any, what: str) -> None:
         text.encode()
     except (AttributeError, UnicodeEncodeError) as error:  # no text, or half a surrogate pair
         raise InputError(f"{what} must be text in UTF-8: {error}") from error
-
-
-def json_value(value: Any) -> Any:
-    """Return a value of a column in the types of JSON. Nothing refuses a file here: nobody may use
-    the column. NaN and bytes become null; dates, decimal numbers and what else JSON lacks text."""
-    if isinstance(value, Mapping):
-        return {str(key): json_value(x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_value(x) for x in value]
-    if isinstance(value, bytes) or (isinstance(value, float) and not math.isfinite(value)):
-        return None
-    is_json = value is None or isinstance(value, (int, float))
-    return value if is_json else str(value).encode("utf-8", "replace").decode()

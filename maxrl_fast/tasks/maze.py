@@ -5,7 +5,6 @@ from start to goal.
 import random
 import zlib
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, Any
 
 import torch
@@ -41,55 +40,36 @@ def generate_maze(size: int, rng: random.Random) -> Grid:
         items[i], items[-1] = items[-1], items[i]
         return items.pop()
 
-    rooms_around = _rooms_around(size)
+    def around(row: int, column: int) -> list[Cell]:
+        rooms = [(row + 2 * dr, column + 2 * dc) for dr, dc in MOVES.values()]
+        return [(r, c) for r, c in rooms if 0 < r < size and 0 < c < size]
+
     is_open = [[False] * size for _ in range(size)]
     is_open[1][1] = True
-    frontier = list(rooms_around[1, 1])
+    frontier = around(1, 1)
     seen = {(1, 1), *frontier}
     while frontier:
-        room = pop_random(frontier)
-        row, column = room
-        near_row, near_column = pop_random(
-            [near for near in rooms_around[room] if is_open[near[0]][near[1]]]
-        )
+        row, column = pop_random(frontier)
+        rooms = around(row, column)
+        near_row, near_column = pop_random([(r, c) for r, c in rooms if is_open[r][c]])
         is_open[row][column] = is_open[(row + near_row) // 2][(column + near_column) // 2] = True
-        for near in rooms_around[room]:
-            if near not in seen:
-                seen.add(near)
-                frontier.append(near)
+        frontier += [near for near in rooms if near not in seen]
+        seen.update(rooms)
     return is_open
-
-
-@cache
-def _rooms_around(size: int) -> dict[Cell, list[Cell]]:
-    """Neighbours are in the order up, down, left, right."""
-    rooms = [(row, column) for row in range(1, size, 2) for column in range(1, size, 2)]
-    moves = [(2 * row, 2 * column) for row, column in MOVES.values()]
-    within = set(rooms)
-    return {
-        (r, c): [(r + dr, c + dc) for dr, dc in moves if (r + dr, c + dc) in within]
-        for r, c in rooms
-    }
 
 
 def shortest_path(is_open: Grid) -> list[int]:
     """A generated maze is a tree, so its simple path is unique."""
-    goal = len(is_open) - 2
-    moves_into: dict[Cell, int] = {(1, 1): UP}  # the move that reaches each cell
-    stack = [(1, 1)]
-    while (goal, goal) not in moves_into:
+    goal, paths = len(is_open) - 2, {(1, 1): list[int]()}
+    stack = [*paths]
+    while (goal, goal) not in paths:
         row, column = stack.pop()
         for move, (dr, dc) in MOVES.items():
-            cell = (row + dr, column + dc)
-            if is_open[cell[0]][cell[1]] and cell not in moves_into:
-                moves_into[cell] = move
+            cell = row + dr, column + dc
+            if is_open[cell[0]][cell[1]] and cell not in paths:
+                paths[cell] = [*paths[row, column], move]
                 stack.append(cell)
-    path, cell = [], (goal, goal)
-    while cell != (1, 1):
-        move = moves_into[cell]
-        path.append(move)
-        cell = (cell[0] - MOVES[move][0], cell[1] - MOVES[move][1])
-    return path[::-1]
+    return paths[goal, goal]
 
 
 def encode_maze(is_open: Grid) -> list[int]:
@@ -155,10 +135,9 @@ class MazeOptions:
 
 
 class MazeTask:
-    """Mazes by index. Maze i of a seed is the same on every machine and in any order of requests. A
-    CRC of a maze's tokens decides its split, so that no test maze appears in training, whatever the
-    seeds. Maze i is the first draw of its own random stream that belongs to its split. maze_size:
-    odd, at least 5."""
+    """Mazes by index. Maze i of a seed is the first draw of its own random stream that belongs to
+    its split, which a CRC of its tokens decides: no test maze appears in training, whatever the
+    seeds. maze_size: odd, at least 5."""
 
     vocab_size = VOCAB_SIZE
     fingerprint = ""
@@ -169,9 +148,8 @@ class MazeTask:
     answer_limit: int | None = None
 
     def __init__(self, maze_size: int = 9, seed: int = 0):
-        self.size, self.seed, self.name = maze_size, seed, f"maze {maze_size}x{maze_size}"
-        size = maze_size
-        self.prompt_length = size * (size + 1) + 4
+        self.size, self.seed, size = maze_size, seed, maze_size
+        self.name, self.prompt_length = f"maze {size}x{size}", size * (size + 1) + 4
         # any simple path and DONE; 128 at 17x17, where the paper allows 180
         longest = 2 * ((size - 1) // 2) ** 2
         self.max_new_tokens = longest if size < 17 else max(longest, 180)
@@ -206,10 +184,7 @@ class MazeTask:
         return decode_words(WORDS, tokens)
 
     def _encode(self, start: int, mazes: list[Grid]) -> Prompts:
-        tokens, cu_seqlens = pack([encode_maze(maze) for maze in mazes])
-        return Prompts(
-            tokens=tokens, cu_seqlens=cu_seqlens, ids=torch.arange(start, start + len(mazes))
-        )
+        return Prompts(*pack([*map(encode_maze, mazes)]), torch.arange(start, start + len(mazes)))
 
     def answer(self, response: str) -> str:
         return response.partition("DONE")[0].strip()

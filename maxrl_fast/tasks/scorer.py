@@ -1,6 +1,5 @@
 """Scores responses: by the task itself, its environments, or a source of rewards."""
 
-from collections import Counter
 from itertools import chain
 from math import nan
 from typing import Any
@@ -27,25 +26,23 @@ class MetricAccumulator:
     """Sums and counts of numbers, by the names of their means in metrics.jsonl."""
 
     def __init__(self) -> None:
-        self._sums, self._counts = dict[str, float](), Counter[str]()
+        self._sums = dict[str, tuple[float, int]]()
 
     def add(self, name: str, total: float, count: int = 1) -> None:
         """Add `count` values with this sum."""
-        self._sums[name] = self._sums.get(name, 0.0) + total
-        self._counts[name] += count
+        known, number = self._sums.get(name, (0.0, 0))
+        self._sums[name] = known + total, number + count
 
     def update(self, other: "MetricAccumulator") -> None:
-        """Add the values of another."""
-        for name, total in other._sums.items():
-            self.add(name, total, other._counts[name])
+        for name, values in other._sums.items():
+            self.add(name, *values)
 
     def over(self, ranks: Ranks) -> dict[str, float]:
         """Return the means over the values of all ranks."""
         whole = MetricAccumulator()
-        for sums, counts in ranks.values([self._sums, self._counts]):
-            for name, total in sums.items():
-                whole.add(name, total, counts[name])
-        return {name: total / whole._counts[name] for name, total in whole._sums.items()}
+        for name, values in chain(*(sums.items() for sums in ranks.values(self._sums))):
+            whole.add(name, *values)
+        return {name: total / count for name, (total, count) in whole._sums.items()}
 
 
 class Scorer:
@@ -80,7 +77,6 @@ class Scorer:
         self._num_ranks, self.weights = num_ranks, source.weights if source else {}
         self.components: list[dict[str, float]] = []
         self._num_scored, self._failures = 0, list[Outcome]()  # since the last call of `failures`
-        self._gave_up = False
         self._metrics = MetricAccumulator()  # since the last call of `pop_metrics`
 
     @property
@@ -118,14 +114,24 @@ class Scorer:
             outcomes = [Outcome(0.0)] * len(rollouts) if episodes is None else episodes.finish()
             if self._source is not None:
                 self._ask(self._source, prompts, rollouts, outcomes, beat)
-            zeroed = (rollouts.truncated & zero_truncated).tolist()
-            rewards = self._keep(outcomes, zeroed).to(rollouts.tokens.device)
+            self._num_scored += len(outcomes)
+            self._failures += [outcome for outcome in outcomes if outcome.has_failed]
+            self.components = [{**outcome.components} for outcome in outcomes]
+            is_left = LEFT in outcomes  # then all have failed
+            found = [nan if x.reward is None or is_left else x.reward for x in outcomes]
+            rewards = torch.tensor(found, dtype=torch.float32).to(rollouts.tokens.device)
         if self._threshold is not None:
             rewards = rewards.where(rewards.isnan(), (rewards > self._threshold).float())
+        num_zeroed = (rollouts.truncated & (rewards != 0)).sum() if zero_truncated else 0
         if zero_truncated:
-            num_zeroed = (rollouts.truncated & (rewards != 0)).sum()
-            self._metrics.add("rewards_zeroed", float(num_zeroed), len(rewards))
             rewards = rewards.masked_fill(rollouts.truncated, 0.0)
+            for s in rollouts.truncated.nonzero().flatten().tolist():
+                self.components[s] = dict.fromkeys(self.components[s] or self.weights, 0.0)
+        for s, reward in enumerate(rewards.tolist() if self.can_fail else ()):
+            for name, value in self.components[s].items() if reward == reward else ():
+                self._metrics.add(f"reward/{name}", value)
+        if zero_truncated:
+            self._metrics.add("rewards_zeroed", float(num_zeroed), len(rewards))
         return rewards
 
     def _ask(
@@ -137,8 +143,9 @@ class Scorer:
         beat: Progress,
     ) -> None:
         """Put the source's outcomes into `outcomes` [S], of reward 0 or an episode's."""
-        num_rollouts = len(rollouts) // len(prompts)
-        columns, rows = self._columns(prompts), dict[int, dict[str, Any]]()
+        num_rollouts, rows = len(rollouts) // len(prompts), dict[int, dict[str, Any]]()
+        texts = () if prompts.columns else unpack(prompts.tokens, prompts.lengths)
+        columns = prompts.columns or [{"prompt": self._task.decode(x)} for x in texts]
         responses, truncated = response_texts(self._task, rollouts), rollouts.truncated.tolist()
         raw = response_texts(self._task, rollouts, with_special=True) if source.wants_raw else None
         for s, response in enumerate(responses):
@@ -146,11 +153,12 @@ class Scorer:
             if raw is not None:
                 row["response_raw"] = raw[s]
             if self._answer_limit is not None:
-                row["given"] = self._task.answer(response)
-                self._metrics.add("answers_missing", not row["given"])
-                self._metrics.add("answers_too_long", len(row["given"]) > self._answer_limit)
-            if self._answer_limit is None or 0 < len(row["given"]) <= self._answer_limit:
-                rows[s] = row
+                given = row["given"] = self._task.answer(response)
+                self._metrics.add("answers_missing", not given)
+                self._metrics.add("answers_too_long", len(given) > self._answer_limit)
+                if not 0 < len(given) <= self._answer_limit:
+                    continue
+            rows[s] = row
         max_failures = int(self._max_error_rate * len(responses) * self._num_ranks)
         found = source.score([*rows.values()], num_rollouts, max_failures, beat)
         for s, outcome in zip(rows, found, strict=True):
@@ -160,41 +168,6 @@ class Scorer:
         if source.wrong_kinds:
             num_late = sum(bool(outcome.kind) and not outcome.has_failed for outcome in found)
             self._metrics.add("answers_timed_out", num_late, len(responses))
-
-    def _keep(self, outcomes: list[Outcome], zeroed: list[bool]) -> Tensor:
-        """Count the outcomes [S], and return the rewards; all are NaN if some were left."""
-        failures = [outcome for outcome in outcomes if outcome.has_failed]
-        num_left = failures.count(LEFT)
-        self._failures += [outcome for outcome in failures if outcome != LEFT]
-        self._num_scored += len(outcomes) - num_left
-        self._gave_up |= num_left > 0
-        rewards = [nan if x.reward is None or num_left else x.reward for x in outcomes]
-        for s, outcome in enumerate(outcomes):
-            if num_left == 0:
-                self.components[s] = {**outcome.components}
-            if zeroed[s]:
-                self.components[s] = dict.fromkeys(self.components[s] or self.weights, 0.0)
-            if zeroed[s] or rewards[s] == rewards[s]:
-                for name, value in self.components[s].items():
-                    self._metrics.add(f"reward/{name}", value)
-        return torch.tensor(rewards, dtype=torch.float32)
-
-    def _columns(self, prompts: Prompts) -> tuple[dict[str, Any], ...]:
-        texts = () if prompts.columns else unpack(prompts.tokens, prompts.lengths)
-        return prompts.columns or tuple({"prompt": self._task.decode(x)} for x in texts)
-
-    def check(self, prompts: Prompts) -> None:
-        """Raise InputError if a reward can take the columns of none of these prompts."""
-        if self._source is None:
-            return
-        errors = []
-        for columns in self._columns(prompts):
-            try:
-                self._source.check({**columns, "response": ""})
-            except InputError as error:
-                errors.append(error)
-        if len(errors) == len(prompts):
-            raise errors[0]
 
     def pop_metrics(self) -> MetricAccumulator:
         """Return the components of this rank's rewards since the last call, and with an answer
@@ -208,10 +181,11 @@ class Scorer:
         if not self.can_fail:
             return {}, ""
         own = [(failure.kind, failure.message) for failure in self._failures]
-        of_ranks = ranks.values([self._num_scored, own, self._gave_up])
-        self._num_scored, self._failures, self._gave_up = 0, [], False
-        scored, failed_of_ranks, gave_up = zip(*of_ranks, strict=True)
-        num_scored, failed = sum(scored), [*chain(*failed_of_ranks)]
+        scored, of_ranks = zip(*ranks.values([self._num_scored, own]), strict=True)
+        self._num_scored, self._failures = 0, []
+        failed = [x for x in chain(*of_ranks) if x[0] != LEFT.kind]
+        num_left = sum(map(len, of_ranks)) - len(failed)
+        num_scored = sum(scored) - num_left
         by_kind = {kind: sum(x[0] == kind for x in failed) for kind in FAILURE_KINDS}
         if not failed:
             return by_kind, ""
@@ -220,12 +194,10 @@ class Scorer:
             f"{when}: {len(failed)} of {num_scored} rewards failed ({kinds}), for example: "
             f"{failed[0][1]}"
         )
-        most = min(self._max_error_rate * num_scored, num_scored - 1)
-        if any(gave_up) or len(failed) > most:
+        if num_left or len(failed) > min(self._max_error_rate * num_scored, num_scored - 1):
             limit = f"; that is more than --max-reward-error-rate {self._max_error_rate:g} allows"
-            sentence = warning + limit * (self._max_error_rate < 1)
-            cure = CURES.get(max(FAILURE_KINDS, key=by_kind.__getitem__))  # of the most frequent
-            raise RewardError(sentence, cure) if cure else RewardError(sentence)
+            most = max(FAILURE_KINDS, key=by_kind.__getitem__)
+            raise RewardError(warning + limit * (self._max_error_rate < 1), CURES.get(most, ""))
         return by_kind, warning
 
     def describe(self) -> str:

@@ -21,17 +21,13 @@ def text_answers(
     marker, or that continues otherwise within a token, has the marker as its lead."""
     num_rollouts = len(rollouts) // len(prompts)
     wholes = [f"{form.marker}{form.opening}{answer}{form.closing}" for answer in _answers(prompts)]
-    ids_of_wholes = text.encode_pieces(
-        wholes, [f"the reference answer to prompt {i}" for i in prompts.ids.tolist()]
-    )
+    places = [f"the reference answer to prompt {i}" for i in prompts.ids.tolist()]
+    ids_of_wholes = [*map(text.encode_piece, wholes, places)]
     responses = unpack(rollouts.tokens, rollouts.lengths)
     ends = [_marker_end(text, form.marker, tokens) for tokens in responses]
     # of answers; only those that have been checked above
-    texts = [form.marker]
-    texts += [x for s, (_, x) in enumerate(ends) if wholes[s // num_rollouts].startswith(x)]
-    texts = [*dict.fromkeys(texts)]
-    pieces = text.encode_pieces(texts, ["the start of an answer"] * len(texts))
-    starts = dict(zip(texts, pieces, strict=True))
+    texts = {x for s, (_, x) in enumerate(ends) if wholes[s // num_rollouts].startswith(x)}
+    starts = {x: text.encode_piece(x, "an answer") for x in {form.marker, *texts}}
     found = []
     for s, (length, start) in enumerate(ends):
         ids, lead = ids_of_wholes[s // num_rollouts], starts.get(start)

@@ -120,37 +120,29 @@ class TextTask:
         uses_chat = self._has_template and not self.options.plain_prompts
         return [{"role": "user", "content": question}] if uses_chat else question
 
-    def encode(
-        self, prompts: Sequence[Prompt], places: Sequence[str], limit: int | None = None
-    ) -> list[list[int] | None]:
-        """Return the token ids of each prompt; None if there are none, or too many. places: where
-        each comes from, for messages."""
-        most, encoded = limit or self.options.max_prompt_tokens, []
-        for prompt, place in zip(prompts, places, strict=True):
-            with _at(place):
-                ids = self.conversation.prompt(self._checked(prompt))
-            encoded.append(ids if 0 < len(ids) <= most else None)
-        return encoded
+    def encode_prompt(self, prompt: Prompt, place: str) -> list[int]:
+        """Return the token ids of a prompt of any length; `place` is for messages."""
+        with _at(place):
+            return self.conversation.prompt(self._checked(prompt))
 
-    def encode_demonstrations(
-        self, pairs: Sequence[tuple[Prompt, str | Message]], places: Sequence[str]
-    ) -> list[tuple[list[int], list[int]]]:
-        """Return the token ids of prompts, and of the responses to learn after them, each with the
-        token that ends it."""
-        encoded = []
-        for (prompt, response), place in zip(pairs, places, strict=True):
-            with _at(place):
-                self._refuse(response if isinstance(response, str) else [response], "a response")
-                shown = self.conversation.demonstration(self._checked(prompt), response)
-            encoded.append(shown)
-        return encoded
+    def fits(self, tokens: list[int]) -> bool:
+        """Return whether a prompt has at least one token and not too many."""
+        return 0 < len(tokens) <= self.options.max_prompt_tokens
 
-    def encode_pieces(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
-        """Encode texts within a response, without a stop token."""
-        for text, place in zip(texts, places, strict=True):
-            with _at(place):
-                self._refuse(text, "a response")
-        return [*map(self.conversation.encode_within, texts)]
+    def encode_demonstration(
+        self, prompt: Prompt, response: str | Message, place: str
+    ) -> tuple[list[int], list[int]]:
+        """Return the token ids of a prompt, and of the response to learn after it with the token
+        that ends it."""
+        with _at(place):
+            self._refuse(response if isinstance(response, str) else [response], "a response")
+            return self.conversation.demonstration(self._checked(prompt), response)
+
+    def encode_piece(self, text: str, place: str) -> list[int]:
+        """Encode text within a response, without a stop token."""
+        with _at(place):
+            self._refuse(text, "a response")
+        return self.conversation.encode_within(text)
 
     def _checked(self, prompt: Prompt) -> Prompt:
         if isinstance(prompt, str) and self._has_tools:
@@ -188,10 +180,6 @@ class TextTask:
         """`reward` or the user's function scores responses, in worker processes; without either a
         run needs no rewards, as that of distill, and they are 0."""
         return torch.zeros(len(rollouts))
-
-    def encode_prompt(self, prompt: Prompt, place: str) -> list[int]:
-        """Return the token ids of a prompt of any length; `place` is for messages."""
-        return self.encode([prompt], [place], 2**31)[0] or []
 
     @cached_property
     def _files(self) -> dict[str, bytes]:

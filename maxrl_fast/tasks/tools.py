@@ -9,8 +9,7 @@ from typing import Any
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import Message
 from maxrl_fast.records import Prompts
-from maxrl_fast.rewards import Outcome, Progress, failure, no_progress
-from maxrl_fast.rewards.function import mismatch
+from maxrl_fast.rewards import PROGRESS_INTERVAL, Outcome, Progress, failure, no_progress
 from maxrl_fast.rewards.pool import UserCode
 from maxrl_fast.tasks.conversation import Conversation
 from maxrl_fast.tasks.dataset import DatasetTask
@@ -18,7 +17,6 @@ from maxrl_fast.tasks.episode import Reply
 from maxrl_fast.tasks.jsonl import Line
 from maxrl_fast.tasks.tool_calls import ToolCall
 
-WAIT_SECONDS = 1.0  # of a look for results
 OTHER_TEXT = "reset returned another text than at the start of the run for the same columns"
 
 
@@ -68,36 +66,27 @@ class ToolTask(DatasetTask):
         return [*super().describe(), *told, *[note] * bool(note)]
 
     def _encoded(self, lines: list[Line]) -> list[tuple[list[int], dict[str, Any]]]:
-        if not lines:
-            return []
-        texts, chats = self._observe(lines), [_chat(columns["prompt"]) for _, columns in lines]
-        as_text = self.conversation.as_text
-        marked = [
-            _appended(chat, as_text(text or "")) for chat, text in zip(chats, texts, strict=True)
-        ]
-        encoded = self.encode(marked, [place for place, _ in lines])
-        return [
-            (tokens, ToolLine({**columns, "prompt": _appended(chat, text or "")}, columns, text))
-            for tokens, chat, text, (_, columns) in zip(encoded, chats, texts, lines, strict=True)
-            if tokens is not None
-        ]
+        found = list[tuple[list[int], dict[str, Any]]]()
+        for text, (place, columns) in zip(self._observe(lines), lines, strict=True):
+            chat, said = _chat(columns["prompt"]), text or ""
+            marked = _appended(chat, self.conversation.as_text(said))
+            tokens = self.encode_prompt(marked, place)
+            if self.fits(tokens):
+                seen = {**columns, "prompt": _appended(chat, said)}
+                found.append((tokens, ToolLine(seen, columns, text)))
+        return found
 
     def _observe(self, lines: list[Line]) -> list[str | None]:
         """Return what `reset` says of each line."""
-        signature, name = self._workers.signature, self._workers.name
-        for place, columns in lines:
-            if sentence := mismatch(signature, columns):
-                sentence = sentence.replace("your function", "its reset")
-                raise InputError(f"--environment {name}, {place}: {sentence}")
         numbers = {next(self._numbers): i for i in range(len(lines))}
         for number, i in numbers.items():
             self._workers.request(number, (number, "probe", lines[i][1]))
         found = dict[int, str | None]()
         while len(found) < len(lines):
-            for number, [outcome] in self._workers.results(WAIT_SECONDS):
+            for number, [outcome] in self._workers.results(PROGRESS_INTERVAL):
                 if outcome.kind:
                     self._workers.drop()
-                    where = f"--environment {name}, {lines[numbers[number]][0]}"
+                    where = f"--environment {self._workers.name}, {lines[numbers[number]][0]}"
                     raise InputError(f"{where}: reset fails: {outcome.message}")
                 found[number] = outcome.text
         return [found[number] for number in numbers]
@@ -186,7 +175,7 @@ class ToolEpisodes:
     def replies(self, wait: bool) -> list[Reply]:
         self._receive(0.0)
         while wait and not self._ready and any(x.turn is not None for x in self._episodes):
-            self._receive(WAIT_SECONDS)
+            self._receive(PROGRESS_INTERVAL)
         ready, self._ready = self._ready, []
         return ready
 
@@ -196,7 +185,7 @@ class ToolEpisodes:
             if not episode.word:
                 self._advance(episode)
         while any(episode.word for episode in self._episodes):
-            self._receive(WAIT_SECONDS)
+            self._receive(PROGRESS_INTERVAL)
         return [self._outcome(x) for x in self._episodes]
 
     def close(self) -> None:

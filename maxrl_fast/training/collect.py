@@ -1,16 +1,16 @@
 """Collects a step's samples and rewards, in rounds where a schedule asks for them."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Annotated
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import PROMPT, SEQUENCE, Prompts, Rollouts, Samples
+from maxrl_fast.records import PROMPT, SEQUENCE, Prompts, Ragged, Rollouts, Samples
 from maxrl_fast.rollout import Engine, RolloutRequest, Sampling, check_finite, check_rewards
 from maxrl_fast.rollout.sampling_and_scoring import ScoredSamples, sample_and_score
 from maxrl_fast.runtime.ranks import Ranks
@@ -45,11 +45,8 @@ class Needs:
 
 @dataclass(frozen=True)
 class LengthPenalty:
-    """DAPO's length penalty (Yu et al. 2025, section 3.4, eq. 13), as in verl's reward manager:
-
-        min(0, factor (limit - buffer - length) / buffer)
-
-    It falls linearly to -factor at the limit, the length of the longest response."""
+    """DAPO's length penalty (Yu et al. 2025, eq. 13), as in verl's reward manager; `limit` is the
+    length of the longest response: min(0, factor (limit - buffer - length) / buffer)."""
 
     limit: int
     buffer: int
@@ -57,9 +54,8 @@ class LengthPenalty:
 
     def __call__(self, lengths: Tensor) -> Tensor:
         """Return the penalty (<= 0) of each length, float32 of the same shape."""
-        return (self.factor / self.buffer * (self.limit - self.buffer - lengths).float()).clamp_max(
-            0.0
-        )
+        left = (self.limit - self.buffer - lengths).float()
+        return (self.factor / self.buffer * left).clamp_max(0.0)
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,8 @@ class RolloutBatch(Samples):
     term_weights: tuple[float, ...] = ()  # [R]
     # [S] int64, tokens of the reference answer at the end of each response; 0: no answer
     answer_lengths: Annotated[Tensor | None, SEQUENCE] = None
-    texts: tuple[str, ...] = ()  # [S], where the objective needs them
+    # [S], where the objective needs them
+    texts: Annotated[tuple[str, ...] | None, SEQUENCE] = None
     # [G, N] int64, rollouts of the prompt after the round of each; 0 if it was not drawn
     drawn_by: Annotated[Tensor | None, PROMPT] = None
     masks_truncated: bool = False  # their tokens are not in the loss
@@ -114,21 +111,6 @@ class RolloutBatch(Samples):
         """Samples with a known reward, the ones trained on: int64 on the host, ascending."""
         return self.sequences if self.valid is None else self.sequences[self.valid.flatten().cpu()]
 
-    def regrouped(self, count: int) -> "RolloutBatch":
-        """Return the same samples as groups of `count`: parts of these groups, or several."""
-        groups = torch.arange(len(self.rollouts) // count, device=self.rewards.device)
-        owner = groups * count // self.num_rollouts
-        greedy, terms = self.greedy_rewards, self.reward_terms
-        return replace(
-            self,
-            prompts=self.prompts.select(owner),
-            task_rewards=self.task_rewards.view(-1, count),
-            rewards=self.rewards.view(-1, count),
-            valid=None if self.valid is None else self.valid.view(-1, count),
-            greedy_rewards=None if greedy is None else greedy[owner],
-            reward_terms=None if terms is None else terms.view(-1, count, terms.shape[-1]),
-        )
-
     def weighted(self, weights: Tensor) -> "RolloutBatch":
         """Return the batch with factors [T] multiplied into the importance weights."""
         if self.rollouts.importance_weights is not None:
@@ -149,16 +131,48 @@ class RolloutBatch(Samples):
 
 
 @dataclass(frozen=True)
+class Drawn(Ragged):
+    """Samples of one call of the engine, and what scored them: S of some prompts."""
+
+    raw_rollouts: Annotated[Rollouts, SEQUENCE]
+    rollouts: Annotated[Rollouts, SEQUENCE]
+    rewards: Annotated[Tensor, SEQUENCE]  # [S], NaN if not known
+    components: Annotated[tuple[dict[str, float], ...], SEQUENCE]
+    reward_terms: Annotated[Tensor | None, SEQUENCE]  # [S, R]
+    answer_lengths: Annotated[Tensor | None, SEQUENCE]
+    greedy_rewards: Annotated[Tensor | None, SEQUENCE]  # [S], of the prompt
+    ends: Annotated[Tensor, SEQUENCE]  # [S], rollouts of the prompt after the round; 0: not drawn
+
+    def positions(self, items: Tensor) -> dict[str, Tensor]:
+        return {SEQUENCE: items}
+
+    def nothing(self) -> "Drawn":
+        """Return a sample that was not drawn: without tokens."""
+        one = self.select(torch.zeros_like(self.ends[:1]))
+        none = Rollouts.given([[]]).to(self.rewards.device)
+        own = {"rewards": one.rewards * torch.nan, "components": ({},), "ends": 0 * one.ends}
+        return replace(one, raw_rollouts=none, rollouts=none, **own)
+
+
+@dataclass
+class Totals:
+    """Of a step's calls of the engine."""
+
+    rewards: MetricAccumulator = field(default_factory=MetricAccumulator)
+    errors: Counter[str] = field(default_factory=Counter)  # failed rewards by kind
+    warnings: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class RolloutCollector:
     """Samples and scores a step's rollouts.
 
     Args:
         schedule: says how many rollouts each prompt gets; None: N.
-        needs: of the objective; parts not with a schedule.
         policy_reward: scores the responses instead of the scorer; not where the objective needs
             greedy responses or parts.
         length_penalty: added to the rewards that the objective sees.
-        shares_engine: whether the engine samples for several ranks, which call it together.
         truncated: of --truncated: keep, zero or mask."""
 
     task: Task
@@ -175,86 +189,92 @@ class RolloutCollector:
     length_penalty: LengthPenalty | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
     ranks: Ranks = field(default_factory=Ranks)
-    shares_engine: bool = False
+    shares_engine: bool = False  # the engine samples for several ranks, which call it together
     truncated: str = "keep"
 
     def collect(self, step: int, first_prompt: int) -> RolloutBatch:
         """Return G prompts from index `first_prompt` on, N rollouts of each, or as many as the
         schedule says, and their rewards; all ranks must call this."""
-        of_rewards = MetricAccumulator()
+        totals, seconds = Totals(), -self.clock.total("rollout")
         if self.schedule is None:
             prompts = self._prompts(first_prompt, self.num_prompts)
-            batch = self._sample(step, prompts, 0, self.num_rollouts, of_rewards)
+            drawn = self._sample(step, prompts, 0, self.num_rollouts, totals)
+            batch = self._batch(step, prompts, drawn, totals)
         else:
-            batch = self._in_rounds(self.schedule, step, first_prompt, of_rewards)
-        return self._finished(replace(batch, metrics=batch.metrics | of_rewards.over(self.ranks)))
+            batch = self._in_rounds(self.schedule, step, first_prompt, totals)
+        seconds += self.clock.total("rollout")
+        metrics = batch.metrics | totals.rewards.over(self.ranks)
+        return self._finished(replace(batch, metrics=metrics, rollout_seconds=seconds))
 
     def _prompts(self, first_prompt: int, count: int) -> Prompts:
         with self.clock("rollout"):
             return self.task.prompts("train", first_prompt, count).to(self.device)
 
     def _in_rounds(
-        self, schedule: Schedule, step: int, first_prompt: int, of_rewards: MetricAccumulator
+        self, schedule: Schedule, step: int, first_prompt: int, totals: Totals
     ) -> RolloutBatch:
-        """Sample until the schedule asks for nothing. Samples are kept in blocks:
-
-        prompt   0 1 2   0 2   2 2     of each block, three rounds of 3, 2 and 2 blocks
-        block    0 1 2   3 4   5 6
-        table    0 3 - -
-                 1 - - -                a row for each prompt; -: not drawn
-                 2 4 5 6"""
-        size, prompts = schedule.block, Prompts.none(self.device)
-        width, parts, num_blocks = self.num_rollouts // size, list[RolloutBatch](), 0
-        table = torch.full((0, width), -1, device=self.device)
-        ends = torch.zeros_like(table)  # rollouts of the prompt after the round of each block
-        rewards = torch.full((0, self.num_rollouts), torch.nan, device=self.device)
-        drawn = (table >= 0).sum(1) * size
+        """Sample until the schedule asks for nothing."""
+        most, prompts, parts, num_drawn = self.num_rollouts, None, list[Drawn](), 0
+        # where the samples of each prompt stand in the parts, one after another; -1: not drawn
+        index = torch.full((0, most), -1, device=self.device)
+        rewards, drawn = torch.zeros(0, most, device=self.device), index.sum(1)
         while (more := schedule.more(step, rewards, drawn)).any():
-            if further := len(more) - len(prompts):
-                new = self._prompts(first_prompt + len(prompts), further)
-                prompts = Prompts.concatenate([prompts, new]) if len(prompts) else new
-                table = torch.cat([table, table.new_full((further, width), -1)])
-                ends = torch.cat([ends, ends.new_zeros(further, width)])
-                drawn = torch.cat([drawn, drawn.new_zeros(further)])
-            if (more % size).any() or (drawn + more > self.num_rollouts).any():
+            if further := len(more) - len(drawn):
+                new = self._prompts(first_prompt + len(drawn), further)
+                prompts = Prompts.concatenate([prompts, new]) if prompts else new
+                index, drawn = pad(index, (0, 0, 0, further), value=-1), pad(drawn, (0, further))
+            if prompts is None or (drawn + more > most).any():
                 raise InputError(
-                    f"--schedule must ask for multiples of {size} rollouts, at most "
-                    f"{self.num_rollouts} of a prompt, got {more.tolist()}"
+                    f"--schedule must ask for at most {most} rollouts of a prompt, got "
+                    f"{more.tolist()}"
                 )
             # a call for all prompts that have, and get, as many
             for begun, count in sorted({*zip(drawn.tolist(), more.tolist(), strict=True)}):
                 if not count:
                     continue
                 asked = ((drawn == begun) & (more == count)).nonzero()[:, 0]
-                part = self._sample(step, prompts.select(asked), begun, count, of_rewards)
-                parts.append(part.regrouped(size))
-                blocks = num_blocks + torch.arange(len(asked) * count // size, device=self.device)
-                places = slice(begun // size, (begun + count) // size)
-                table[asked, places] = blocks.view(len(asked), -1)
-                ends[asked, places] = begun + count
-                num_blocks += len(blocks)
-            known = torch.cat([part.all_rewards.view(-1, size) for part in parts])
-            known = torch.cat([known, known.new_full((1, size), torch.nan)])  # at -1
-            rewards, drawn = known[table].flatten(1), (table >= 0).sum(1) * size
+                part = self._sample(step, prompts.select(asked), begun, count, totals)
+                numbers = num_drawn + torch.arange(len(part.rewards), device=self.device)
+                index[asked, begun : begun + count] = numbers.view(-1, count)
+                num_drawn += len(part.rewards)
+                parts.append(part)
+            known = torch.cat([x.rewards for x in (*parts, parts[0].nothing())])
+            rewards, drawn = known[index], (index >= 0).sum(1)
+        assert prompts is not None
         metrics = schedule.metrics(step, rewards, drawn)
         chosen = schedule.chosen(step, rewards)  # [G]
-        warnings = [part.warning for part in parts if part.warning]
-        others = (text.removeprefix(f"step {step}: ") for text in warnings[1:])
-        errors = Counter[str]()
-        for part in parts:
-            errors.update(part.metrics)
-        order = table[chosen].flatten() % (num_blocks + 1)  # -1: the last block
-        whole = RolloutBatch.concatenate([*parts, undrawn(parts[0])]).select(order)
-        is_known = ~rewards[chosen].isnan()
-        return replace(
-            whole.regrouped(self.num_rollouts),
-            valid=None if is_known.all() else is_known,
+        order = index[chosen].flatten() % (num_drawn + 1)  # -1: the last one
+        whole = Drawn.concatenate([*parts, parts[0].nothing()]).select(order)
+        batch = self._batch(step, prompts.select(chosen), whole, totals)
+        ends = whole.ends.view(batch.rewards.shape)
+        return replace(batch, all_rewards=rewards, metrics=batch.metrics | metrics, drawn_by=ends)
+
+    def _batch(self, step: int, prompts: Prompts, samples: Drawn, totals: Totals) -> RolloutBatch:
+        """Return the samples of these prompts, N of each."""
+        shape = len(prompts), self.num_rollouts
+        rewards, greedy, terms = samples.rewards, samples.greedy_rewards, samples.reward_terms
+        rewards, valid = rewards.view(shape), ~rewards.isnan().view(shape)
+        # a GPU is read only where rewards can be unknown
+        can_miss = bool(totals.warnings) or (self.schedule is not None and not bool(valid.all()))
+        return RolloutBatch(
+            prompts=prompts,
+            rollouts=samples.rollouts,
+            step=step,
+            raw_rollouts=samples.raw_rollouts,
+            task_rewards=rewards.nan_to_num(),
+            rewards=rewards.nan_to_num(),
+            valid=valid if can_miss else None,
+            greedy_rewards=None if greedy is None else greedy.view(shape)[:, 0],
             all_rewards=rewards,
-            num_tokens=sum(part.num_tokens for part in parts),
-            rollout_seconds=sum(part.rollout_seconds for part in parts),
-            metrics=dict(errors) | metrics,
-            warning="; ".join([*warnings[:1], *others]),
-            drawn_by=ends[chosen].repeat_interleave(size, 1),
+            num_tokens=totals.num_tokens,
+            rollout_seconds=0.0,
+            metrics=dict(totals.errors),
+            warning="; ".join(totals.warnings),
+            components=samples.components,
+            reward_terms=None if terms is None else terms.view(*shape, -1),
+            term_weights=tuple(self.scorer.weights.values()),
+            answer_lengths=samples.answer_lengths,
+            masks_truncated=self.truncated == "mask",
         )
 
     def _finished(self, batch: RolloutBatch) -> RolloutBatch:
@@ -276,85 +296,58 @@ class RolloutCollector:
             batch = replace(batch, components=tuple(whole))
         return batch
 
-    def _sample(
-        self, step: int, prompts: Prompts, begun: int, count: int, of_rewards: MetricAccumulator
-    ) -> RolloutBatch:
-        """Return `count` samples of each prompt, from number `begun` on; add the metrics of their
-        rewards to `of_rewards`."""
+    def _sample(self, step: int, prompts: Prompts, begun: int, count: int, totals: Totals) -> Drawn:
+        """Return `count` samples of each prompt, from number `begun` on."""
         clock, ranks, scorer, needs = self.clock, self.ranks, self.scorer, self.needs
         first, own = ranks.part(len(prompts))  # the prompts that this rank samples
-        seconds = -clock.total("rollout")
         scorer.pop_metrics()  # drop those of an evaluation, or of greedy responses
-        part = prompts.take(first, own)
-        asked = part, count, self.sampling, self.seed, step
-        has_more = begun + count < self.num_rollouts
-        request = RolloutRequest(
-            *asked, first_sample=begun, beat=clock.beat, keeps_prompts=has_more
-        )
+        asked = prompts.take(first, own), count, self.sampling, self.seed, step
+        more = begun + count < self.num_rollouts
+        request = RolloutRequest(*asked, beat=clock.beat, first_sample=begun, keeps_prompts=more)
         sampled = self._sample_and_score(request)
         with clock("rollout"):
             rollouts = ranks.gather(sampled.rollouts)
             check_finite(rollouts, prompts, step)
-        seconds += clock.total("rollout")
         of_rank = slice(first * count, (first + own) * count)
-        learned, answer_lengths, greedy_rewards = rollouts, None, None
+        learned, answer_lengths, greedy = rollouts, None, None
         with clock("reward"):
             if self.policy_reward is not None:
                 scores = self.policy_reward.score(prompts, rollouts)
                 rewards, components = scores.rewards, tuple(scores.components[of_rank])
                 learned, answer_lengths = scores.answered, scores.answer_lengths
                 for name, value in chain.from_iterable(map(dict.items, components)):
-                    of_rewards.add(f"reward/{name}", value)
+                    totals.rewards.add(f"reward/{name}", value)
             else:
                 rewards, components = ranks.concatenate(sampled.rewards), sampled.components
-        rewards = rewards.view(len(prompts), count)
-        terms = self._each_reward(rewards, components) if needs.parts else None
-        of_rewards.update(scorer.pop_metrics())
+        terms = None
+        if needs.parts:  # [S, R], NaN where one does not apply
+            own_terms = [[x.get(name, torch.nan) for name in scorer.weights] for x in components]
+            terms = torch.tensor(own_terms, dtype=torch.float32).to(rewards.device)
+            terms = ranks.concatenate(terms)
+        totals.rewards.update(scorer.pop_metrics())
         if needs.greedy:
             one = replace(request, num_samples=1, sampling=self.sampling.greedy, first_sample=0)
-            greedy_rewards = ranks.concatenate(self._sample_and_score(one).rewards)
-            # as if all had failed
-            rewards = rewards.masked_fill(greedy_rewards.isnan()[:, None], float("nan"))
+            greedy = ranks.concatenate(self._sample_and_score(one).rewards)
+            greedy = greedy.repeat_interleave(count)
+            rewards = rewards.masked_fill(greedy.isnan(), torch.nan)  # as if all had failed
         failed, warning = scorer.failures(ranks, f"step {step}")
-        known = rewards.nan_to_num() if warning else rewards
+        totals.errors.update({f"reward_{kind}": number for kind, number in failed.items()})
+        totals.warnings += [warning] * bool(warning)
+        totals.num_tokens += len(rollouts.tokens)
+        known = (rewards.nan_to_num() if warning else rewards).view(-1, count)
         check_rewards(known, prompts, step)
         if needs.binary:
             check_binary(known, prompts, f"step {step}")
         parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
         parts[of_rank] = components
-        return RolloutBatch(
-            prompts=prompts,
-            rollouts=learned,
-            step=step,
-            raw_rollouts=rollouts,
-            task_rewards=known,
-            rewards=known,
-            # samples without a reward are left out of their group
-            valid=~rewards.isnan() if warning else None,
-            greedy_rewards=greedy_rewards,
-            all_rewards=rewards,
-            num_tokens=len(rollouts.tokens),
-            rollout_seconds=seconds,
-            metrics={f"reward_{kind}": count for kind, count in failed.items()},
-            warning=warning,
-            components=tuple(parts),
-            reward_terms=terms,
-            masks_truncated=self.truncated == "mask",
-            term_weights=tuple(scorer.weights.values()),
-            answer_lengths=answer_lengths,
-        )
+        ends = torch.full_like(rollouts.lengths, begun + count)
+        given = rewards, tuple(parts), terms, answer_lengths, greedy, ends
+        return Drawn(rollouts, learned, *given)
 
     def _sample_and_score(self, request: RolloutRequest) -> ScoredSamples:
         scorer = self.scorer if self.policy_reward is None else None
         how = self.clock, self.shares_engine, self.truncated == "zero"
         return sample_and_score(self.engine, self.task, scorer, request, *how)
-
-    def _each_reward(self, rewards: Tensor, components: Sequence[dict[str, float]]) -> Tensor:
-        """Return the values [G, N, R] of each reward; NaN if it does not apply."""
-        own = [[parts.get(name, torch.nan) for name in self.scorer.weights] for parts in components]
-        # [S, R]
-        values = self.ranks.concatenate(torch.tensor(own, dtype=torch.float32).to(rewards.device))
-        return values.view(*rewards.shape, -1)
 
 
 def check_binary(rewards: Tensor, prompts: Prompts, when: str) -> None:
@@ -366,19 +359,3 @@ def check_binary(rewards: Tensor, prompts: Prompts, when: str) -> None:
             f"{when}: this objective needs rewards of 0 or 1, got {rewards[group, rollout]:g} for "
             f"prompt {prompts.ids[group]}; --reward-threshold makes them so"
         )
-
-
-def undrawn(batch: RolloutBatch) -> RolloutBatch:
-    """Return a group, of the batch's first prompt, whose samples were not drawn: without tokens."""
-    one = batch.select(torch.zeros(1, dtype=torch.int64, device=batch.rewards.device))
-    bounds, truncated = map(torch.zeros_like, (one.rollouts.cu_seqlens, one.rollouts.truncated))
-    nothing = replace(one.rollouts.select(bounds[:0]), cu_seqlens=bounds, truncated=truncated)
-    zeros = torch.zeros_like(one.rewards)
-    return replace(
-        one,
-        rollouts=nothing,
-        raw_rollouts=nothing,
-        task_rewards=zeros,
-        rewards=zeros,
-        components=({},) * len(one.rollouts),
-    )

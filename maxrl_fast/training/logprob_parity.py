@@ -19,33 +19,28 @@ LONGEST = 600  # tokens of a sequence, if the model's window is shorter
 MIN_TOKENS = 24
 
 
+@torch.no_grad()
 def check_exact(policy: PolicyModel) -> str:
-    """Compare log-probs of four responses to two prompts with the model's own eager forward pass,
-    in float32, and return a sentence for the first lines of a run; "" for the native decoder, which
-    has no other.
-
-    The tokens are random. The sequences are longer than the model's sliding window, up to LONGEST
-    tokens.
-    """
+    """Compare log-probs of four random responses to two prompts, longer than the model's sliding
+    window, with the model's own eager forward pass in float32. Return a sentence for the first
+    lines of a run; "" for the native decoder, which has no other. Raises InputError."""
     if not isinstance(policy, HuggingFacePolicy):
         return ""
     device, sizes = policy.lm_head.weight.device, policy.config
     generator = torch.Generator().manual_seed(0)
     longest = min(_length(policy), sizes.max_position_embeddings)
-    # Prompts differ in length; some responses end within a sliding window, some beyond it.
-    own = [longest // 4 - 1, longest // 5, longest // 6, longest // 4 - 2]
     first = longest - longest // 4
     words = torch.tensor([*{*range(sizes.vocab_size)}.difference(sizes.images)])
-    prompts, responses = (
-        [words[torch.randint(len(words), (n,), generator=generator)].tolist() for n in lengths]
-        for lengths in ((first, first // 2 + 1), own)
-    )
+    # Prompts differ in length; some responses end within a sliding window, some beyond it.
+    lengths = first, first // 2 + 1, longest // 4 - 1, longest // 5, longest // 6, longest // 4 - 2
+    drawn = [words[torch.randint(len(words), (n,), generator=generator)].tolist() for n in lengths]
+    prompts, responses = drawn[:2], drawn[2:]
     try:
         ours = _logprobs(policy, prompts, responses, device)
+    except InputError:
+        raise
     # raised by third-party code
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(
             f"{sizes.model_type} of transformers cannot compute a packed stream: "
             f"{type(error).__name__}: {error}"
@@ -54,14 +49,13 @@ def check_exact(policy: PolicyModel) -> str:
     for i, response in enumerate(responses):
         prompt = prompts[i // 2]
         tokens = torch.tensor(prompt + response, device=device)
-        logits = policy.own_logits(tokens)[0]
-        log_p = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        log_p = policy.own_logits(tokens)[0][len(prompt) - 1 : -1].log_softmax(-1)
         parts.append(log_p.gather(-1, tokens[len(prompt) :, None])[:, 0])
     difference = (ours - torch.cat(parts)).abs().nan_to_num(float("inf"))
+    most = float(difference.max())
     # Near a tie, a router may choose another expert: 2% may differ. Wrong attention or positions
     # would affect more tokens.
-    typical, most = float(difference.quantile(0.98)), float(difference.max())
-    if typical > LIMIT:
+    if float(difference.quantile(0.98)) > LIMIT:
         raise InputError(
             f"{sizes.model_type} of transformers cannot be trained here: with the prompt computed "
             "once for its responses, "
@@ -100,8 +94,7 @@ def check_engine(policy: PolicyModel, engine: Engine, name: str) -> str:
 @torch.no_grad()
 def check_head(policy: HuggingFacePolicy, tokens: Tensor) -> None:
     """Compare the logits of one sequence [L] with the model's own, on hidden states so large that a
-    soft cap would show.
-    """
+    soft cap would show."""
     small, _ = policy.own_logits(tokens, lambda hidden: 1e-3 * hidden)
     factor = 0.1 / max(float(small.abs().max()), 1e-9)  # then the largest logit would be 100
     theirs, hidden = policy.own_logits(tokens, lambda hidden: factor * hidden)

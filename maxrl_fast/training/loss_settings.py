@@ -1,8 +1,12 @@
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.losses.masks import highest_entropies, near_responses
+from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.ops.loss_terms import LossTerms
 
 
@@ -18,7 +22,7 @@ class LossSettings(LossTerms):
         top_entropy: fraction of an update's tokens, with the highest entropies, that have a policy
             gradient; 1: all.
         siren: coefficient of SIREN's term; 0: none.
-        sequence_mask: delta of far_responses, whose tokens have no policy gradient; None: no mask.
+        sequence_mask: delta of near_responses, whose tokens have a policy gradient; None: all have.
         seed: of losses that draw tokens.
     """
 
@@ -40,17 +44,24 @@ class LossSettings(LossTerms):
         return float(len(lengths) * per_response)
 
     @property
+    def masks(self) -> list[Callable[[Tokens], Tensor]]:
+        """What returns which tokens [T] bool keep their advantage."""
+        found = list[Callable[[Tokens], Tensor]]()
+        if self.sequence_mask is not None:
+            found.append(partial(near_responses, delta=self.sequence_mask))
+        if self.top_entropy < 1:
+            found.append(partial(highest_entropies, share=self.top_entropy))
+        if self.spec.masks:
+            found.append(partial(self.spec.compare, options=dict(self.options)))
+        return found
+
+    @property
     def over_batch(self) -> bool:
         """Whether a token's loss depends on other responses of the update."""
-        return (
-            self.spec.over_batch
-            or self.top_entropy < 1
-            or self.siren != 0
-            or self.sequence_mask is not None
-        )
+        return bool(self.masks or self.spec.statistics or self.siren)
 
     def has_gradient(self, advantages: Tensor) -> Tensor:
-        """Return which sequences [S] have a gradient; not if the loss is over_batch."""
-        if self.divergence_coef or self.needs_every_token:
+        """Return which sequences [S] have a gradient."""
+        if self.divergence_coef or self.siren or self.needs_every_token:
             return torch.ones_like(advantages, dtype=torch.bool)
         return advantages != 0

@@ -16,13 +16,9 @@ def step_metrics(
     lr: float,
     train_seconds: float,
 ) -> dict[str, float]:
-    """Return the metrics of a step, given its advantages [S].
+    """Return the metrics of a step (docs/metrics.md), given its advantages [S].
 
-    Rewards are means over all sampled rollouts, also of replaced groups; lengths, truncation and
-    entropy over the rollouts of the step; the loss, the gradient norm and moment_variance over the
-    updates; ratios, clip fractions and KL over the tokens trained on; logprob_diff over those of
-    the first update. A loss's own metrics are summed over the updates if they are integers, else
-    averaged."""
+    A loss's own metrics are summed over the updates if they are integers, else averaged."""
     rewards, rollouts = batch.all_rewards, batch.raw_rollouts
     solved = rewards > 0.5  # False for an unknown reward (NaN)
     known = rewards if batch.valid is None else rewards[~rewards.isnan()]
@@ -68,7 +64,7 @@ def step_metrics(
     return {
         "step": batch.step,
         **numbers,
-        **{name: over_updates(name) for name in ("loss", "grad_norm", "moment_variance")},
+        **{name: over_updates(name) for name in ("loss", "grad_norm")},
         **{name: over_targets(name) for name in TOKEN_METRICS},
         "lr": lr,
         "num_sequences_trained": sum(update.num_sequences for update in updates),

@@ -1,12 +1,14 @@
-"""AdamW on float32 weights, its schedule, and the gradient variance from its moments."""
+"""AdamW on float32 weights, its schedule, and its step."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from maxrl_fast.model.linear import local_shard
+from maxrl_fast.model.linear import full_tensor, local_shard
 from maxrl_fast.runtime.device import to_host
 
 
@@ -30,44 +32,48 @@ class LearningRate:
 
 
 def make_optimizer(model: nn.Module, beta2: float, weight_decay: float) -> torch.optim.AdamW:
-    """Build a fused AdamW with weight decay on matrices only; `Learner.update` sets the learning
-    rate.
+    """Build a fused AdamW with weight decay on matrices only; `take_step` sets the learning rate.
 
     Weights, gradients and moments are float32, so that changes too small for bfloat16 add up.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.dim() >= 2]
-    vectors = [p for p in trained if p.dim() < 2]
     groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, betas=(0.9, beta2), fused=True)
 
 
 def zero_gradients(model: nn.Module) -> None:
-    gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
-    if gradients:
-        torch._foreach_zero_(gradients)
+    """Make all gradients 0, not None, with which the optimizer takes no step."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    torch._foreach_zero_([local_shard(p.grad) for p in trained if p.grad is not None])
 
 
-@torch.no_grad()
-def moment_variance(optimizer: torch.optim.Optimizer) -> float:
-    """Estimate the gradient's variance from Adam's moments (MaxPO paper): sum over parameters, with
-    sharded weights over this rank's shard, of v_hat - m_hat^2. Waits once for the device."""
-    betas, numbers, total = list[tuple[float, float]](), list[Tensor](), 0.0
+def take_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    clip_grad: float,
+    refuse: Callable[[float, float], NoReturn],
+    loss: Tensor,
+    *numbers: Tensor,
+) -> tuple[float, list[Tensor]]:
+    """Clip the gradients and take the optimizer's step. Return the norm before clipping, and the
+    numbers on the host.
+
+    refuse: called with the first number of `loss` and the norm where one is not finite; the weights
+    are unchanged."""
+    norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), clip_grad))
+    # one read before the step: values that are not finite must not change the weights
+    norm, *read = to_host(norm, loss, *numbers)
+    value, grad_norm = float(read[0].flatten()[0]), float(norm)
+    if not (math.isfinite(value) and math.isfinite(grad_norm)):
+        refuse(value, grad_norm)
     for group in optimizer.param_groups:
-        states = [optimizer.state[p] for p in group["params"] if "exp_avg" in optimizer.state[p]]
-        if not states:
-            continue
-        betas.append(group["betas"])
-        first, second = (
-            [local_shard(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")
-        )
-        squares = torch.stack(torch._foreach_norm(first)).double().square().sum()
-        sums = torch.stack([x.sum(dtype=torch.float64) for x in second]).sum()
-        numbers += [states[0]["step"], sums, squares]
-    values = iter([float(x) for x in to_host(*numbers)])
-    for (beta1, beta2), step, sum_, square in zip(betas, values, values, values, strict=True):
-        total = total + sum_ / (1 - beta2**step) - square / (1 - beta1**step) ** 2
-    return total
+        group["lr"] = lr
+    optimizer.step()
+    return grad_norm, read

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant, tree_attention
 from maxrl_fast.model.layer_kernels import choose_rows
@@ -18,6 +19,7 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.packing import MicroBatch, Packer
 
 TokenValues = Callable[[PolicyModel, MicroBatch, Tensor], Tensor]  # hidden [T, H] -> [T, n]
+Kept = list[tuple[Tensor, Tensor]]  # of each micro-batch its sequences and numbers [n]
 
 
 def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tensor:
@@ -35,16 +37,25 @@ def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tenso
     return choose_rows(hidden, batch.target_rows, batch.by_row)
 
 
+def exchange_gradients(module: Any, now: bool) -> None:
+    """Let the next pass exchange gradients between the ranks, or add to this rank's if they fit."""
+    if isinstance(module, DistributedDataParallel):
+        module.require_backward_grad_sync = now
+    elif module.keeps_gradients:
+        module.set_requires_gradient_sync(now)
+
+
 class Pass(NamedTuple):
     batch: MicroBatch
+    sequences: Tensor  # int64, on the host
     is_padding: bool  # a dummy pass: keeps collectives in step, with zero gradient
     is_last: bool
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Splits samples into micro-batches of at most `token_budget` tokens for all ranks, and
-    computes per-token values of a model."""
+    """Splits samples into micro-batches of at most `token_budget` tokens for all ranks, which must
+    call each method together, and computes per-token values of a model."""
 
     ranks: Ranks
     token_budget: int
@@ -55,13 +66,9 @@ class Passes:
 
     def packer(self, samples: Samples, advantages: Tensor | None = None) -> Packer:
         """Return the packer of these samples; advantages [S] default to 0."""
-        none = torch.zeros(len(samples.rollouts), device=samples.rollouts.tokens.device)
-        return Packer(
-            samples.prompts,
-            samples.rollouts,
-            none if advantages is None else advantages,
-            self.shares_all,
-        )
+        if advantages is None:
+            advantages = torch.zeros(len(samples.rollouts), device=samples.rollouts.tokens.device)
+        return Packer(samples.prompts, samples.rollouts, advantages, self.shares_all)
 
     def micro_batches(self, packer: Packer, sequences: Tensor) -> Iterator[Pass]:
         """Yield this rank's passes over the chosen sequences.
@@ -69,22 +76,38 @@ class Passes:
         All ranks run the same number, because each pass exchanges gradients or sharded weights. A
         rank with fewer micro-batches repeats the shortest response.
         """
-        parts = [
-            packer.split(share, self.token_budget)
-            for share in packer.share(sequences, self.ranks.size)
-        ]
-        own, num_passes = parts[self.ranks.rank], max(len(part) for part in parts)
+        shares = packer.share(sequences, self.ranks.size)
+        parts = [packer.split(share, self.token_budget) for share in shares]
+        own, num_passes = parts[self.ranks.rank], max(map(len, parts))
         for i in range(num_passes):
             is_padding = i >= len(own)
-            yield Pass(
-                packer.pack(packer.shortest(sequences) if is_padding else own[i]),
-                is_padding,
-                i == num_passes - 1,
-            )
+            chosen = packer.shortest(sequences) if is_padding else own[i]
+            yield Pass(packer.pack(chosen), chosen, is_padding, i == num_passes - 1)
+
+    def accumulate(
+        self,
+        module: nn.Module,
+        packer: Packer,
+        sequences: Tensor,
+        loss_of: Callable[[MicroBatch], tuple[Tensor, Tensor]],
+    ) -> Kept:
+        """Add the gradients of the chosen sequences' losses. loss_of: returns the loss to
+        differentiate, and numbers float64 to keep."""
+        kept = []
+        for batch, chosen, is_padding, is_last in self.micro_batches(packer, sequences):
+            exchange_gradients(module, is_last)
+            loss, numbers = loss_of(batch)
+            (0 * loss if is_padding else loss).backward()
+            if not is_padding:
+                kept.append((chosen, numbers))
+        return kept
+
+    def total(self, kept: Kept, like: Tensor) -> Tensor:
+        """Return the kept numbers, added over all micro-batches and ranks; their shape is like."""
+        return self.ranks.sum(sum((numbers for _, numbers in kept), torch.zeros_like(like)))
 
     def logprobs(self, model: PolicyModel, samples: Samples, *shares: Tensor) -> Tensor:
-        """Return the log-probs under `model` of the chosen samples' tokens, packed; the samples are
-        ascending. All ranks must call this."""
+        """Return the log-probs under `model` of the chosen samples' tokens, as `compute`."""
         return self.compute(self.logprobs_and_entropies, model, samples, *shares)[:, 0]
 
     def entropies(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
@@ -105,23 +128,20 @@ class Passes:
         self, values: TokenValues, model: PolicyModel, samples: Samples, *shares: Tensor
     ) -> Tensor:
         """Return `values` [T, n] float32 of the chosen samples' tokens, packed; the samples are
-        ascending, and micro-batches hold samples of one share. All ranks must call this."""
-        packer = self.packer(samples)
-        sequences = torch.cat(shares).cpu()
+        ascending, and micro-batches hold samples of one share."""
+        packer, sequences = self.packer(samples), torch.cat(shares).cpu()
         batches = (self.micro_batches(packer, share.cpu()) for share in shares)
-        device = samples.rollouts.tokens.device
-        results = torch.zeros(0, device=device)
-        for batch, is_padding, _ in chain.from_iterable(batches):
-            if not is_padding or self.shares_weights or not results.numel():
+        device, results = samples.rollouts.tokens.device, None
+        for batch, _, is_padding, _ in chain.from_iterable(batches):
+            if not is_padding or self.shares_weights or results is None:
                 computed = values(model, batch, run_batch(model, batch, self.dtype))
                 model.reshard()
-                if not results.numel():
-                    results = torch.zeros(
-                        len(samples.rollouts.tokens), computed.shape[1], device=device
-                    )
+                if results is None:
+                    shape = len(samples.rollouts.tokens), computed.shape[1]
+                    results = torch.zeros(shape, device=device)
             if not is_padding:
                 results[batch.target_index] = computed
-        results = self.ranks.sum(results)
+        results = self.ranks.sum(torch.zeros(0, 2, device=device) if results is None else results)
         if len(sequences) == len(samples.rollouts):
             return results
         return results[packer.positions(sequences)]

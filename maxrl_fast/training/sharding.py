@@ -1,18 +1,17 @@
 """The policy on several ranks: replicated (DDP) or sharded (FSDP2)."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.model.recurrence import Run, States
+from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import num_critic_weights
+from maxrl_fast.training.packing import Packer
+from maxrl_fast.training.passes import run_batch
 
 
 def is_sharded(
@@ -60,26 +59,18 @@ def distribute(model: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> nn.Modul
 
 
 def _arrange_buckets(module: nn.Module, model: PolicyModel, dtype: torch.dtype) -> None:
-    """Let DDP arrange the gradients in its buckets now, by a backward pass on two tokens whose
-    gradients are discarded.
+    """Let DDP arrange the gradients in its buckets now, by a backward pass on a few tokens
+    whose gradients are discarded.
 
     DDP rearranges its buckets after its first backward pass. With more than two ranks the order of
     additions depends on a gradient's place in the bucket, so without this the first update of a
     resumed run would round differently from an uninterrupted run.
     """
-
-    def attention(
-        layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
-    ) -> Tensor:
-        if variant.sinks is not None:
-            q = q + variant.sinks[:, None]
-        return q + (k + v).sum(1, keepdim=True)  # [2, Hq, D]: every weight has a gradient
-
-    def recurrence(layer: tuple[int, int], run: Run, hidden: Tensor) -> Tensor:
-        return run(hidden[None], States({}, {}, None), None)[0]
-
-    tokens = torch.arange(2, device=model.lm_head.weight.device)
-    hidden = module(tokens, tokens, attention, tokens, dtype, recurrence)
+    device = model.lm_head.weight.device
+    prompts = Prompts(*pack([[0, 0]]), torch.zeros(1, dtype=torch.int64)).to(device)
+    rollouts = Rollouts.given([[0, 0]]).to(device)
+    batch = Packer(prompts, rollouts, torch.zeros(1, device=device)).pack(torch.arange(1))
+    hidden = run_batch(module, batch, dtype)
     (hidden @ model.output_matrix.to(dtype).t()).sum().backward()
     module.zero_grad(set_to_none=False)
 
@@ -103,11 +94,3 @@ def shard(model: PolicyModel, dtype: torch.dtype, device: torch.device) -> None:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     # The loss reads the output matrix after the forward pass.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-
-
-def exchange_gradients(module: Any, now: bool) -> None:
-    """Let the next pass exchange gradients between the ranks, or add to this rank's if they fit."""
-    if isinstance(module, DistributedDataParallel):
-        module.require_backward_grad_sync = now
-    elif module.keeps_gradients:
-        module.set_requires_gradient_sync(now)

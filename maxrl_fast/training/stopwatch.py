@@ -10,7 +10,7 @@ class Lap:
 
 
 class Stopwatch:
-    """Measures wall time by stage, and the time since the current stage last made progress.
+    """Measures wall time by stage, and counts the signs of progress, which the watchdog reads.
 
     The time of a nested stage counts for the inner stage only. `seconds`, totals by stage, is
     updated in place. A beat is one of the `parent` too, which measures what waits for this one.
@@ -23,32 +23,27 @@ class Stopwatch:
         self.seconds = seconds if seconds is not None else {}
         # seconds of the stages inside the current one; how many enclose it
         self._inside, self._depth = 0.0, 0
-        # replaced whole: the watchdog reads it from another thread
-        self._now = ("the start", time.monotonic())
+        self.stage, self.beats = "the start", 0
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[Lap]:
         lap, start = Lap(), time.perf_counter()
-        outer, before, is_inside = self._now[0], self._inside, self._depth > 0
+        outer, before, is_inside = self.stage, self._inside, self._depth > 0
         self._depth += 1
-        self._now, self._inside = (stage, time.monotonic()), 0.0
+        self.stage, self._inside, self.beats = stage, 0.0, self.beats + 1
         try:
             yield lap
         finally:
             lap.seconds = time.perf_counter() - start
             self.seconds[stage] = self.seconds.get(stage, 0.0) + lap.seconds - self._inside
-            self._now = (outer if is_inside else f"what follows {stage}", time.monotonic())
+            self.stage = outer if is_inside else f"what follows {stage}"
             self._inside, self._depth = before + lap.seconds, self._depth - 1
+            self.beats += 1
 
     def total(self, *stages: str) -> float:
         return sum(self.seconds.get(stage, 0.0) for stage in stages)
 
     def beat(self) -> None:
-        self._now = (self._now[0], time.monotonic())
+        self.beats += 1
         if self._parent is not None:
             self._parent.beat()
-
-    def silence(self) -> tuple[str, float]:
-        """Return the current stage, and the seconds since it started or last made progress."""
-        stage, since = self._now
-        return stage, time.monotonic() - since

@@ -20,7 +20,6 @@ from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Engine
 from maxrl_fast.runtime.background import in_thread
 from maxrl_fast.training.collect import RolloutBatch, RolloutCollector
-from maxrl_fast.training.correction import ImportanceWeights
 from maxrl_fast.training.learner import Learner, UpdateMetrics
 from maxrl_fast.training.metrics import step_metrics
 from maxrl_fast.training.objectives.objective import Objective
@@ -58,7 +57,7 @@ class Trainer:
     engine: Engine
     learning_rate: LearningRate
     updates_per_step: int = 1
-    correction: ImportanceWeights | None = None
+    correction: Callable[[RolloutBatch, Learner], RolloutBatch] | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
     teacher_prompts: Callable[[Prompts], Prompts] | None = None
     ahead: int = 0
@@ -107,11 +106,8 @@ class Trainer:
             self._coming = in_thread(partial(self._collect, *following()))
         return waiting.pop(0)
 
-    def step(
-        self, n: int, first_prompt: int, diagnose: Callable[[RolloutBatch], None] | None = None
-    ) -> StepRecord:
-        """Take step n, counted from 1, on the prompts from index `first_prompt` on. `diagnose` gets
-        the batch before the first update."""
+    def step(self, n: int, first_prompt: int) -> StepRecord:
+        """Take step n, counted from 1, on the prompts from index `first_prompt` on."""
         clock = self.clock
         learner, objective = self.learner, self.objective
         lr = self.learning_rate.at(n)
@@ -122,7 +118,7 @@ class Trainer:
             self.engine.sleep()
         if self.correction is not None:
             with clock("log-probs"):
-                batch = self.correction.apply(batch, learner)
+                batch = self.correction(batch, learner)
         train_seconds, updates = -clock.total("advantage", "update"), list[UpdateMetrics]()
         with clock("update"):
             if self.teacher_prompts is not None:
@@ -132,8 +128,6 @@ class Trainer:
                 num_shares = 1 if objective.needs.reference else self.updates_per_step
                 rollouts = learner.with_reference(batch, num_shares)
                 batch = replace(batch, rollouts=rollouts)
-        if diagnose is not None:
-            diagnose(batch)
         with clock("advantage"):
             objective_step = objective.begin(batch, learner)
         batch = objective_step.batch
@@ -146,18 +140,19 @@ class Trainer:
             with clock("advantage"):
                 advantages = objective_step.advantages(sequences)  # [S]
             with clock("update"):
-                given = batch, advantages, batch.in_loss(sequences)
-                updates.append(learner.update(*given, when=f"step {n}", lr=lr, draw=(n, update)))
+                in_loss = batch.in_loss(sequences)
+                learner.forward_backward(batch, advantages, in_loss, draw=(n, update))
+                updates.append(learner.optim_step(when=f"step {n}", lr=lr))
         with clock("update"):
             own_metrics = objective_step.finish()
         train_seconds += clock.total("advantage", "update")
         metrics = step_metrics(batch, advantages, updates, lr, train_seconds) | own_metrics
         if not self.ahead:
             self.load_engine()
-            return StepRecord(batch, advantages, updates, metrics | batch.metrics)
-        if batch.sampled_after is not None:  # a checkpoint of an earlier version
-            metrics["lag"] = (n - 1 - batch.sampled_after) * self.updates_per_step
-        metrics["wait_seconds"] = clock.total("wait for samples") - before
-        metrics["sampler_wait_seconds"] = idle
-        metrics["tokens_per_second"] = batch.num_tokens / (time.perf_counter() - start)
+        else:
+            if batch.sampled_after is not None:  # a checkpoint of an earlier version
+                metrics["lag"] = (n - 1 - batch.sampled_after) * self.updates_per_step
+            metrics["wait_seconds"] = clock.total("wait for samples") - before
+            metrics["sampler_wait_seconds"] = idle
+            metrics["tokens_per_second"] = batch.num_tokens / (time.perf_counter() - start)
         return StepRecord(batch, advantages, updates, metrics | batch.metrics)

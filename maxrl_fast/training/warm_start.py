@@ -42,11 +42,7 @@ class WarmStart:
         for step in range(done + 1, self.num_steps + 1):
             prompts, solutions = self.task.demonstrations((step - 1) * self.batch, self.batch)
             samples = Samples(prompts.to(self.device), solutions.to(self.device))
-            update = self.learner.update(
-                samples,
-                torch.ones(self.batch, device=self.device),
-                samples.sequences,
-                when=f"warm start step {step}",
-                lr=self.learning_rate.at(step),
-            )
-            yield step, update.loss
+            ones = torch.ones(self.batch, device=self.device)
+            self.learner.forward_backward(samples, ones, samples.sequences)
+            lr = self.learning_rate.at(step)
+            yield step, self.learner.optim_step(when=f"warm start step {step}", lr=lr).loss

@@ -62,7 +62,6 @@ def write_run(
         **{"eval_prompts": prompts, "rollouts": rollouts, "samples": samples},
     }.items():
         write_lines(folder / f"{name}.jsonl", lines)
-    (folder / "timings.json").write_text(json.dumps({"rollout": 12.25, "update": 37.75}))
     return records
 
 
@@ -90,7 +89,7 @@ def write_evaluation(out: Path) -> dict[str, Any]:
     rates = {str(k): k / 20 for k in (1, 2, 4, 8, 16)}
     coverage = {k: {"mean": x, "low": x - 0.05, "high": x + 0.04} for k, x in rates.items()}
     content = {"name": "step 90", "options": {"task": "maze", "samples": 16}, "coverage": coverage}
-    content |= {"seconds": {"rollout": 2.5}, "pass_at_k": {k: coverage[k] for k in ("1", "16")}}
+    content |= {"pass_at_k": {k: coverage[k] for k in ("1", "16")}}
     (out / "eval.json").write_text(json.dumps(content))
     sample = {"id": 1, "prompt": "p", "response": "r", "reward": 1.0, "truncated": False}
     write_lines(out / "samples.jsonl", [sample | {"tokens": 3}])

@@ -52,7 +52,8 @@ FILES = {
     "old/config.json": '{"steps": 5, "estimator_options": "eps=1"}',
     "half/config.json": "{}",
     "half/progress.json": "{}",
-    "run.toml": 'objective = "maxrl"\norder = 3\nmaze_size = 11\nlr = 5e-4\ncompile = true\n',
+    "run.toml": 'objective = "maxrl"\norder = 3\nmaze_size = 11\nlr = 5e-4\n'
+    "checkpoint_activations = true\n",
     "bad_key.toml": "maze_sise = 9",
     "bad_table.toml": "seed = 1\n\n[task]\nmaze_size = 9",
     "bad_value.toml": "seed = 1\nlr = 'fast'",

@@ -21,6 +21,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import make_optimizer
 from tests.batches import make_prompts
 from tests.model.test_huggingface import tiny_policy
+from tests.models import updated
 
 
 class LiveBytes(TorchDispatchMode):
@@ -61,9 +62,9 @@ def measured_update(model, dtype, lengths=(64, 48)):
     settings = LossSettings("ppo", "token_mean")
     learner = Learner(model, optimizer, settings, 1e9, 10_000, dtype)
     given = Samples(prompts, rollouts), torch.randn(16, generator=generator), torch.arange(16)
-    learner.update(*given, when="step 1", lr=0.0)  # makes gradients and moments
+    updated(learner, *given, when="step 1", lr=0.0)  # makes gradients and moments
     with LiveBytes() as counted:
-        done = learner.update(*given, when="step 2", lr=0.0)
+        done = updated(learner, *given, when="step 2", lr=0.0)
     return counted.peak, done.num_tokens
 
 

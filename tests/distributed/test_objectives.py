@@ -49,16 +49,10 @@ def test_steps_are_the_same_on_two_processes(name, tmp_path):
     flags = OF_REWARDS[name].format(rewards, advantage).split()
     flags += "--updates-per-step 2 --prompts 12 --rollouts 4 --steps 4 --maze-size 7".split()
     for num_ranks in (1, 2):
-        run_job(tmp_path / str(num_ranks), num_ranks, *flags, "--diagnose-every", "2")
+        run_job(tmp_path / str(num_ranks), num_ranks, *flags)
     alone, together = tmp_path / "1", tmp_path / "2"
     assert_same_metrics(alone, together)
     assert all(record["grad_norm"] > 1e-3 for record in read(alone, "metrics"))
-    for expected, result in zip(
-        read(alone, "diagnostics"), read(together, "diagnostics"), strict=True
-    ):
-        assert max(expected["grad_norm"]) > 1e-3
-        norms = pytest.approx(expected["grad_norm"], rel=1e-2, abs=1e-5)
-        assert result == {**expected, "grad_norm": norms}
     weights, others = (load_file(run / "latest" / "model.safetensors") for run in (alone, together))
     before = load_file(alone / "checkpoints" / "step-000000" / "model.safetensors")
     for key, weight in weights.items():

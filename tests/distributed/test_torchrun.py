@@ -90,16 +90,11 @@ def test_several_ranks_compute_the_same_as_one_process(one_process, tmp_path):
             result = results[name]
             # it counts a prompt in every micro-batch
             for key in expected["metrics"].keys() - {"num_tokens"}:
-                # After one step the moments' variance is 0, up to rounding.
-                noise = 1e-4 if key == "moment_variance" else 1e-6
-                wanted = pytest.approx(expected["metrics"][key], rel=limit, abs=noise)
+                wanted = pytest.approx(expected["metrics"][key], rel=limit, abs=1e-6)
                 assert result["metrics"][key] == wanted, (name, key)
             if (every_pass := RUNS[name][2].get("every_pass")) is not None:
                 assert (result["exchanges"] == 1) == (not every_pass), name
             assert result["nothing"] == pytest.approx(expected["nothing"], rel=limit), name
-            assert result["prompt_norms"] == pytest.approx(
-                expected["prompt_norms"], rel=max(limit, 1e-3)
-            ), name
             assert result["gradients"].keys() == expected["gradients"].keys()
             for key, gradient in expected["gradients"].items():
                 assert gradient.abs().max() > 1e-4, (name, key)
@@ -128,7 +123,6 @@ def read(out, stream):
 
 JOB = "--steps 6 --sft-steps 3 --eval-prompts 16 --eval-samples 2 --threads 1".split()
 JOB += ["--dtype", "float32"]  # the tolerances below are for float32
-JOB += ["--diagnose-every", "3"]
 
 
 def run(num_ranks, *flags):
@@ -272,19 +266,19 @@ from pathlib import Path
 from maxrl_fast import train
 from maxrl_fast.training.learner import Learner
 
-update, marker = Learner.update, Path(sys.argv.pop(1))
+step, marker = Learner.optim_step, Path(sys.argv.pop(1))
 checkpoint = Path(sys.argv[-1]) / "checkpoints" / "step-000003"  # which a thread writes
 KILLS = {"warm start step 2": "1", "step 4": "0"}  # the rank that is killed in each
 
-def killed(self, *arguments, when, **options):
+def killed(self, *, when, lr):
     if KILLS.get(when) == os.environ["RANK"] and not (marker / when).exists():
         (marker / when).touch()
         while when == "step 4" and not checkpoint.exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
-    return update(self, *arguments, when=when, **options)
+    return step(self, when=when, lr=lr)
 
-Learner.update = killed
+Learner.optim_step = killed
 sys.exit(train.main(sys.argv[1:]))
 """
 
@@ -358,9 +352,7 @@ def test_a_failing_rank_ends_the_others_within_a_minute(tmp_path, failure):
         first.kill()
         second.kill()
     assert (first.returncode, second.returncode != 0) == (1, True)
-    ended = (
-        r"error: another process of the run has ended, or cannot be reached \(.*\); rank 0 stops"
-    )
+    ended = r"error: rank 0 stops: another process of the run has ended \(.*\)"
     assert re.search(ended, error), error
 
 

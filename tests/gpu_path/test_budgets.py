@@ -15,20 +15,21 @@ from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts, Rollouts, Samples, cumulative
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
-from maxrl_fast.rollout.device_decoder import DeviceDecoder
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.device_decoder import DeviceEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.correction import ImportanceWeights
+from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.pacs import PacsObjective
+from maxrl_fast.training.objectives.registry import make_objective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.trainer import Trainer
 from tests.batches import collected
 from tests.gpu_path.pretend import GPU
+from tests.models import updated
 from tests.ops.definitions import OPTIONS
 from tests.ops.test_group_advantage import inputs_of
 
@@ -68,7 +69,7 @@ PLAIN = Sampling(1.0, 180, (7, 2))
 def decoding_step(gpu, config, sampling=PLAIN):
     """Count one step of 4 groups of 8 samples."""
     with torch.no_grad(), gpu:
-        model = DeviceDecoder(policy(gpu, config), torch.bfloat16).model
+        model = DeviceEngine(policy(gpu, config), torch.bfloat16).model
         batch = DecodeSlots(model, Shape(4, 32, 8, 384, 180), torch.bfloat16, in_kernel=True)
     with torch.no_grad(), gpu.watch():
         batch.step(sampling, 180)
@@ -105,7 +106,7 @@ def update(gpu, config=MAZE, num_prompts=4, num_rollouts=8, budget=131072):
     advantages = rewards(gpu, num_prompts, num_rollouts, (-1,))
     for _ in range(2):
         with gpu.watch():
-            learning.update(batch, advantages, batch.sequences, when="step 1", lr=1e-3)
+            updated(learning, batch, advantages, batch.sequences, when="step 1", lr=1e-3)
     return gpu.num_launches
 
 
@@ -174,14 +175,14 @@ def test_an_update_launches_the_same_for_any_number_of_sequences(gpu):
     assert update(gpu, ONE_LAYER, 2, 4) == update(gpu, ONE_LAYER, 16, 16), str(gpu)
 
 
-OBJECTIVES = {"grpo": GroupObjective("grpo", {}), "pacs": PacsObjective()}
+OBJECTIVES = {"grpo": GroupObjective("grpo", {}), "pacs": make_objective("pacs", {}, 8)}
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def step(gpu, objective, learning, **options):
     """Run two steps, and count the second one: sampling itself waits for the device."""
     with gpu:
-        engine = NativeEngine(learning.model, torch.bfloat16, cache_bytes=10**9)
+        engine = native_engine(learning.model, torch.bfloat16, cache_bytes=10**9)
         batch = collected(samples(gpu), rewards(gpu))
     collector = SimpleNamespace(task=MazeTask(17), ranks=Ranks(), collect=lambda step, first: batch)
     rate = LearningRate(1e-3, 10, 0)
@@ -207,7 +208,7 @@ def test_a_step_with_a_reference_policy_and_importance_weights(gpu):
     with gpu:
         learning = learner(gpu, reference=policy(gpu).requires_grad_(False))
         learning.settings = dataclasses.replace(learning.settings, kl_coef=0.1)
-    correction = ImportanceWeights(0.0, 2.0, of_sequence=False, masks=False)
+    correction = make_correction("tis", {"importance_cap": 2.0})
     step(gpu, OBJECTIVES["grpo"], learning, correction=correction)
     more = "one more for the reference policy, two for the correction and its metrics"
     assert len(gpu.waits) <= WAITS + 1 + 3, f"{more}: {gpu}"

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import RolloutRequest, Sampling, decode_sample, decode_slots
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout import RolloutRequest, Sampling, decode_slots
+from maxrl_fast.rollout import sampling as sampler
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.random import sample_keys
 from maxrl_fast.runtime import tuning
 from tests.gpu_path.pretend import GPU
@@ -41,7 +42,7 @@ def append(length, done, keys, rows):
 @pytest.fixture
 def engine(gpu, monkeypatch):
     """With graphs that replay a step with the tensors and the number of rows of their capture."""
-    sample_and_append, steps = decode_sample.sample_and_append, []
+    sample_and_append, steps = sampler.sample_and_append, []
 
     def sampled(logits, sampling, keys, stops, last, length, done, tokens, logprobs, rows=None):
         sample_and_append(logits, sampling, keys, stops, last, length, done, tokens, logprobs, rows)
@@ -49,18 +50,18 @@ def engine(gpu, monkeypatch):
         append(*steps[-1])
 
     def captured(step, stream, pool):
-        assert stream is engine.decoder.stream is not None
+        assert stream is engine.stream is not None
         waits = len(gpu.waits)
         step()
         assert len(gpu.waits) == waits, f"a captured step must not wait: {gpu.waits[waits:]}"
         return SimpleNamespace(replay=partial(append, *steps[-1]))
 
-    monkeypatch.setattr(decode_sample, "sample_and_append", sampled)
+    monkeypatch.setattr(sampler, "sample_and_append", sampled)
     monkeypatch.setattr(decode_slots, "captured", captured)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
     with gpu:
-        engine = NativeEngine(policy(gpu, ONE_LAYER), torch.bfloat16, cache_bytes=10**9)
+        engine = native_engine(policy(gpu, ONE_LAYER), torch.bfloat16, cache_bytes=10**9)
     return engine
 
 

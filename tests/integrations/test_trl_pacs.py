@@ -7,9 +7,10 @@ from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objectives.pacs import PacsObjective
+from maxrl_fast.training.objectives.registry import make_objective
 from tests.batches import collected, make_prompts
 from tests.integrations.test_trl import job
+from tests.models import updated
 
 pytestmark = pytest.mark.integrations
 __all__ = ["job"]  # a fixture
@@ -39,7 +40,7 @@ def updates_of(job, folder, **options):
 
 
 def our_gradients(folder, sampler, weights, rows, rewards, **options):
-    """Return gradients and advantages of PacsObjective and Learner, and the part of the rollouts
+    """Return gradients and advantages of pacs and Learner, and the part of the rollouts
     whose reward is known.
     """
     model = load_checkpoint(folder / "model")
@@ -51,8 +52,7 @@ def our_gradients(folder, sampler, weights, rows, rewards, **options):
         Rollouts.given([ids for _, ids, _ in rows]),
     )
     batch = collected(samples, known.nan_to_num().view(-1, 4), ~known.isnan().view(-1, 4))
-    objective = PacsObjective(**options)
-    objective.updates_per_step = 2
+    objective = make_objective("pacs", options, 4, 2)
     settings = LossSettings(objective.loss, objective.aggregation)
     learner = Learner(
         model, torch.optim.SGD(model.parameters(), lr=0.0), settings, 1e9, 10**6, torch.float32
@@ -61,7 +61,7 @@ def our_gradients(folder, sampler, weights, rows, rewards, **options):
     model.load_state_dict(weights)
     sequences = batch.scored_indices
     advantages = step.advantages(sequences)
-    learner.update(samples, advantages, sequences, when="an update", lr=0.0)
+    updated(learner, samples, advantages, sequences, when="an update", lr=0.0)
     seen = torch.tensor([advantage for *_, advantage in rows])
     return (
         {name: weight.grad for name, weight in model.named_parameters()},

@@ -110,7 +110,7 @@ def own_terminal():
 STUCK = """
 import sys, time
 from maxrl_fast import train
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout import NativeEngine
 from maxrl_fast.runtime.ranks import Ranks
 
 generate = NativeEngine.generate

@@ -63,7 +63,7 @@ def test_a_run_of_a_model_that_reads_images_too_keeps_the_rest_of_it(tmp_path):
     (tmp_path / "start" / "preprocessor_config.json").write_text('{"size": 28}')
     job, out = [*LORA, "--model", start, "--out"], tmp_path / "run"
     assert train.main([*job, str(tmp_path / "whole")]) == 0
-    killed_where(Learner, "update", lambda *_, when, **__: when == "step 4", [*job, str(out)])
+    killed_where(Learner, "optim_step", lambda *_, when, **__: when == "step 4", [*job, str(out)])
     assert (out / "latest").resolve().name == "step-000002"
     assert train.main(["--resume", str(out)]) == 0
     assert_same(tmp_path / "whole", out)

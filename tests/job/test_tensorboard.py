@@ -49,7 +49,7 @@ HOSTILE = [
 def test_markup_in_a_response_is_shown_and_not_obeyed(response, tmp_path):
     record = {"id": 3, "prompt": "p", "response": response}
     record |= {"reward": None, "truncated": True, "tokens": 7}
-    board = _TensorBoard(tmp_path / "tensorboard", {}, 0)
+    board = _TensorBoard(tmp_path / "tensorboard", 0)
     board.log_samples([record, record], 5)
     board.finish()
     (shown,) = shown_samples(tmp_path)

@@ -7,7 +7,7 @@ from tests.runs import CHAIN_TASK
 
 CODE = """
 import sys
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.cpu_decoder import CpuEngine
 from examples.chain import ChainTask
 calls = 0
 def failed(is_real=True):
@@ -23,7 +23,7 @@ class Task(ChainTask):
     def score(self, *given):
         failed()
         return super().score(*given)
-class Engine(NativeEngine):
+class Engine(CpuEngine):
     def generate(self, *given):
         failed()
         return super().generate(*given)

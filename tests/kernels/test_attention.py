@@ -20,7 +20,7 @@ CASES = {
     "sequences without responses": ([90, 3, 2, 5, 120, 400], [-1, -1, 1, 1, -1, -1]),
     "only sequences": ([129, 3, 1], [-1, -1, -1]),
 }
-KERNELS = [flash.TORCH_VARLEN, flash.PADDED_REFERENCE]
+KERNELS = [flash.TORCH_VARLEN, flash.REFERENCE]
 if importlib.util.find_spec("flash_attn"):
     KERNELS.append(flash.FLASH_ATTN)
 

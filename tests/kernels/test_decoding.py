@@ -10,10 +10,9 @@ import torch
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.rollout import RolloutRequest, Sampling, device_decoder
 from maxrl_fast.rollout.decode_attention import Groups, Step
-from maxrl_fast.rollout.decode_sample import sample_and_append
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.random import uniforms
-from maxrl_fast.rollout.sampling import sample
+from maxrl_fast.rollout.sampling import sample, sample_and_append
 from tests.batches import make_prompts, one_batch
 from tests.kernels.devices import CPU
 from tests.models import response_logits, tiny_decoder
@@ -196,11 +195,11 @@ def generate(engine, device=CPU, sampling=SAMPLINGS[0], num_samples=6):
 
 
 def of_cpu(**options):
-    return generate(NativeEngine(tiny_decoder(), torch.float32), **options)
+    return generate(native_engine(tiny_decoder(), torch.float32), **options)
 
 
 def engine_on(device, **options):
-    return NativeEngine(tiny_decoder().to(device), torch.float32, **options)
+    return native_engine(tiny_decoder().to(device), torch.float32, **options)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_a_rollout_draws_the_same_tokens_as_the_cpu(gpu, sampling, options):
     expected = of_cpu(sampling=sampling)
     with gpu.running():
         engine = engine_on(gpu.place, **own, **options)
-        assert engine.decoder.in_kernel
+        assert engine.in_kernel
         for _ in range(3 if gpu.name == "cuda" else 1):  # captures CUDA graphs, then replays
             rollouts = generate(engine, gpu.place, sampling)
             assert torch.equal(rollouts.tokens, expected.tokens)
@@ -228,7 +227,7 @@ def test_a_rollout_draws_the_same_tokens_as_the_cpu(gpu, sampling, options):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 def test_logprobs_equal_the_full_forward_pass(dtype, tolerance):
     model = tiny_decoder(head_dim=16).to(GPU)
-    engine, prompts = NativeEngine(model, dtype), PROMPTS.to(GPU)
+    engine, prompts = native_engine(model, dtype), PROMPTS.to(GPU)
     for step in range(3):  # the first call captures the CUDA graphs, and later calls replay them
         rollouts = engine.generate(RolloutRequest(prompts, 16, SAMPLINGS[0], 4, step))
         logits = response_logits(model, one_batch(prompts, rollouts), dtype)
@@ -243,17 +242,17 @@ def test_the_same_graphs_serve_every_call(memory, monkeypatch):
     batch, first = None, set()
     for step in range(3):
         assert torch.equal(generate(engine, GPU, num_samples=40).tokens, expected.tokens)
-        graphs = set(engine.decoder.batch.graphs)
+        graphs = set(engine.batch.graphs)
         assert graphs <= {(SAMPLINGS[0], rows) for rows in (200, 100, 50, 25, 13, 7)}
         assert step == 0 or graphs == first
         first = graphs
-        assert memory == 9 or step == 0 or engine.decoder.batch is batch
-        batch = engine.decoder.batch
+        assert memory == 9 or step == 0 or engine.batch is batch
+        batch = engine.batch
         monkeypatch.setattr(
             device_decoder, "memory_bytes", lambda device, total=memory * batch.bytes: total
         )
         engine.sleep()
-        assert (engine.decoder.batch is None) == (memory == 9)
+        assert (engine.batch is None) == (memory == 9)
 
 
 @pytest.mark.gpu
@@ -286,5 +285,5 @@ def test_new_weights_reach_the_captured_graphs():
     for _ in range(2):
         generate(engine, GPU)
     engine.load_weights(other)
-    expected = generate(NativeEngine(other, torch.float32), GPU)
+    expected = generate(native_engine(other, torch.float32), GPU)
     assert torch.equal(generate(engine, GPU).tokens, expected.tokens)

@@ -12,10 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from maxrl_fast.model import decoder, layer_kernels
-from maxrl_fast.model.layer_kernels import KERNELS, choose_rows
-from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Rotary
+from maxrl_fast.model.layer_kernels import KERNELS, TORCH_OPS, HeadNorms, Rotary, choose_rows
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rollout.device_decoder import DeviceDecoder
 from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts, one_batch
 from tests.kernels.devices import CPU, Device, emulated_gpu
@@ -272,19 +270,6 @@ def test_the_decoder_in_bfloat16_is_no_further_from_float64_with_kernels(device,
         assert products == 2 * [8 * 16, 64, 2 * 96] + [32]
     error, of_plain = (math.hypot(*errors(given, exact)) for given in (actual, plain))
     assert error < 1.5 * of_plain
-
-
-@pytest.mark.emulated
-def test_a_compiled_decoder_keeps_the_operations_of_pytorch(monkeypatch):
-    model = policy("qwen2")
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    model.compile_layers()
-    names = []
-    with Device("emulated").watched(names):
-        trained(model, torch.float32)
-        assert DeviceDecoder(model, torch.float32, compiled=True).model.ops is TORCH_OPS
-        assert DeviceDecoder(model, torch.float32).model.ops is KERNELS
-    assert names == ["chosen_rows_backward"]  # after the layers
 
 
 @pytest.mark.emulated

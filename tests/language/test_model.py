@@ -16,7 +16,7 @@ from maxrl_fast import evaluate
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.vllm import VllmEngine
 from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
 from maxrl_fast.training.passes import run_batch
@@ -53,9 +53,11 @@ def codec():
 
 def sampled(policy, codec, count, samples, temperature=1.0, dtype=torch.float32):
     chats = [json.loads(line)["prompt"] for line in (MADE / "test.jsonl").open()][:count]
-    prompts = prompts_of(codec.encode(chats, [""] * count), range(count), [{}] * count)
+    prompts = prompts_of(
+        [codec.encode_prompt(chat, "") for chat in chats], range(count), [{}] * count
+    )
     sampling = Sampling(temperature, NEW_TOKENS, codec.stop_ids)
-    engine = NativeEngine(policy, dtype)
+    engine = native_engine(policy, dtype)
     return prompts, engine.generate(RolloutRequest(prompts, samples, sampling, 1, 0))
 
 
@@ -130,7 +132,7 @@ def run_with(engine, folder, **options):
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
-    return run_with(NativeEngine, tmp_path_factory.mktemp("runs"), steps=2)
+    return run_with(native_engine, tmp_path_factory.mktemp("runs"), steps=2)
 
 
 def test_an_update_is_that_of_transformers_gradients(two_steps, peer):

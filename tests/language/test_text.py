@@ -97,7 +97,7 @@ class Family:
         return self.tokenizer.apply_chat_template(messages, return_dict=False, **options)
 
     def prompt(self, messages, codec=None, **options):
-        (got,) = (codec or self.codec).encode([messages], ["line 1"])
+        got = (codec or self.codec).encode_prompt(messages, "line 1")
         *chat, last = messages
         if last["role"] == "assistant":
             text = self.text(chat, add_generation_prompt=True, **options) + last["content"]
@@ -111,7 +111,7 @@ class Family:
 
     def no_doubled_bos(self, asked):
         text = self.text(asked, add_generation_prompt=True)
-        (got,) = self.made(allow_special_tokens=True).encode([text], ["line 1"])
+        got = self.made(allow_special_tokens=True).encode_prompt(text, "line 1")
         assert got == self.tokens(asked, add_generation_prompt=True)
 
     def forged(self, asked):
@@ -142,8 +142,8 @@ class Family:
 
     def demonstration(self, messages, codec=None, **options):
         codec, (*asked, answer) = codec or self.codec, messages
-        [(prompt, learned)] = codec.encode_demonstrations([(asked, answer)], ["line 1"])
-        assert [prompt] == codec.encode([asked], [""])
+        prompt, learned = codec.encode_demonstration(asked, answer, "line 1")
+        assert prompt == codec.encode_prompt(asked, "")
         assert [i for i, x in enumerate(learned) if x in codec.stop_ids] == [len(learned) - 1]
         got, whole = prompt + learned, self.tokens(messages, **options)
         if whole[: len(got)] == got and not self.decode(whole[len(got) :]).strip():

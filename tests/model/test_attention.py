@@ -9,7 +9,7 @@ import torch
 
 from maxrl_fast.model import attention, flash
 from maxrl_fast.model.attention import AttentionVariant, Forest, tree_attention
-from maxrl_fast.model.flash import PADDED_REFERENCE, VarlenSpec
+from maxrl_fast.model.flash import REFERENCE, VarlenSpec
 
 CPU = torch.device("cpu")
 REAL_ATEN = torch.ops.aten
@@ -116,13 +116,13 @@ def emulated(calls):
         return VarlenSpec(*lengths, CPU, causal=causal, window=left + 1)
 
     def forward(q, k, v, own, *others):
-        o, lse = PADDED_REFERENCE.forward(q, k, v, own)
+        o, lse = REFERENCE.forward(q, k, v, own)
         return o, lse.t(), *others
 
     def backward(grad, q, k, v, o, lse, own):
         assert lse.shape == (q.shape[1], len(q))
         assert lse.is_contiguous()
-        return PADDED_REFERENCE.backward(grad, q, k, v, o, lse.t(), own)
+        return REFERENCE.backward(grad, q, k, v, o, lse.t(), own)
 
     class Aten:
         @staticmethod
@@ -176,12 +176,12 @@ def test_which_kernel_runs(monkeypatch):
     def runs(dtype, head_dim=64, softcap=0.0, place="cuda"):
         return flash.kernel_for(torch.device(place), dtype, head_dim, softcap)
 
-    half, padded = torch.bfloat16, flash.PADDED_REFERENCE
+    half, padded = torch.bfloat16, flash.REFERENCE
     monkeypatch.setattr(flash, "_flash_attn", lambda: None)
     monkeypatch.setattr(flash, "_is_recent", lambda device: True)
-    assert runs(half, place="cpu") is flash.PADDED_CPU
     assert runs(half) is flash.TORCH_VARLEN
     assert runs(torch.float32) is runs(half, 20) is runs(half, softcap=50.0) is padded
+    assert runs(half, place="cpu") is padded
     monkeypatch.setattr(flash, "_flash_attn", lambda: object())
     assert runs(torch.float16, 128) is runs(half, softcap=50.0) is flash.FLASH_ATTN
     monkeypatch.setattr(flash, "_is_recent", lambda device: False)

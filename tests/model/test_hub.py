@@ -91,7 +91,7 @@ def test_without_a_network_the_copy_in_the_cache_is_taken_and_said(hub, tmp_path
     assert find_model("org/tiny", found.append) == NAME
     assert directory_of(NAME, with_weights=True) == expected
     [sentence] = found
-    assert sentence.startswith(f"the hub cannot be reached ({NOWHERE}: ConnectError")
+    assert sentence.startswith("the hub cannot be reached (ConnectError")
     assert sentence.endswith(f"is the copy of hf://org/tiny in the cache, of commit {COMMIT}")
     with refused(r"the hub cannot be reached \(.*\), and its cache does not have hf://org/other"):
         find_model("hf://org/other", pytest.fail)

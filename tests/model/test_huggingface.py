@@ -29,6 +29,7 @@ from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts, one_batch
 from tests.families import FAMILIES, IMAGES, tiny_config, tiny_model
+from tests.models import updated
 from tests.tables import refused, table
 
 PROMPTS = make_prompts([list(range(3, 15)), [7, 9, 11], [5, 6, 7, 8, 4, 3, 21, 22, 23]])
@@ -121,7 +122,7 @@ def test_a_step_of_training_and_a_checkpoint_that_transformers_loads(family, tmp
     settings = LossSettings(loss="reinforce", aggregation="token_mean", temperature=0.8)
     learner = Learner(policy, make_optimizer(policy, 0.99, 0.01), settings, 1.0, 30, torch.float32)
     samples, advantages = Samples(PROMPTS, ROLLOUTS), torch.tensor([1.0, -1.0, 0.5, 1.0, -0.3, 0.7])
-    metrics = learner.update(samples, advantages, samples.sequences, when="step 1", lr=1e-2)
+    metrics = updated(learner, samples, advantages, samples.sequences, when="step 1", lr=1e-2)
     assert metrics.grad_norm > 1e-3
     after = packed_logprobs(policy).detach()
     assert float((after - before).abs().max()) > 1e-3

@@ -14,9 +14,11 @@ from maxrl_fast import _C
 from maxrl_fast.model.layer_kernels import (
     CPU_DTYPES,
     KERNELS,
+    TORCH_OPS,
+    HeadNorms,
+    Rotary,
     choose_rows,
 )
-from maxrl_fast.model.layer_ops import TORCH_OPS, HeadNorms, Rotary
 from tests.fuzzing import settings
 from tests.kernels.test_layer import numbers, trained, with_gradients
 from tests.models import tiny_decoder

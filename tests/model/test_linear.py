@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rollout.device_decoder import DeviceDecoder
+from maxrl_fast.rollout.device_decoder import DeviceEngine
 from maxrl_fast.training.optimizer import make_optimizer
 from tests.batches import make_prompts, one_batch
 from tests.models import adapted, response_logits, save_checkpoint, tiny_decoder
@@ -49,8 +49,7 @@ def test_merged_weights_give_the_same_outputs(tmp_path, changes):
     save_checkpoint(tmp_path / "merged", model.config, model.weights(), {}, (2,))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.equal(theirs.state_dict()[name], by_name[name])
-    decoder = DeviceDecoder(model, torch.float32)
-    decoder.load_weights(model)
+    decoder = DeviceEngine(model, torch.float32)
     torch.testing.assert_close(decoder.model.weights[name], by_name[name])
 
 

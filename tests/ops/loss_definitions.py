@@ -98,10 +98,6 @@ def kl_cov(a, x, logp, o, t):
     return -a * x.exp() + (o["coef"] * x.abs() if t.chosen else 0), False, False
 
 
-def clip_cov(a, x, logp, o, t):
-    return (0 * x, a < 0, a > 0) if t.chosen else ppo(a, x, logp, o, t)
-
-
 def lp_reg(a, x, logp, o, t):
     """With k3 of the policy and its own distribution without the tokens below min_p times the
     greatest probability.
@@ -183,9 +179,9 @@ BY_TOKEN = {
     f.__name__: f
     for f in (
         *(reinforce, ppo, cispo, topr_token, sapo, dppo, dispo, entropy_adv),
-        *(kl_cov, clip_cov, lp_reg, simko),
+        *(kl_cov, lp_reg, simko),
     )
-}
+} | {"clip_cov": ppo}
 
 
 def covariances(a, logp, kept):
@@ -230,6 +226,8 @@ def definition(logits, e, loss, *, clip_low, clip_high, dual_clip, kl, kl_coef, 
     a = (a * weights).tolist()
     kept = list(range(T)) if mask is None else mask.nonzero()[:, 0].tolist()
     chosen = chosen_tokens(loss, a, logp.tolist(), kept, o)
+    if loss == "clip_cov":
+        a = [0.0 if t in chosen else x for t, x in enumerate(a)]
     entropies = -(log_p.exp() * log_p).sum(-1)
     numbers = entropies.tolist()
     total, read = logits.sum() * 0, []
@@ -255,8 +253,7 @@ def definition(logits, e, loss, *, clip_low, clip_high, dual_clip, kl, kl_coef, 
         for t, (value, low, high), ratio, x in zip(own, results, measured, difference, strict=True):
             d = logp[t] - e["ref_logprobs"][t]
             k = divergence(kl, limited(d))
-            is_own = loss in ("kl_cov", "dppo") and float(value.detach()) != 0
-            if not (a[t] or kl_coef or entropy_coef or is_own):
+            if not (a[t] or kl_coef or entropy_coef or loss in ("kl_cov", "dppo")):
                 continue
             value = value + kl_coef * k - entropy_coef * entropies[t]
             total = total + value / (len(own) if aggregation == "seq_mean_token_mean" else 1)

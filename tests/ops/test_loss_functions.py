@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from maxrl_fast.algorithms.losses.chosen_tokens import clip_cov, kl_cov
-from maxrl_fast.algorithms.losses.entropy import highest_entropies, nucleus_entropy, siren
+from maxrl_fast.algorithms.losses.functions import clip_cov, greatest_covariances
+from maxrl_fast.algorithms.losses.masks import highest_entropies, nucleus_entropy, siren
 from maxrl_fast.ops import Tokens
 from tests.ops.loss_definitions import CU_SEQLENS, S, T, V, covariances, quantile
 
@@ -31,12 +31,10 @@ def tokens(logprobs, advantages, mask=None, cu_seqlens=None, entropy=None, seed=
 
 
 def test_of_equal_covariances_the_first_are_chosen_and_shares_are_rounded_down():
-    def chosen(t, **options):
-        t.logprobs.requires_grad_()
-        t.old_logprobs = t.logprobs.detach() - 1
-        value = kl_cov(t, coef=1.0, **options) + t.advantages * t.ratio
-        assert t.metrics["tokens_chosen"] == (value > 0).sum()
-        return (value > 0).tolist()
+    def chosen(t, share=2e-4):
+        found = greatest_covariances(t, share)
+        assert t.metrics["tokens_chosen"] == found.sum()
+        return found.tolist()
 
     given = [-1.0, -3, -1, -3, -1], [2.0, 0, 2, 0, 2]
     assert chosen(tokens(*given), share=0.4) == [False, True, False, True, False]
@@ -53,22 +51,22 @@ def test_clip_cov_draws_from_the_tokens_between_its_bounds():
         3 * torch.randn(200, generator=generator, dtype=torch.float64) for _ in range(2)
     )
     mask = torch.rand(200, generator=generator) < 0.7
-    kept, seen = mask.nonzero()[:, 0].tolist(), set()
+    counted, seen = mask.nonzero()[:, 0].tolist(), set()
     between = {
         t
-        for t, x in covariances(advantages.tolist(), logprobs.tolist(), kept).items()
+        for t, x in covariances(advantages.tolist(), logprobs.tolist(), counted).items()
         if 0.1 < x < 2
     }
     for seed in range(150):
-        value = clip_cov(tokens(logprobs, advantages, mask, seed=seed), share=0.04, low=0.1, high=2)
-        drawn = set((mask & (value == 0)).nonzero()[:, 0].tolist())
-        assert len(drawn) == int(0.04 * len(kept))
+        kept = clip_cov(tokens(logprobs, advantages, mask, seed=seed), share=0.04, low=0.1, high=2)
+        drawn = set((~kept).nonzero()[:, 0].tolist())
+        assert len(drawn) == int(0.04 * len(counted))
         assert drawn <= between
         seen |= drawn
     assert seen == between
     exact = [-1.0, 1, -1, 1], [-1.0, 1, 1, -1]  # covariances of 1, 1, -1, -1
     for low, high, count in ((1.0, 5.0, 0), (0.5, 1.0, 0), (0.5, 5.0, 1)):
-        assert (clip_cov(tokens(*exact), low=low, high=high) == 0).sum() == count
+        assert (~clip_cov(tokens(*exact), low=low, high=high)).sum() == count
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 1.0])
@@ -100,31 +98,34 @@ def nucleus(p):
 
 
 def test_the_term_of_siren():
-    """H by hand; the trainer's tests have its gradient."""
+    """H and its derivative by hand; the trainer's tests have its gradient."""
     logits = 2 * torch.randn(T, V, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     logits[1, 3:] = -math.inf
     logits[2, 0] = 50.0  # one token is the nucleus
     mask = torch.arange(T) % 5 != 3
 
-    def term(z, anchor):
+    def term(entropies, anchor):
         anchor = torch.tensor([anchor], dtype=torch.float64)
         t = tokens(torch.zeros(T), torch.zeros(T), mask, CU_SEQLENS)
-        value = siren(t, nucleus_entropy(torch.log_softmax(z, -1)), 0.7, anchor)
-        return value, t.metrics["siren_entropy"].item(), t.metrics["siren_anchor"].item()
+        slopes = siren(t, entropies, 0.7, anchor)
+        return slopes, t.metrics["siren_entropy"].item(), t.metrics["siren_anchor"].item()
 
     entropies = [nucleus(row) for row in logits.softmax(-1).tolist()]
-    torch.testing.assert_close(
-        nucleus_entropy(torch.log_softmax(logits, -1)), torch.tensor(entropies).double()
-    )
-    means = []
+    z = logits.clone().requires_grad_()
+    found = nucleus_entropy(z)
+    torch.testing.assert_close(found, torch.tensor(entropies).double())
+    (gradient,) = torch.autograd.grad(found.sum(), z)
+    assert gradient.isfinite().all()
+    slopes = torch.zeros(T).double()
     for start, stop in zip(CU_SEQLENS[:-1].tolist(), CU_SEQLENS[1:].tolist(), strict=True):
         own = [entropies[t] for t in range(start, stop) if mask[t]]
-        above = [x for x in own if x > quantile(own, 0.8)]
-        means.append(sum(above) / max(len(above), 1))
-    h = sum(means) / S
-    assert term(logits, math.nan) == (0, pytest.approx(h), pytest.approx(h))
-    value, found, anchor = term(z := logits.clone().requires_grad_(), 0.1)
-    assert [value.item(), found, anchor] == pytest.approx([0.7 * (h - 0.1) ** 2, h, 0.1])
-    (gradient,) = torch.autograd.grad(value, z)
-    assert gradient.isfinite().all()
-    assert gradient.abs().max() > 1e-3
+        least = quantile(own, 0.8) if own else 0
+        above = [t for t in range(start, stop) if mask[t] and entropies[t] > least]
+        slopes[above] = 1 / (S * max(len(above), 1))
+    h = float((slopes * torch.tensor(entropies).double()).sum())
+    same = pytest.approx(h)
+    assert term(found.detach(), math.nan)[1:] == (same, same)
+    assert not term(found.detach(), math.nan)[0].any()
+    actual, *others = term(found.detach(), 0.1)
+    torch.testing.assert_close(actual, 1.4 * (h - 0.1) * slopes)
+    assert others == [same, 0.1]

@@ -7,7 +7,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.algorithms.estimator import KBelowN
-from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group, Kernel, max_at_k, tables
+from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group, Kernel, max_at_k
 from maxrl_fast.algorithms.options import Positive
 
 REWARDS = torch.tensor([[0.0, 1.0, 0.0, 3.0], [1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
@@ -101,7 +101,7 @@ def double_maxpo(g: Group, *, k: KBelowN) -> torch.Tensor:
 
 
 def test_a_row_with_a_table_is_computed_by_the_kernel():
-    kernel = Kernel(lambda g, k: 2 * tables.maxpo(g, k))
+    kernel = Kernel(lambda g, k: 2 * max_at_k._maxpo(g, k))
     expected = 2 * ops.maxpo_advantage(REWARDS, 2)
     row = Estimator.of(
         double_maxpo, source="a test", weight="2 (1-p)^(k-1)", kernel=kernel, centred=True

@@ -56,25 +56,6 @@ def test_options_and_formula_come_from_the_signature():
         policy_gradient_loss(**e)
 
 
-@pytest.mark.parametrize("how", ["kernel", "linear"])
-def test_what_a_function_changes_is_its_own(how):
-    def careless(t):
-        value = -t.advantages * t.logprobs
-        t.mask.fill_(True)
-        t.cu_seqlens.add_(1)
-        return value
-
-    def careful(t):
-        return -t.advantages * t.logprobs
-
-    e = example()
-    kept = e["mask"].clone(), e["cu_seqlens"].clone()
-    (a, *_), (b, *_) = (computed(how, **e, loss=f) for f in (careless, careful))
-    assert a == b
-    assert torch.equal(e["mask"], kept[0])
-    assert torch.equal(e["cu_seqlens"], kept[1])
-
-
 class Callable:
     """Not a function, and without a name."""
 
@@ -92,10 +73,6 @@ def test_any_callable_is_a_loss_with_the_same_terms_as_those_by_name():
             assert actual[2][key].item() == pytest.approx(expected[2][key].item(), rel=1e-12)
 
 
-def raises(t):
-    raise KeyError("no such thing")
-
-
 def has_no_gradient(t):
     return -t.advantages * t.ratio.detach()
 
@@ -103,20 +80,18 @@ def has_no_gradient(t):
 @pytest.mark.parametrize(
     ("loss", "message"),
     table(r"""
-    lambda t: t.logprobs.sum() | must return torch.float64 \[T\] = \[7\], got torch.float64 of
+    lambda t: t.logprobs.sum() | must return torch.float64 \[T\] = \[22\], got torch.float64 of
       shape \(\)
-    lambda t: 1.0 | must return torch.float64 \[T\] = \[7\], got float
+    lambda t: 1.0 | must return torch.float64 \[T\] = \[22\], got float
     has_no_gradient | has_no_gradient must have a gradient in the logprobs or the entropy .*, got
       none
-    raises | raises fails on seven tokens: KeyError: 'no such thing' \(test_users_loss.py,
     lambda t, u: t.logprobs | after Tokens must be keyword-only numbers, got u
     lambda *, tau=1.0: None | must take Tokens as its first parameter
-    lambda t: t.logprobs / (t.advantages - 1) | must be finite, got -?inf at token 0
     """),
 )
 def test_functions_that_are_no_loss_are_refused(loss, message):
     e = example()
-    hidden, weight = e.pop("logits"), torch.eye(V).double()
+    hidden, weight = e.pop("logits").requires_grad_(), torch.eye(V).double()
     with pytest.raises(ValueError, match=message):
         policy_gradient_loss(hidden, **e, loss=eval(loss))
     with pytest.raises(ValueError, match=message):
@@ -176,21 +151,39 @@ def test_what_a_function_sees():
     assert t.ratio[0].item() == pytest.approx(math.exp(20))
 
 
-def test_the_first_call_may_be_within_no_grad():
-    """A function is tried once, with a gradient, whatever is around the call."""
-    e = example()
-    logits = e.pop("logits")
+@pytest.mark.usefixtures("losses_as_before")
+def test_a_function_may_ask_for_logits_and_for_statistics():
+    """The logits with a gradient, of some tokens at a time; the statistics of all of them first."""
+    e, seen = example(), []
 
-    def of(loss):
-        return lambda z: policy_gradient_loss(z, **e, loss=loss)[0]
+    def counts(t, share):
+        assert not t.logprobs.requires_grad
+        return (t.entropy > t.entropy[t.mask].mean()).double() * share + t.sequence_sum(t.logprobs)
 
-    def fresh():
-        return lambda t: -t.advantages * t.ratio.log1p()
+    @token_loss(source="a test", statistics=counts, all_tokens=False)
+    def mine(t, logits, *, share: float = 0.5):
+        seen.append(len(logits))
+        top = logits.log_softmax(-1).amax(-1)
+        return -t.advantages * t.statistics * (t.ratio + share * top + 0 * t.targets)
 
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            value = of(fresh())(logits)
-        assert value.item() == of(fresh())(logits).item()
+    results = [computed(how, **e, loss=mine, loss_options={"share": 0.3}) for how in HOW]
+    assert seen[:2] == [T, T]
+    assert max(seen[2:]) < T
+    for value, gradient, _ in results:
+        torch.testing.assert_close(value, results[0][0], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(gradient, results[0][1], rtol=1e-9, atol=1e-12)
+    z = e["logits"].clone().requires_grad_()
+    log_p = torch.log_softmax(z / 0.7, -1)
+    logp, mask = log_p.gather(1, e["targets"][:, None])[:, 0], e["mask"]
+    entropy, lengths = -(log_p.exp() * log_p).sum(-1).detach(), e["cu_seqlens"].diff()
+    sums = torch.stack([x.sum() for x in torch.where(mask, logp, 0).split(lengths.tolist())])
+    found = 0.3 * (entropy > entropy[mask].mean()) + sums.detach().repeat_interleave(lengths)
+    a = (e["advantages"] * e["importance_weights"]).repeat_interleave(lengths)
+    per_token = -a * found * ((logp - e["old_logprobs"]).exp() + 0.3 * log_p.amax(-1))
+    expected = per_token[mask].sum() / mask.sum()
+    torch.testing.assert_close(results[0][0], expected.detach(), rtol=1e-10, atol=1e-12)
+    (gradient,) = torch.autograd.grad(expected, z)
+    torch.testing.assert_close(results[0][1], gradient, rtol=1e-9, atol=1e-12)
 
 
 @pytest.fixture
@@ -217,7 +210,7 @@ def test_a_registered_function_has_a_name():
     assert by_name.item() == by_function.item()
     token_loss(source="the same module may register it again, as importlib.reload does")(mine)
     assert LOSSES["mine"].source != row.source
-    message = r"there is a loss ppo already, in maxrl_fast\.algorithms\.losses\.core"
+    message = r"there is a loss ppo already, in maxrl_fast\.algorithms\.losses\.functions"
     with pytest.raises(ValueError, match=message):
         token_loss(source="")(ppo)
     assert LOSSES["ppo"].function is not ppo

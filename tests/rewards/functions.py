@@ -5,7 +5,6 @@ import ctypes
 import os
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -118,14 +117,6 @@ def raise_unprintable():
     raise Unprintable
 
 
-def write_to_sockets():
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself
-            if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                os.write(fd, b"garbage\n")
-    time.sleep(1000)
-
-
 def change_surroundings(path):
     """Change everything that could break the next call."""
     os.chdir(path)
@@ -152,9 +143,3 @@ def count():
 
 def variable(name):
     return name in os.environ
-
-
-def append_line(path):
-    with open(path, "a") as file:
-        file.write("called\n")
-    return 1.0

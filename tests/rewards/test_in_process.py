@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from maxrl_fast.rewards import Outcome
 from maxrl_fast.rewards.pool import InProcess, RewardPool
 from tests.rewards.pools import rewards
 from tests.tables import refused
@@ -101,18 +100,6 @@ def test_an_interrupt_is_no_failure_of_the_function(is_async):
 
     with pytest.raises(KeyboardInterrupt):
         source(later if is_async else interrupted).score(ROWS)
-
-
-def test_not_applying_is_allowed_among_several():
-    outcomes = [*filter(None, source(lambda **row: None).outcomes(ROWS[:2], 1))]
-    assert outcomes == [(0, Outcome()), (1, Outcome())]
-
-
-def test_enough_failures_end_a_batch():
-    outcomes = source(lambda **row: 1 / 0).score(ROWS, 1, 1)
-    assert [outcome.kind for outcome in outcomes] == ["exception"] * 2 + ["left"] * 4
-    wanted = "ZeroDivisionError: division by zero (test_in_process.py, line"
-    assert wanted in outcomes[0].message
 
 
 def test_columns_that_are_no_json_are_refused():

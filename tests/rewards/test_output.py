@@ -1,7 +1,7 @@
 """What reward functions print reaches the run's file, up to its size, and stops nobody."""
 
 import contextlib
-from pathlib import Path
+from io import FileIO
 
 import pytest
 
@@ -79,7 +79,7 @@ def test_a_resumed_run_appends_and_a_new_one_replaces(file, tmp_path):
 def test_a_full_disk_stops_no_call(file, tmp_path):
     with printing(file) as (one, output):
         output.open(tmp_path, is_resumed=False)
-        output._path = Path("/dev/full")
+        output._file = FileIO("/dev/full", "wb")
         assert among_others(one, "flood", text="lost").reward == 0.0
 
 

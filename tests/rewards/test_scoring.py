@@ -91,17 +91,17 @@ FLAGS = ("--max-reward-error-rate", "1", "--reward-workers", "1", "--steps", "2"
 @pytest.mark.slow
 def test_failed_rewards_are_left_out_of_their_groups(rewards, tmp_path, monkeypatch, capsys):
     """They have zero advantage, and the others' advantages are computed without them."""
-    task, seen, update = MazeTask(5), [], Learner.update
+    task, seen, pass_ = MazeTask(5), [], Learner.forward_backward
 
-    def spy(self, samples, advantages, sequences, *, when, **options):
-        seen.append((when, samples.rollouts, advantages.clone()))
-        return update(self, samples, advantages, sequences, when=when, **options)
+    def spy(self, samples, advantages, sequences, draw=(0, 0)):
+        seen.append((draw[0], samples.rollouts, advantages.clone()))
+        pass_(self, samples, advantages, sequences, draw)
 
-    monkeypatch.setattr(Learner, "update", spy)
+    monkeypatch.setattr(Learner, "forward_backward", spy)
     out = tmp_path / "run"
     job = f"--reward {rewards}:by_length --objective opo --entropy-coef 0.1 --out {out}"
     assert train.main([*base(), *FLAGS, *job.split()]) == 0
-    (_, rollouts, advantages) = next(entry for entry in seen if entry[0] == "step 1")
+    (_, rollouts, advantages) = next(entry for entry in seen if entry[0] == 1)
     parts = rollouts.tokens.split(rollouts.lengths.tolist())
     texts = [task.decode(part.tolist()) for part in parts]
     failed = torch.tensor([text.startswith("RIGHT") for text in texts])

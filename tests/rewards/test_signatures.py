@@ -7,7 +7,7 @@ import numpy
 import pytest
 import sympy
 
-from maxrl_fast.rewards.function import mismatch, outcome_of, signature_of
+from maxrl_fast.rewards.function import InvalidReward, outcome_of, signature_of, taken
 from tests.rewards import pools
 from tests.rewards.pools import rewards
 from tests.tables import table
@@ -89,8 +89,7 @@ def test_a_function_of_trl_gets_each_group_as_lists(file):
     with pool(file, "trl", workers=2) as two:
         asked = rows("a", "b", "ab", "c", answer="b", level=1)
         assert rewards(two.score(asked, 2)) == [2.0, 3.0, 3.0, 2.0]
-        two.check(rows("", answer="b", level=1)[0])
-        assert "called with all responses to a prompt at once" in two.lines()[1]
+        assert "called with all responses to a prompt at once" in two.lines()[0]
     with pool(file, "chat") as one:  # as in TRL, completions of chat prompts are messages
         asked = rows("a", "abc", prompt=[{"role": "user", "content": "x"}])
         assert rewards(one.score(asked, 2)) == [1.0, 3.0]
@@ -103,7 +102,6 @@ def test_a_function_gets_the_columns_that_it_names(file, name):
     asked = [row | {"truncated": i == 1, "other": 7} for i, row in enumerate(rows(*"abcd"))]
     wanted = {"cut": [0, 1, 0, 0], "uncut": [1, 0, 1, 1], "client": [1] * 4}
     with pool(file, name) as one:
-        one.check(rows("")[0])
         assert rewards(one.score(asked, 2)) == wanted[name]
 
 
@@ -125,7 +123,7 @@ def test_async_calls_run_together_up_to_the_limit(file):
     """
     with pool(file, "meeting", concurrency=8) as one:
         assert rewards(one.score(rows(*["8"] * 32))) == [8.0] * 32
-        assert "async, called with each response, at most 8 at a time" in one.lines()[1]
+        assert "async, called with each response, at most 8 at a time" in one.lines()[0]
     with pool(file, "judge") as one:
         assert rewards(one.score(rows("x"))) == [1.0]
 
@@ -154,16 +152,19 @@ def of(parameters):
         *(("prompt, response, answer", ""), ("response, **columns", "")),
         ("completions, prompts, answer", ""),
         *table("""
-        prompt, completion, **c | your function asks for `completion`: the arguments are prompt,
-        completions, answers | your function asks for `answers`: the arguments are prompts,
+        prompt, completion, **c | your code asks for `completion`: the arguments are prompt,
+        completions, answers | your code asks for `answers`: the arguments are prompts,
         """),
     ],
 )
 def test_parameters_that_do_not_fit_are_named_with_the_nearest_fix(parameters, sentence):
-    signature = of(parameters)
-    found = mismatch(signature, {"prompt": "p", "response": "r", "answer": "a"})
-    assert found.startswith("your function") == bool(sentence)
-    assert sentence in found
+    names = "prompts completions" if "completions" in parameters else "prompt response"
+    columns = dict.fromkeys(f"{names} answer".split(), "")
+    if not sentence:
+        assert taken(of(parameters), columns)
+        return
+    with pytest.raises(InvalidReward, match=sentence):
+        taken(of(parameters), columns)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from maxrl_fast import _C
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.ops.dispatch import KernelLaunch
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.cpu_decoder import CPU, CpuDecoder
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.cpu_decoder import CPU, CpuEngine
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
 from tests.rollout.test_native import NUCLEUS, check_independence, check_merged_rows
@@ -73,16 +72,9 @@ def test_nonfinite_numbers_stay_nonfinite(arithmetic):
     assert got[2, 0] == 5
 
 
-def engine_of(model, arithmetic, **options):
-    engine = NativeEngine(model, torch.float32, **options)
-    engine.decoder = CpuDecoder(model.config, arithmetic)
-    engine.load_weights(model)
-    return engine
-
-
 def generate(model, arithmetic, limit=40, prompts=PROMPTS, **options):
     request = RolloutRequest(prompts, 6, Sampling(1.3, limit, STOPS), 4, 2)
-    return engine_of(model, arithmetic, **options).generate(request)
+    return CpuEngine(model, torch.float32, arithmetic, **options).generate(request)
 
 
 @pytest.mark.parametrize("arithmetic", PATHS)
@@ -112,15 +104,14 @@ def test_logprobs_are_those_of_the_model_to_bfloat16(arithmetic, changes):
 @pytest.mark.parametrize("arithmetic", PATHS)
 def test_samples_are_bitwise_independent_of_the_batch(arithmetic, changes):
     model = tiny_decoder(**changes)
-    decoder = CpuDecoder(model.config, arithmetic)
-    one_sequence = decoder.cache_bytes(79) + decoder.cache_bytes(40)
+    one_sequence = sum(CpuEngine(model, torch.float32, arithmetic).sequence_bytes(79, 40))
     check_independence(partial(generate, model, arithmetic), PROMPTS, one_sequence)
 
 
 @pytest.mark.parametrize("arithmetic", PATHS)
 def test_merged_samples_are_bitwise_those_of_jobs_of_one(arithmetic):
     for changes, num_samples, temperature in (({}, 128, 0.6), (ODD, 64, 0.2)):
-        decoder = engine_of(tiny_decoder(**changes), arithmetic).decoder
+        decoder = CpuEngine(tiny_decoder(**changes), torch.float32, arithmetic)
         parts = check_merged_rows(decoder, num_samples, replace(NUCLEUS, temperature=temperature))
         assert max(parts) > 32  # numbers of a value are padded to whole steps of 32
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from maxrl_fast.model import flash
-from maxrl_fast.rollout.device_decoder import DeviceDecoder
+from maxrl_fast.rollout.device_decoder import DeviceEngine
 from tests.models import POSITIONS, TOKENS, adapted, tiny_decoder
 
 FAMILIES = [
@@ -21,8 +21,8 @@ FAMILIES = [
 
 def causal(layer, q, k, v):
     """Attend within the stream, differently in every layer."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k * (1 + layer), v))
-    return flash.attend(q[None], k[None], v[None], causal=True)[0][0]
+    seen = torch.ones(1, len(q), len(q), dtype=torch.bool).tril()
+    return flash.attend(q[None], k[None] * (1 + layer), v[None], seen)[0][0]
 
 
 def check_hidden_states(model, tolerance, around_decoding=contextlib.nullcontext):
@@ -33,7 +33,7 @@ def check_hidden_states(model, tolerance, around_decoding=contextlib.nullcontext
         with torch.no_grad():
             expected = model(TOKENS, POSITIONS, causal, rows)
         with around_decoding(), torch.no_grad():
-            decoder = DeviceDecoder(model, torch.float32)
+            decoder = DeviceEngine(model, torch.float32)
             decoder.load_weights(model)
             hidden = decoder.model(TOKENS, POSITIONS, causal, None if len(rows) == 6 else rows)
         assert expected.std() > 0.3
@@ -50,7 +50,7 @@ def test_hidden_states_equal_the_decoders(family):
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_every_weight_is_loaded_in_place_under_its_name(family):
     model, old = adapted(tiny_decoder(**family)), tiny_decoder(seed=1, **family)
-    decoder = DeviceDecoder(model, torch.bfloat16)
+    decoder = DeviceEngine(model, torch.bfloat16)
     decoder.load_weights(old)
     addresses = {name: weight.data_ptr() for name, weight in decoder.model.weights.items()}
     decoder.load_weights(model)

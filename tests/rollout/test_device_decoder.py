@@ -7,7 +7,7 @@ import torch
 
 from maxrl_fast.rollout import RolloutRequest, Sampling, decode_slots
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.runtime import tuning
 from tests.batches import make_prompts
 from tests.models import tiny_decoder
@@ -28,7 +28,7 @@ def model():
 
 @pytest.fixture
 def engine(model):
-    return NativeEngine(model, torch.float32, in_cpp=False)
+    return native_engine(model, torch.float32, in_cpp=False)
 
 
 @pytest.fixture
@@ -75,13 +75,16 @@ def fake_graphs(monkeypatch):
     [(SAMPLING, 1024), (Sampling(1.0, LIMIT, (3, 17, 9, 12), top_k=12, top_p=0.9), 65)],
 )
 def test_a_batch_size_is_captured_at_its_first_step(model, fake_graphs, sampling, max_batch):
-    engine, has_graph = NativeEngine(model, torch.float32, in_cpp=False, max_batch=max_batch), set()
+    engine, has_graph = (
+        native_engine(model, torch.float32, in_cpp=False, max_batch=max_batch),
+        set(),
+    )
     for call in (sampling, sampling, sampling.greedy):
-        expected = sample(NativeEngine(model, torch.float32), sampling=call)
+        expected = sample(native_engine(model, torch.float32), sampling=call)
         assert torch.equal(sample(engine, sampling=call).tokens, expected.tokens)
         stepped = [rows for kind, rows in fake_graphs if kind != "admit"]
         assert stepped == sorted(stepped, reverse=True)
-        assert set(stepped) <= set(engine.decoder.batch.shape.batch_sizes)
+        assert set(stepped) <= set(engine.batch.shape.batch_sizes)
         assert call.temperature == 0 or max_batch == 65 or len(set(stepped)) > 1
         for kind, rows in fake_graphs:
             assert kind == "admit" or (kind == "replay") == ((call, rows) in has_graph)
@@ -90,9 +93,9 @@ def test_a_batch_size_is_captured_at_its_first_step(model, fake_graphs, sampling
 
 
 def test_calls_share_one_cache_that_grows(model, engine):
-    expected = NativeEngine(model, torch.float32)
+    expected = native_engine(model, torch.float32)
     sample(engine, 6)
-    first = engine.decoder.batch
+    first = engine.batch
 
     def draws_the_same(num_samples, prompts=PROMPTS):
         ours, theirs = (sample(x, num_samples, prompts=prompts) for x in (engine, expected))
@@ -100,15 +103,15 @@ def test_calls_share_one_cache_that_grows(model, engine):
 
     for num_samples, prompts in ((6, PROMPTS.take(1, 3)), (3, PROMPTS), (1, PROMPTS)):
         assert draws_the_same(num_samples, prompts)
-        assert engine.decoder.batch is first
+        assert engine.batch is first
     freed = weakref.ref(first)
     del first
     assert draws_the_same(9, make_prompts([list(range(20))]))
     assert freed() is None
-    assert engine.decoder.batch.shape == Shape(5, 30, 9, 24, LIMIT)
-    grown = engine.decoder.batch
+    assert engine.batch.shape == Shape(5, 30, 9, 24, LIMIT)
+    grown = engine.batch
     assert draws_the_same(6)
-    assert engine.decoder.batch is grown
+    assert engine.batch is grown
     assert engine.statistics.cache_bytes == grown.bytes
 
 

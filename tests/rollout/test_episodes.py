@@ -15,9 +15,9 @@ from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.model.huggingface_checkpoint import load_huggingface
 from maxrl_fast.records import Rollouts, pack
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.cpu_decoder import CpuDecoder
+from maxrl_fast.rollout.cpu_decoder import CpuEngine
 from maxrl_fast.rollout.decode_slots import DecodeSlots
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.random import sample_keys
 from maxrl_fast.rollout.validation import find_wrong
 from maxrl_fast.rollout.vllm_server import VllmServerEngine
@@ -45,8 +45,10 @@ def checkpoint(tmp_path_factory):
 
 def make_engine(checkpoint, kind, **options):
     if kind == "plain":
-        return NativeEngine(load_huggingface(checkpoint, 64), torch.float32, **options)
-    return NativeEngine(load_checkpoint(checkpoint), torch.float32, in_cpp=kind == "C++", **options)
+        return native_engine(load_huggingface(checkpoint, 64), torch.float32, **options)
+    return native_engine(
+        load_checkpoint(checkpoint), torch.float32, in_cpp=kind == "C++", **options
+    )
 
 
 def sampled(engine, *request):
@@ -179,15 +181,15 @@ def test_all_engines_play_the_same_episodes_whenever_replies_come(checkpoint, sa
 def play(decoder, game, keys, sampling, prompts=PROMPTS, max_batch=1024):
     num_samples = len(keys) // len(prompts)
     request = Chosen(prompts, num_samples, sampling, environments=game, chosen=keys)
-    return decoder.generate(request, 10**9, max_batch)[0]
+    decoder.max_batch = max_batch
+    return decoder.generate(request)
 
 
 @pytest.mark.parametrize("arithmetic", ["float32", *_C.bfloat16_arithmetics()])
 def test_when_replies_come_changes_nothing(arithmetic):
     """At temperature 0.5 many samples begin alike, and share rows until one of them waits."""
     model, num_samples = tiny_decoder(), 32
-    decoder = CpuDecoder(model.config, arithmetic)
-    decoder.load_weights(model)
+    decoder = CpuEngine(model, torch.float32, arithmetic)
     sampling = Sampling(0.5, 150, STOPS, max_turns=4)
     prompts, numbers = PROMPTS.ids.repeat_interleave(num_samples), torch.arange(num_samples)
     keys = sample_keys(1, 2, prompts, numbers.repeat(len(PROMPTS)))

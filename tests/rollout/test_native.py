@@ -13,7 +13,7 @@ from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.rollout import RolloutRequest, Sampling, check_finite
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.random import sample_keys, uniforms
 from maxrl_fast.rollout.validation import find_wrong
 from tests.batches import Chosen, make_prompts, one_batch
@@ -28,7 +28,7 @@ IN_CPP = [pytest.param(True, id="C++"), pytest.param(False, id="PyTorch")]
 
 
 def make_engine(model, dtype=torch.float32, in_cpp=True, **options):
-    return NativeEngine(model, dtype, in_cpp=in_cpp and dtype == torch.float32, **options)
+    return native_engine(model, dtype, in_cpp=in_cpp and dtype == torch.float32, **options)
 
 
 def generate(
@@ -156,8 +156,7 @@ def check_independence(draw, prompts, one_sequence):
 @pytest.mark.usefixtures("instructions")
 def test_samples_are_bitwise_independent_of_the_batch():
     model = tiny_decoder()
-    decoder = make_engine(model).decoder
-    one_sequence = decoder.cache_bytes(7) + decoder.cache_bytes(24)
+    one_sequence = sum(make_engine(model).sequence_bytes(7, 24))
     whole = check_independence(partial(generate, model), PROMPTS, one_sequence)
     fewer = generate(model, num_samples=2)
     assert torch.equal(fewer.tokens[: fewer.cu_seqlens[2]], whole.tokens[: whole.cu_seqlens[2]])
@@ -165,7 +164,7 @@ def test_samples_are_bitwise_independent_of_the_batch():
         assert changed.tokens.tolist() != whole.tokens.tolist()
 
 
-def check_merged_rows(decoder, num_samples, sampling):
+def check_merged_rows(engine, num_samples, sampling):
     """Compare samples, which the decoder computes together while they are alike, with each in a job
     of its own, and the decoded rows with the distinct beginnings. Return the tokens in common.
     """
@@ -176,9 +175,10 @@ def check_merged_rows(decoder, num_samples, sampling):
 
     def draw(prompts, num_samples, keys, max_batch):
         request = Chosen(prompts, num_samples, sampling, chosen=keys)
-        return decoder.generate(request, 10**9, max_batch)
+        engine.max_batch = max_batch
+        return engine.generate(request)
 
-    alone = [draw(prompts.take(s // num_samples, 1), 1, keys[s, None], 1)[0] for s in range(size)]
+    alone = [draw(prompts.take(s // num_samples, 1), 1, keys[s, None], 1) for s in range(size)]
     expected = {
         name: torch.cat([getattr(one, name) for one in alone])
         for name in ("tokens", "logprobs", "lengths", "truncated")
@@ -194,10 +194,10 @@ def check_merged_rows(decoder, num_samples, sampling):
         (7, len(following), apart),
         (1, apart, apart),
     ):
-        rollouts, statistics = draw(prompts, num_samples, keys, max_batch)
+        rollouts = draw(prompts, num_samples, keys, max_batch)
         for name, numbers in expected.items():
             assert torch.equal(getattr(rollouts, name), numbers)
-        assert fewest <= statistics.decoded_rows <= most
+        assert fewest <= engine.statistics.decoded_rows <= most
     return [len(beginning) - 1 for beginning, tokens in following.items() if len(tokens) > 1]
 
 
@@ -206,7 +206,7 @@ NUCLEUS = Sampling(0.6, 40, STOPS, top_p=0.8)
 
 @pytest.mark.usefixtures("instructions")
 def test_merged_samples_are_bitwise_those_of_jobs_of_one():
-    decoder = make_engine(tiny_decoder()).decoder
+    decoder = make_engine(tiny_decoder())
     assert not check_merged_rows(decoder, 1, NUCLEUS)
     assert not check_merged_rows(decoder, 9, NUCLEUS.greedy)
     parts = check_merged_rows(decoder, 128, NUCLEUS)

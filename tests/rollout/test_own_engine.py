@@ -11,7 +11,7 @@ from examples.naive_engine import NaiveEngine
 from maxrl_fast.job.build_policy import compare_engine
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from tests.batches import make_prompts
 from tests.models import tiny_decoder
 from tests.tables import refused
@@ -37,7 +37,7 @@ def test_it_draws_the_tokens_of_the_native_engine(sampling):
             torch.nn.init.normal_(parameter, std=0.2)
     naive, request = NaiveEngine(tiny_decoder(1), torch.float32), (PROMPTS, 5, sampling, 4, 2)
     naive.load_weights(model)
-    expected = NativeEngine(model, torch.float32).generate(RolloutRequest(*request))
+    expected = native_engine(model, torch.float32).generate(RolloutRequest(*request))
     actual = naive.generate(RolloutRequest(*request))
     assert torch.equal(actual.tokens, expected.tokens)
     assert torch.equal(actual.cu_seqlens, expected.cu_seqlens)

@@ -8,7 +8,7 @@ import torch
 from maxrl_fast.model.linear import LoraLinear, add_adapters
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts, one_batch
 from tests.model.test_huggingface import tiny_policy
@@ -19,7 +19,7 @@ SAMPLING = Sampling(1.3, 20, (3, 17))
 
 def generate(policy, **options):
     request = RolloutRequest(PROMPTS, 6, SAMPLING, 4, 2)
-    return NativeEngine(policy, torch.float32, **options).generate(request)
+    return native_engine(policy, torch.float32, **options).generate(request)
 
 
 def logprobs(policy, rollouts):
@@ -57,7 +57,7 @@ def test_samples_do_not_depend_on_the_size_of_a_pass():
 def test_load_weights_copies_and_merges_adapters():
     policy = tiny_policy("gemma2")
     add_adapters(policy, 2, 4.0, "q_proj,down_proj", seed=0)
-    engine = NativeEngine(policy, torch.float32)
+    engine = native_engine(policy, torch.float32)
     with torch.no_grad():
         for module in policy.modules():
             if isinstance(module, LoraLinear):

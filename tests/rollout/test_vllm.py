@@ -5,7 +5,6 @@ test-vllm`).
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import os
 import random
 import subprocess
 import sys
@@ -16,12 +15,9 @@ import pytest
 import torch
 
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout import vllm as rollout_vllm
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.validation import find_wrong
-from maxrl_fast.rollout.vllm import SETTINGS, VllmEngine, check_installed
-from maxrl_fast.rollout.vllm_shared import named_weights
-from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.rollout.vllm import VllmEngine, check_installed, named_weights
 from tests.batches import make_prompts, one_batch
 from tests.model.test_huggingface import tiny_policy
 from tests.models import response_logits, tiny_decoder
@@ -29,6 +25,7 @@ from tests.tables import refused
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7] * 9, [9, 9]])
 STOPS = (3, 17)
+HEADS = {"head_dim": 32}  # the smallest that vLLM has on a CPU
 
 
 def sampled(engine, *request):
@@ -90,8 +87,6 @@ class FakeLLM:
 def make_fake_engine(installed, monkeypatch):
     installed("0.33.0")
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=FakeLLM))
-    for name in ("_pad_heads", "_use_gloo"):  # they change the real vLLM
-        monkeypatch.setattr(rollout_vllm, name, lambda: None)
     return lambda model, **options: VllmEngine(model, torch.bfloat16, **options)
 
 
@@ -148,28 +143,9 @@ def test_sleep_discards_the_weights_and_the_kv_cache_wakes_after_new_ones(make_f
     assert engine._llm.calls == [*woken, "reload_weights", "reset"]
 
 
-def test_models_and_caches_that_cannot_fit_are_refused_before_vllm_starts(make_fake_engine):
-    """Before the ranks meet, so that none waits for another."""
-
-    def check(message, cache_bytes=2**20, tensor_parallel=2, **changes):
-        options = {"cache_bytes": cache_bytes, "tensor_parallel": tensor_parallel}
-        with refused(message):
-            make_fake_engine(tiny_decoder(**changes), ranks=Ranks(0, 4), **options)
-
-    check("divide num_attention_heads, 4 in this model, got 3", tensor_parallel=3)
-    check(r"1e\+06 GB for --kv-cache-gb in each process, got", cache_bytes=10**15)
-
-
 @pytest.fixture(scope="module")
 def engine():
-    model = tiny_decoder()
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    environment = SETTINGS | dict(os.environ)
-    engine = VllmEngine(model, torch.float32, cache_bytes=2**28)
-    assert torch.get_num_threads() == threads  # the process is unchanged
-    assert torch.equal(torch.get_rng_state(), state)
-    assert dict(os.environ) == environment
-    return engine
+    return VllmEngine(tiny_decoder(**HEADS), torch.float32, cache_bytes=2**28)
 
 
 def own_logprobs(model, rollouts, sampling):
@@ -184,7 +160,7 @@ def own_logprobs(model, rollouts, sampling):
 @pytest.mark.vllm
 def test_logprobs_are_those_of_the_weights_that_were_loaded_last(engine):
     for seed, temperature in ((0, 0.7), (1, 1.0), (2, 1.2), (1, 0.0)):
-        model, sampling = tiny_decoder(seed), Sampling(temperature, 24, STOPS)
+        model, sampling = tiny_decoder(seed, **HEADS), Sampling(temperature, 24, STOPS)
         engine.load_weights(model)
         rollouts = sampled(engine, 6, sampling, 0, seed)
         assert find_wrong(rollouts, RolloutRequest(PROMPTS, 6, sampling), 32) == ""
@@ -193,10 +169,10 @@ def test_logprobs_are_those_of_the_weights_that_were_loaded_last(engine):
             assert len({tuple(x.tolist()) for x in responses}) > 12  # each sample has its own draws
             assert rollouts.logprobs.std() > 0.3
             assert (rollouts.logprobs - own_logprobs(model, rollouts, sampling)).abs().max() < 1e-4
-            other = own_logprobs(tiny_decoder(seed + 5), rollouts, sampling)
+            other = own_logprobs(tiny_decoder(seed + 5, **HEADS), rollouts, sampling)
             assert (rollouts.logprobs - other).abs().max() > 1
         else:
-            native = sampled(NativeEngine(model, torch.float32), 6, sampling, 0, 1)
+            native = sampled(native_engine(model, torch.float32), 6, sampling, 0, 1)
             assert torch.equal(rollouts.tokens, native.tokens)
             assert not rollouts.logprobs.any()
 
@@ -205,7 +181,7 @@ def test_logprobs_are_those_of_the_weights_that_were_loaded_last(engine):
 def test_episodes_do_not_depend_on_when_replies_come(engine):
     from tests.rollout.test_episodes import Game, episodes_of, expected_logprobs
 
-    model, sampling, played = tiny_decoder(), Sampling(1.0, 60, STOPS, max_turns=4), []
+    model, sampling, played = tiny_decoder(**HEADS), Sampling(1.0, 60, STOPS, max_turns=4), []
     engine.load_weights(model)
     for late in (None, random.Random(0), random.Random(1)):
         game = Game((1, 2, 20), late=late, vocab=32)
@@ -232,7 +208,7 @@ from tests.batches import one_batch
 from tests.models import response_logits, tiny_decoder
 from tests.rollout.test_vllm import PROMPTS, STOPS, own_logprobs, sampled
 
-model = tiny_decoder(model_type="qwen3", tie_word_embeddings=False)
+model = tiny_decoder(model_type="qwen3", tie_word_embeddings=False, head_dim=32)
 engine = VllmEngine(model, torch.float32, cache_bytes=2**28, filters_tokens=True)
 for options in ({"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {}):
     sampling = Sampling(1.0, 24, STOPS, **options)

@@ -81,8 +81,8 @@ def codec_of(folder, chat=CHAT, tools=(), **options):
 def test_a_demonstration_is_what_the_template_writes_after_the_prompt(tmp_path, name):
     chat, response, learned = TEMPLATES[name]
     codec = codec_of(tmp_path, chat)
-    [(prompt, shown)] = codec.encode_demonstrations([(ASKED, response)], ["line 1"])
-    assert [prompt] == codec.encode([ASKED], ["line 1"])
+    prompt, shown = codec.encode_demonstration(ASKED, response, "line 1")
+    assert prompt == codec.encode_prompt(ASKED, "line 1")
     assert codec.decode(shown, with_special=True) == learned
     assert shown[-1] == codec.conversation.end
     assert shown[-1] in codec.stop_ids
@@ -90,10 +90,10 @@ def test_a_demonstration_is_what_the_template_writes_after_the_prompt(tmp_path, 
 
 def test_a_response_that_cannot_follow_the_prompt_is_refused(tmp_path):
     with refused(r"line 3: .* ends with .*<think>\\n', and a response must continue it"):
-        codec_of(tmp_path, DROPS + OPEN).encode_demonstrations([(ASKED, "4")], ["line 3"])
+        codec_of(tmp_path, DROPS + OPEN).encode_demonstration(ASKED, "4", "line 3")
     given = {**said("4"), "reasoning_content": "a"}
     with refused("does not write reasoning_content"):
-        codec_of(tmp_path).encode_demonstrations([(ASKED, given)], [""])
+        codec_of(tmp_path).encode_demonstration(ASKED, given, "")
 
 
 def said(content):
@@ -206,7 +206,7 @@ def test_a_template_that_loops_is_refused(tmp_path, monkeypatch):
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     codec = codec_of(tmp_path, "{% if messages[0].content == '2+2?' %}" + loop + "{% endif %}")
     with refused("line 1: the chat template in .* it takes longer than 0.2 s"):
-        codec.encode([ASKED], ["line 1"])
+        codec.encode_prompt(ASKED, "line 1")
 
 
 def test_stop_tokens_are_those_of_all_files_and_texts_end_a_response(tmp_path):
@@ -300,5 +300,3 @@ def test_columns_that_nobody_uses_never_refuse_a_file(tmp_path):
     [(_, line)] = read_lines(tmp_path / "d.parquet", "prompt")
     assert json.loads(json.dumps(line, allow_nan=False)) == line
     assert (line["day"], line["price"], line["score"]) == ("2024-07-26", "0.10", None)
-    with refused("row 1: day must be text or a list of messages, .* got datetime.date"):
-        read_lines(tmp_path / "d.parquet", "day")

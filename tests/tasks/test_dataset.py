@@ -270,11 +270,10 @@ def test_options_that_do_not_fit_the_task_are_refused(tmp_path, policy):
     table("""
     x.csv | x.csv, line 1: .* got b'prompt.*; pandas.read_csv or read_json.* converts a CSV file or
     x.json | x.json, line 1: it must be a JSON object in UTF-8, got .*; pandas.read_csv or read_json
-    x.jsonl=10000000000 | x.jsonl=INT must give at most 10,000,000 lines or samples, got 10,000,000,
     """),
 )
 @pytest.mark.parametrize("option", ["data", "test_data"])
-def test_other_kinds_of_files_and_huge_numbers_are_refused(tmp_path, policy, option, name, message):
+def test_other_kinds_of_files_are_refused(tmp_path, policy, option, name, message):
     rows = [{"prompt": f"{i}?"} for i in range(60)]
     (tmp_path / "x.json").write_text(json.dumps(rows))
     (tmp_path / "x.csv").write_text("prompt\n1?\n")
@@ -330,10 +329,10 @@ def test_a_system_prompt_is_the_first_message_of_chats_that_have_none(tmp_path):
     codec = TextTask(save_byte_level_policy(tmp_path), TextOptions(system_prompt="Be brief."))
     own, asked = {"role": "system", "content": "Rhyme."}, codec.prompt("Hi")
     for given, first in ((asked, "system\nBe brief."), ([own, *asked], "system\nRhyme.")):
-        (tokens,) = codec.encode([given], ["here"])
+        tokens = codec.encode_prompt(given, "here")
         assert codec.decode(tokens).startswith(first)
         assert codec.decode(tokens).count("system") == 1
-    (prompt, _), *_ = codec.encode_demonstrations([(asked, "Ho")], ["here"])
+    prompt, _ = codec.encode_demonstration(asked, "Ho", "here")
     assert codec.decode(prompt).startswith("system\nBe brief.")
     with refused("line 1: --system-prompt needs"):
-        codec.encode(["Hi"], ["line 1"])
+        codec.encode_prompt("Hi", "line 1")

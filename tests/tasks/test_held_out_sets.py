@@ -9,7 +9,6 @@ import pytest
 from maxrl_fast import evaluate, train
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.report.reading import read_folder
-from maxrl_fast.tasks import jsonl
 from tests.tables import refused
 from tests.tasks.test_dataset import save_byte_level_policy, written
 
@@ -47,7 +46,6 @@ def hub(tmp_path, monkeypatch):
     card = "---\nconfigs:\n- config_name: gpqa_diamond\n  data_files: gpqa_diamond/train-*\n---\n"
     (tmp_path / "Idavidrein/gpqa/README.md").write_text(card)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jsonl, "why_unreachable", lambda: "")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 

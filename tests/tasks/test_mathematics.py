@@ -14,7 +14,6 @@ from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards.verifiers import boxed
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
-from maxrl_fast.tasks.jsonl import read_lines
 from tests.tables import refused, table
 from tests.tasks.test_dataset import written
 
@@ -108,24 +107,6 @@ def test_parquet_and_json_lines_give_the_same_prompts(tmp_path, policy):
     assert one.fingerprint == other.fingerprint
     assert one.prompts("train", 0, 5).columns == other.prompts("train", 0, 5).columns
     assert "\\boxed" not in prompt_of(one)  # the suffix is not added to messages
-
-
-def test_narrow_floats_of_parquet_are_their_shortest_decimals(tmp_path):
-    narrow = pyarrow.float32()
-    columns = {
-        "prompt": ("?", pyarrow.string()),
-        "wide": (0.10000000149011612, pyarrow.float64()),
-        "half": (0.3, pyarrow.float16()),
-        "nested": (
-            [{"z": [0.1, None]}],
-            pyarrow.list_(pyarrow.struct({"z": pyarrow.list_(narrow)})),
-        ),
-        "none": (None, narrow),
-    }
-    arrays = {name: pyarrow.array([x], kind) for name, (x, kind) in columns.items()}
-    pyarrow.parquet.write_table(pyarrow.table(arrays), tmp_path / "x.parquet")
-    ((_, line),) = read_lines(tmp_path / "x.parquet", "prompt")
-    assert line == {name: x for name, (x, _) in columns.items()}
 
 
 DEFAULTS = Reward()

@@ -31,8 +31,8 @@ class Merging:
         """Return the token ids of texts, each encoded alone."""
         return [i for piece in pieces for i in self.tokenizer.encode(piece).ids]
 
-    def encode_pieces(self, texts, places):
-        return [self.ids(text) for text in texts]
+    def encode_piece(self, text, place):
+        return self.ids(text)
 
     def decode(self, tokens):
         return self.tokenizer.decode(tokens)

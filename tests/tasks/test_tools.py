@@ -245,7 +245,7 @@ def test_a_teachers_prompt_has_the_tools(make, tmp_path):
 REFUSED = {
     "NoTool": "NoTool must have a public method besides reset, which is a tool",
     "NoDocstring": "the tool NoDocstring.undocumented needs a docstring that describes every",
-    "NeedsColumn": "line 1: its reset asks for `target`: the arguments are prompt, goal; give it",
+    "NeedsColumn": "line 1: reset fails: your code asks for `target`: the arguments are prompt, ",
     "FailingReset": "reset fails: RuntimeError: no server (environments.py, line ",
     "NoReward": "needs a method get_reward(), or --reward FILE:FUNCTION",
 }

@@ -10,8 +10,8 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
-from maxrl_fast.training.correction import CORRECTIONS, ImportanceWeights
+from maxrl_fast.rollout.native import native_engine
+from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.optimizer import LearningRate
@@ -33,7 +33,7 @@ def sampled(model):
     """Return four responses to each prompt, of different lengths."""
     sampling = Sampling(1.0, 9, (3, 8, 12, 20, 25))
     request = RolloutRequest(PROMPTS, 4, sampling, 1, 1)
-    rollouts = NativeEngine(model, torch.float32).generate(request)
+    rollouts = native_engine(model, torch.float32).generate(request)
     assert len(rollouts.lengths.unique()) > 3
     return rollouts
 
@@ -61,17 +61,13 @@ def by_definition(name, off, lengths, *bounds):
     return torch.tensor(weights, dtype=torch.float64)
 
 
-def made(name, given):
-    return CORRECTIONS[name].function(**CORRECTIONS[name].resolve(given))
-
-
 @pytest.mark.parametrize("name", BOUNDS)
 def test_weights_follow_their_definitions(name):
     model = tiny_decoder()
     rollouts, off = disturbed(model, spread=0.5 if name in ("mis", "tis_sequence") else 1.5)
     given = BOUNDS[name]
     batch = collected(Samples(PROMPTS, rollouts), REWARDS)
-    weighted = made(name, given).apply(batch, learner(model))
+    weighted = make_correction(name, given)(batch, learner(model))
     metrics = weighted.metrics
     expected = by_definition(name, off, rollouts.lengths, *given.values())
     weights = weighted.weighted(weighted.rollouts.logprobs).rollouts.sampler_weights
@@ -91,9 +87,9 @@ def test_weights_follow_their_definitions(name):
 
 def test_weights_that_are_all_0_have_no_sample_size():
     rollouts, _ = disturbed(model := tiny_decoder())
-    correction = ImportanceWeights(1e8, 1e9, of_sequence=False, masks=True)
+    correction = make_correction("icepop", {"low": 1e8, "high": 1e9})
     batch = collected(Samples(PROMPTS, rollouts), REWARDS)
-    metrics = correction.apply(batch, learner(model)).metrics
+    metrics = correction(batch, learner(model)).metrics
     nothing = {"importance_weight": 0.0, "importance_bounded": 1.0, "importance_sample_size": 0.0}
     assert nothing.items() <= metrics.items()
 
@@ -111,7 +107,7 @@ class Collector:
 def step(model, rollouts, correction, updates=1, lr=0.0, **options):
     settings = LossSettings(**{"loss": "ppo", "aggregation": "token_mean", **options})
     learning = learner(model, settings, optimizer=torch.optim.SGD(model.parameters(), lr=lr))
-    engine = NativeEngine(model, torch.float32)
+    engine = native_engine(model, torch.float32)
     batch = collected(Samples(PROMPTS, rollouts), REWARDS)
     rate = LearningRate(lr, 10, 0)
     trainer = Trainer(
@@ -144,7 +140,7 @@ def test_the_sequence_mask_leaves_out_negative_responses_far_from_the_policy():
     samples = Samples(PROMPTS, rollouts)
     learning = learner(model, LossSettings("ppo", "token_mean", sequence_mask=delta))
     for chosen in (samples.sequences, torch.tensor([2, 3, 4, 5])):
-        plan = learning.plan(learning.passes.packer(samples, advantages), samples, chosen)
+        plan = learning.plan(samples, advantages, chosen)
         kept = [s for s in chosen.tolist() if advantages[s] != 0 and not is_masked[s]]
         assert plan.sequences.tolist() == kept
         share = int(is_masked[chosen].sum()) / len(chosen)
@@ -159,16 +155,15 @@ def test_with_several_updates_the_mask_is_that_of_the_policy_of_each(monkeypatch
     model, delta = tiny_decoder(), 0.05
     rollouts = sampled(model)
     advantages, taken = ops.grpo_advantage(REWARDS).flatten(), []
-    update = type(learner(model)).update
+    made = type(learner(model)).plan
 
-    def spied(self, samples, advantages, sequences, **options):
-        # the step and the update, for losses that draw tokens
-        assert options["draw"] == (1, len(taken))
-        plan = self.plan(self.passes.packer(samples, advantages), samples, sequences)
+    def spied(self, samples, advantages, sequences, draw):
+        assert draw == (1, len(taken))  # the step and the update, for losses that draw tokens
+        plan = made(self, samples, advantages, sequences, draw)
         taken.append((copy.deepcopy(self.model), plan.sequences.tolist(), sequences))
-        return update(self, samples, advantages, sequences, **options)
+        return plan
 
-    monkeypatch.setattr(type(learner(model)), "update", spied)
+    monkeypatch.setattr(type(learner(model)), "plan", spied)
     metrics = step(model, rollouts, None, updates=3, lr=0.05, sequence_mask=delta)
     masked = []
     for policy, kept, sequences in taken:

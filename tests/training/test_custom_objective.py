@@ -134,7 +134,7 @@ def one_short(rewards, lengths):
     return alternating(rewards, lengths)[1:]
 
 def with_ratios(rewards, log_ratios, lengths):
-    return rewards * log_ratios
+    return alternating(rewards * log_ratios, lengths)
 """
 
 
@@ -176,5 +176,5 @@ def test_advantages_of_another_shape_are_refused_in_a_sentence(tmp_path):
     wanted = r"one_short must return a floating tensor of shape \(4, 16\) or, for the tokens of its"
     with refused(wanted + r" lengths, \(\d+,\) on cpu, got torch.float32 of shape \(\d+,\) on cpu"):
         per_token_objective(tmp_path, "one_short")
-    with refused("may ask for k and valid besides them, and must return"):
+    with refused("asks for log-ratios of responses, so it must return"):
         per_token_objective(tmp_path, "with_ratios")

@@ -16,7 +16,7 @@ from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from tests.batches import make_prompts, one_batch
-from tests.models import response_logits, tiny_decoder
+from tests.models import response_logits, tiny_decoder, updated
 from tests.random_episodes import naive_logprobs, naive_rows, random_parts, rollouts_of
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
@@ -67,7 +67,7 @@ def test_the_exact_divergence_of_an_update(divergence, aggregation, reads_more, 
     settings = dataclasses.replace(FULL, aggregation=aggregation, divergence=divergence, beta=0.8)
     trained = learner(model, settings, teacher, budget)
     samples = Samples(PROMPTS, ROLLOUTS, **({"teacher_prompts": TEACHERS} if reads_more else {}))
-    metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
+    metrics = updated(trained, samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
     weights = torch.full((18,), 0.7 / 18)
     if aggregation == "seq_mean_token_mean":
         weights = 0.7 / 6 / ROLLOUTS.lengths.repeat_interleave(ROLLOUTS.lengths)
@@ -89,7 +89,7 @@ def test_the_policy_teaches_itself_by_another_prompt():
     log_p, log_q = ((logits_of(model, x) / 0.9).log_softmax(-1) for x in (PROMPTS, TEACHERS))
     own = log_q.gather(1, ROLLOUTS.tokens[:, None])[:, 0]
     torch.testing.assert_close(samples.rollouts.ref_logprobs, own.detach(), rtol=1e-5, atol=1e-5)
-    metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
+    metrics = updated(trained, samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
     kl = float((log_p.exp() * (log_p - log_q)).sum().detach())
     assert metrics.kl == pytest.approx(kl, rel=1e-3)
     assert metrics.grad_norm > 1e-2
@@ -109,7 +109,7 @@ def test_a_teacher_of_episodes(reads_more, budget):
     given = {"teacher_prompts": make_prompts(more)} if reads_more else {}
     samples = Samples(make_prompts(prompts), rollouts, **given)
     found = trained.with_reference(samples).ref_logprobs
-    metrics = trained.update(samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
+    metrics = updated(trained, samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
     pairs = [(prompts[s // 3], (more if reads_more else prompts)[s // 3]) for s in range(6)]
     expected, terms = [], []
     for (prompt, read), parts in zip(pairs, episodes, strict=True):
@@ -140,7 +140,7 @@ def test_each_step_asks_its_teacher_about_its_own_responses(monkeypatch, is_self
     engine, scorer = build_run_engine(config, model, task), build_scorer(config.reward, task)
     context = RunContext(config, task, objective_of(config), model, engine, scorer, teacher)
     trainer, _ = build_trainer(context)
-    update, seen = trainer.learner.update, []
+    pass_, seen = trainer.learner.forward_backward, []
 
     def watched(samples, *arguments, **keywords):
         read = samples.prompts if teacher else samples.teacher_prompts
@@ -149,9 +149,9 @@ def test_each_step_asks_its_teacher_about_its_own_responses(monkeypatch, is_self
         expected = ops.token_logprobs(logits, batch.targets)[0].detach()
         torch.testing.assert_close(samples.rollouts.ref_logprobs, expected, rtol=1e-4, atol=1e-5)
         seen.append(len(expected))
-        return update(samples, *arguments, **keywords)
+        pass_(samples, *arguments, **keywords)
 
-    monkeypatch.setattr(trainer.learner, "update", watched)
+    monkeypatch.setattr(trainer.learner, "forward_backward", watched)
     for n in range(3):
         trainer.step(n + 1, 2 * n)
     assert len(seen) == 3

@@ -10,9 +10,9 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.records import Samples
-from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
+from maxrl_fast.training.objectives.group import GroupObjective
 from tests.batches import collected
-from tests.models import tiny_decoder
+from tests.models import tiny_decoder, updated
 from tests.ops.definitions import OFF_POLICY
 from tests.training.test_pacs_objective import (
     PROMPTS,
@@ -40,7 +40,7 @@ def test_each_update_has_the_advantages_of_the_definition(name):
     model = tiny_decoder()
     rollouts = sampled(model)
     samples, learner = collected(Samples(PROMPTS, rollouts), REWARDS), make_learner(model, lr=0.005)
-    objective = OffPolicyObjective(name, OPTIONS[name])
+    objective = GroupObjective(name, OPTIONS[name])
     step = objective.begin(samples, learner)
     farthest = 0.0
     for sequences in samples.minibatches(3):
@@ -54,7 +54,7 @@ def test_each_update_has_the_advantages_of_the_definition(name):
         torch.testing.assert_close(
             advantages[sequences], torch.tensor([float(x) for x in values]), rtol=1e-3, atol=1e-4
         )
-        learner.update(samples, advantages, sequences, when="step 1", lr=0.005)
+        updated(learner, samples, advantages, sequences, when="step 1", lr=0.005)
     assert farthest > 0.05  # the earlier updates have moved the policy
     metrics = step.finish()
     low, mean, high = (metrics[f"sequence_ratio_{x}"] for x in ("min", "mean", "max"))
@@ -71,7 +71,7 @@ def test_rollouts_without_a_reward_are_left_out():
     valid = torch.ones(3, N, dtype=torch.bool)
     valid[0, 1] = valid[2, 0] = False
     samples = collected(Samples(PROMPTS, rollouts), REWARDS * valid, valid)
-    step = OffPolicyObjective(name, {"order": N - 1}).begin(samples, make_learner(model))
+    step = GroupObjective(name, {"order": N - 1}).begin(samples, make_learner(model))
     advantages = step.advantages(samples.scored_indices).view(3, N)
     ratios = sums(logprobs(model, rollouts).detach() - rollouts.logprobs, rollouts).view(3, N)
     assert ratios.abs().max() > 0.05

@@ -6,14 +6,10 @@ from maxrl_fast.config.rules import correction_of, objective_of
 from maxrl_fast.job.build_task import build_length_penalty
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.collect import LengthPenalty
-from maxrl_fast.training.correction import CORRECTIONS, ImportanceWeights
+from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
-from maxrl_fast.training.objectives.pacs import PacsObjective, PacsPaperObjective
 from maxrl_fast.training.objectives.ppo import PpoObjective
-from maxrl_fast.training.objectives.riskpo import RiskpoObjective
 from maxrl_fast.training.objectives.verifree import VerifreeObjective
-from maxrl_fast.training.objectives.zvp import ZvpObjective
 from tests.tables import refused
 
 
@@ -31,20 +27,29 @@ def test_the_options_choose_the_objective():
         ("maxpo --k 3", GroupObjective("maxpo", {"k": 3})),
         ("maxrl", GroupObjective("maxrl", {"order": 15})),
         ("grpo --eps 1e-3", GroupObjective("grpo", {"eps": 1e-3, "ddof": 1})),
-        ("pacs --beta 0.5 --score grpo", PacsObjective(beta=0.5, score="grpo")),
-        ("pacs_paper --ref-reset-interval 7", PacsPaperObjective(ref_reset_interval=7)),
+        (
+            "pacs --beta 0.5 --score grpo",
+            GroupObjective("pacs", {"beta": 0.5, "score": "grpo", "class_weight": "balanced"}),
+        ),
         (
             "maxpo_off_policy --k 3 --clamp-delta 0.5",
-            OffPolicyObjective("maxpo_off_policy", {"k": 3, "clamp_delta": 0.5}),
+            GroupObjective("maxpo_off_policy", {"k": 3, "clamp_delta": 0.5}),
         ),
         ("ppo --gae-lambda .9 --gae-gamma .99", PpoObjective(gae_gamma=0.99, gae_lambda=0.9)),
-        ("rl_zvp --alpha .3 --eps 1e-3", ZvpObjective(alpha=0.3, eps=1e-3)),
-        ("riskpo --bundle-size 4", RiskpoObjective(bundle_size=4)),
+        (
+            "rl_zvp --alpha .3",
+            GroupObjective("rl_zvp", {"alpha": 0.3, "eps": 1e-6, "ddof": 1}, per_token=True),
+        ),
+        ("riskpo --bundle-size 4", GroupObjective("riskpo", {"bundle_size": 4})),
         ("verifree", VerifreeObjective()),
     ):
         assert made(flags) == objective
     assert made("grpo").aggregation == "seq_mean_token_mean"
     assert made("pacs --updates-per-step 4").updates_per_step == 4
+    assert made("pacs_paper --ref-reset-interval 7").options["ref_reset_interval"] == 7
+    with refused("--score rloo needs at least 2 rollouts per prompt, got 1"):
+        made("pacs --rollouts 1")
+    assert made("pacs --rollouts 1 --score naive").loss == "reinforce"
 
 
 def test_the_defaults_that_depend_on_other_options():
@@ -69,27 +74,20 @@ def test_the_defaults_that_depend_on_other_options():
 
 
 def test_options_choose_the_correction():
-    def chosen(flags):
-        name, numbers = correction_of(checked(flags))
-        correction = CORRECTIONS[name].function(**numbers)
-        return numbers.get("delta") if correction is None else correction
-
-    def weights(low, high, of_sequence, masks):
-        return ImportanceWeights(low, high, of_sequence=of_sequence, masks=masks)
-
-    for flags, wanted in (
-        ("", None),
-        ("--rollout vllm --objective pacs", None),
-        ("--rollout vllm --correction none", None),
-        ("--rollout vllm", weights(0.0, 2.0, False, False)),
-        ("--importance-cap 2", weights(0.0, 2.0, False, False)),
-        ("--correction tis", weights(0.0, 2.0, False, False)),
-        ("--correction tis_sequence --importance-cap 3", weights(0.0, 3.0, True, False)),
-        ("--correction icepop", weights(0.5, 5.0, False, True)),
-        ("--correction mis --mis-high 4", weights(0.0, 4.0, True, True)),
-        ("--correction sequence_mask --delta 0.1", 0.1),
+    for flags, name, numbers in (
+        ("", "none", {}),
+        ("--rollout vllm --objective pacs", "none", {}),
+        ("--rollout vllm --correction none", "none", {}),
+        ("--rollout vllm", "tis", {"importance_cap": 2.0}),
+        ("--importance-cap 2", "tis", {"importance_cap": 2.0}),
+        ("--correction tis_sequence --importance-cap 3", "tis_sequence", {"importance_cap": 3.0}),
+        ("--correction icepop", "icepop", {"low": 0.5, "high": 5.0}),
+        ("--correction mis --mis-high 4", "mis", {"low": 0.0, "high": 4.0}),
+        ("--correction sequence_mask --delta 0.1", "sequence_mask", {"delta": 0.1}),
     ):
-        assert chosen(flags) == wanted, flags
+        assert correction_of(checked(flags)) == (name, numbers), flags
+        has_weights = make_correction(name, numbers) is not None
+        assert has_weights == (name not in ("none", "sequence_mask"))
 
 
 def test_only_objectives_that_learn_nothing_from_equal_rewards_take_dynamic_sampling():

@@ -7,15 +7,16 @@ import copy
 import pytest
 import torch
 
+from maxrl_fast.algorithms.estimators import TRAINING_ESTIMATORS
 from maxrl_fast.ops import group_advantage, log_ratio_reward, pacs_loss, token_logprobs
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import NativeEngine
+from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objectives.pacs import PacsObjective, PacsPaperObjective
+from maxrl_fast.training.objectives.registry import make_objective
 from tests.batches import collected, make_prompts, one_batch
-from tests.models import response_logits, tiny_decoder
+from tests.models import response_logits, tiny_decoder, updated
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3]])
 N = 4
@@ -23,10 +24,8 @@ LABELS = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1]])
 SETTINGS = LossSettings(loss="reinforce", aggregation="seq_mean_token_sum", temperature=0.9)
 
 
-def make_pacs(kind=PacsObjective, updates_per_step=1, **options):
-    objective = kind(beta=0.7, **options)
-    objective.updates_per_step = updates_per_step
-    return objective
+def make_pacs(name="pacs", updates_per_step=1, **options):
+    return make_objective(name, {"beta": 0.7, **options}, N, updates_per_step)
 
 
 def make_learner(model, reference=None, lr=0.05):
@@ -35,7 +34,7 @@ def make_learner(model, reference=None, lr=0.05):
 
 
 def sampled(model):
-    return NativeEngine(model, torch.float32).generate(
+    return native_engine(model, torch.float32).generate(
         RolloutRequest(PROMPTS, N, Sampling(0.9, 9, (3,)), 1, 1)
     )
 
@@ -84,8 +83,8 @@ def assert_same(actual, expected):
 def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight):
     model, reference = tiny_decoder(), tiny_decoder(seed=1) if is_paper else None
     rollouts, learner = sampled(model), make_learner(model, reference)
-    kind = PacsPaperObjective if is_paper else PacsObjective
-    pacs = make_pacs(kind, 3, score=score, class_weight=class_weight)
+    name = "pacs_paper" if is_paper else "pacs"
+    pacs = make_pacs(name, 3, score=score, class_weight=class_weight)
     ref_logprobs = logprobs(reference or model, rollouts).detach()
     rollouts = learner.with_reference(Samples(PROMPTS, rollouts), num_updates=3)
     samples = collected(Samples(PROMPTS, rollouts), LABELS)
@@ -95,29 +94,46 @@ def test_each_update_has_the_gradient_of_the_loss(is_paper, score, class_weight)
             copy.deepcopy(model), rollouts, ref_logprobs, sequences, score, class_weight, is_paper
         )
         advantages = step.advantages(sequences)
-        learner.update(samples, advantages, sequences, when="step 1", lr=0.05)
+        updated(learner, samples, advantages, sequences, when="step 1", lr=0.05)
         if any(float(x.abs().max()) > 1e-3 for x in expected.values()):
             assert_same({name: p.grad for name, p in model.named_parameters()}, expected)
         elif score != "naive":
             # the group without a correct response, if it comes first
             assert (advantages[sequences] == 0).all()
     names = "pacs_loss pacs_accuracy pacs_reward_proxy pacs_score_correct pacs_score_wrong"
-    assert step.finish().keys() == {*names.split()}
+    ratios = "sequence_ratio_mean sequence_ratio_min sequence_ratio_max"
+    assert step.finish().keys() == {*names.split(), *ratios.split()}
 
 
-def test_baselines_leave_out_rollouts_without_a_reward():
-    """The policy is its own reference, so the advantages are those of pacs_first_update."""
-    model = tiny_decoder()
-    valid = torch.ones(3, N, dtype=torch.bool)
-    valid[0, 1] = valid[2, 0] = valid[2, 3] = False
-    samples = collected(Samples(PROMPTS, sampled(model)), LABELS * valid, valid)
-    step = make_pacs().begin(samples, make_learner(model))
-    advantages = step.advantages(samples.scored_indices).view(3, N)
-    for labels, known, actual in zip(LABELS, valid, advantages, strict=True):
-        expected = group_advantage(labels[None, known], "pacs_first_update", beta=0.7)
-        torch.testing.assert_close(actual[None, known], expected)
-        assert (actual[~known] == 0).all()
-    assert float(advantages.abs().max()) > 0.1
+@pytest.mark.parametrize("score", ["rloo", "grpo", "dr_grpo", "naive"])
+def test_the_closed_form_is_the_slope_of_the_loss(score):
+    generator, (groups, n) = torch.Generator().manual_seed(0), (6, 5)
+    labels = (torch.rand(groups, n, generator=generator) < 0.4).double()
+    labels[0], labels[1] = 0, 1
+    ratios = torch.randn(groups, n, generator=generator, dtype=torch.float64)
+    valid = torch.rand(groups, n, generator=generator) < 0.8
+    ratios[2] = 0.5  # all alike
+    for weight in ("balanced", "none"):
+        row, metrics = TRAINING_ESTIMATORS["pacs"], {}
+        row = row.bind(old_log_ratios=ratios, metrics=metrics)
+        options = {"beta": 0.7, "score": score, "class_weight": weight}
+        actual = group_advantage(labels, row, valid=valid, **options)
+        proxies = (0.7 * ratios[valid]).requires_grad_()
+        offsets = torch.cat([torch.zeros(1), valid.sum(1).cumsum(0)]).long()
+        loss, expected = pacs_loss(
+            proxies, labels[valid], offsets, score=score, weight=weight, denominator=1.0
+        )
+        (slope,) = torch.autograd.grad(loss, proxies)
+        torch.testing.assert_close(actual[valid], -0.7 * slope)
+        assert not actual[~valid].any()
+        del expected["cross_entropy"]
+        for name, value in expected.items():
+            torch.testing.assert_close(metrics[f"pacs_{name}"], value)
+        torch.testing.assert_close(metrics["pacs_loss"].double(), loss.detach() / len(proxies))
+    if score == "rloo":  # at the sampling policy
+        row = TRAINING_ESTIMATORS["pacs"].bind(old_log_ratios=0 * ratios, metrics={})
+        first = group_advantage(labels, "pacs_first_update", valid=valid)
+        torch.testing.assert_close(group_advantage(labels, row, valid=valid), first)
 
 
 def test_the_reference_and_the_optimizer_are_reset():
@@ -126,12 +142,12 @@ def test_the_reference_and_the_optimizer_are_reset():
     copied = copy.deepcopy(model).requires_grad_(False)
     learner = Learner(model, optimizer, SETTINGS, 1e9, 1000, torch.float32, copied)
     rollouts, everything = sampled(model), torch.arange(3 * N)
-    pacs = make_pacs(PacsPaperObjective, ref_reset_interval=2)
+    pacs = make_pacs("pacs_paper", ref_reset_interval=2)
     for n in (1, 2, 3):
         known = learner.with_reference(Samples(PROMPTS, rollouts))
         samples = collected(Samples(PROMPTS, known), LABELS, step=n)
         step = pacs.begin(samples, learner)
-        learner.update(samples, step.advantages(everything), everything, when="step", lr=1e-2)
+        updated(learner, samples, step.advantages(everything), everything, when="step", lr=1e-2)
         step.finish()
         is_reset = n == 2
         weights, reference = model.state_dict(), learner.reference.state_dict()

@@ -6,7 +6,7 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.records import Samples
-from maxrl_fast.training.objectives.zvp import ZvpObjective
+from maxrl_fast.training.objectives.registry import make_objective
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
 from tests.training.test_learner import PROMPTS, learner, sampled
@@ -47,7 +47,7 @@ def test_tokens_of_groups_with_equal_rewards_are_pushed_by_their_entropy():
         if known is None:
             weights = torch.linspace(0.2, 1.5, len(rollouts.tokens))
             samples, expected = samples.weighted(weights), expected * weights
-        step = ZvpObjective(alpha=2.0).begin(samples, learner(model))
+        step = make_objective("rl_zvp", {"alpha": 2.0}, 4).begin(samples, learner(model))
         actual = step.advantages(samples.sequences).double().repeat_interleave(rollouts.lengths)
         actual = actual * step.batch.rollouts.importance_weights
         assert expected.abs().max() > 0.05
@@ -57,8 +57,8 @@ def test_tokens_of_groups_with_equal_rewards_are_pushed_by_their_entropy():
 
 def test_without_a_group_of_equal_rewards_it_is_grpo_and_needs_no_forward_pass():
     rewards = torch.tensor([[1.0, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 1]])
-    objective = ZvpObjective()
     batch = collected(Samples(PROMPTS, sampled(tiny_decoder())), rewards)
-    step = objective.begin(batch, None)
-    assert step.batch is batch
-    assert torch.equal(step.advantages(torch.arange(12)), ops.grpo_advantage(rewards).flatten())
+    step = make_objective("rl_zvp", {}, 4).begin(batch, None)
+    expected = ops.grpo_advantage(rewards).flatten().repeat_interleave(batch.rollouts.lengths)
+    torch.testing.assert_close(step.batch.rollouts.importance_weights, expected)
+    assert (step.advantages(torch.arange(12)) == 1).all()

@@ -15,6 +15,7 @@ from dataclasses import replace
 from maxrl_fast.algorithms.estimator import (
     ALIASES,
     ESTIMATORS,
+    TRAINING_ESTIMATORS,
     Estimator,
     Kernel,
     Size,
@@ -24,6 +25,7 @@ from maxrl_fast.algorithms.estimator import (
 from maxrl_fast.algorithms.estimators import (
     max_at_k,
     moments,
+    of_training,
     off_policy,
     several_rewards,
     with_inputs,
@@ -31,8 +33,8 @@ from maxrl_fast.algorithms.estimators import (
 from maxrl_fast.algorithms.group import Group
 
 __all__ = ["ALIASES", "ESTIMATORS", "Estimator", "Group", "Kernel", "Size", "estimator"]
-__all__ += ["find_estimator", "max_at_k", "moments", "off_policy", "several_rewards"]
-__all__ += ["with_inputs"]
+__all__ += ["TRAINING_ESTIMATORS", "find_estimator", "max_at_k", "moments", "of_training"]
+__all__ += ["off_policy", "several_rewards", "with_inputs"]
 
 # Other names: each runs as the estimator that it stands for, with these options and this way to
 # average token losses.

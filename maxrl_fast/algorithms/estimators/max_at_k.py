@@ -1,18 +1,35 @@
-"""Estimators of max@k by sums over subsets of the group: sums over gaps of ascending rewards."""
+"""Estimators of max@k, most of them by rank tables: weights of the gaps of a group's ascending
+rewards, float64, by recurrence.
 
+A table [G, 2, N] holds `offset` and `slope` of each group: for ascending rewards r_(1) <= ... <=
+r_(n), gaps d_0 = r_(1), d_j = r_(j+1) - r_(j),
+
+    v_(i) = sum_{j >= 0} offset_j d_j + sum_{1 <= j < i} slope_j d_j,
+
+which `Group.rank_transform` and the kernel (csrc/group_advantage.h) compute. The table of a sum of
+estimators is the sum of their tables, and centring is a choice of offset. Tables depend only on the
+sizes n of the groups; a size k may be a number, or one for each group, [G, 1].
+"""
+
+import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.estimator import (
     K,
     KBelowN,
-    Kernel,
     KOfPairs,
     KOfPairsBelowN,
     Order,
     estimator,
+    rank_estimator,
 )
-from maxrl_fast.algorithms.estimators import tables
 from maxrl_fast.algorithms.group import Group
+
+
+def subset_ratios(n: int, k: int) -> Tensor:
+    """Return q_j = C(j, k) / C(n, k) for j = 0..n, float64; underflow to 0 is harmless."""
+    g = Group.of_sizes(torch.tensor([n]), n)
+    return g.within(k, g.n)[0]
 
 
 def shortfall(g: Group, k: int) -> Tensor:
@@ -21,10 +38,32 @@ def shortfall(g: Group, k: int) -> Tensor:
     return g.above(g.within(k - 1, g.n - 1)[:, :-2] * g.gaps)
 
 
-@estimator(
+def _table(
+    g: Group, slope: Tensor, offset: Tensor | None = None, lowest: float | Tensor = 0.0
+) -> Tensor:
+    """Return the table of slopes and offsets [G, N-1] of the gaps; `lowest` is r_(1)'s weight."""
+    offset = torch.zeros_like(slope) if offset is None else offset
+    of_gaps = torch.stack([offset, slope], 1).masked_fill((g.j >= g.n)[:, None], 0.0)
+    of_lowest = torch.stack([torch.ones_like(g.n) * lowest, torch.zeros_like(g.n)], 1)
+    return torch.cat([of_lowest, of_gaps], 2)
+
+
+def _centred(g: Group, slope: Tensor) -> Tensor:
+    """Return the table with mean 0 in every group: gap j raises the n - j rollouts above it."""
+    return _table(g, slope, -slope * (g.n - g.j) / g.n)
+
+
+def _maxpo(g: Group, k: int) -> Tensor:
+    return _centred(g, g.n / g.j * g.within(k, g.n - 1)[:, 1:-1])
+
+
+def _improvement(g: Group, k: int) -> Tensor:
+    return _table(g, g.within(k - 1, g.n - 1)[:, 1:-1])
+
+
+@rank_estimator(
     source="MaxPO, section 4.1, eq. 8; EI + L2O of section 3.1",
     weight="(1-p)^(k-1)",
-    kernel=Kernel(tables.maxpo),
     centred=True,
 )
 def maxpo(g: Group, *, k: KBelowN) -> Tensor:
@@ -32,65 +71,69 @@ def maxpo(g: Group, *, k: KBelowN) -> Tensor:
 
     It is sum_{j<i} (N/j) C(j,k)/C(N-1,k) d_j, centred.
     """
-    return g.rank_transform(tables.maxpo(g, k))
+    return _maxpo(g, k)
 
 
-@estimator(
-    source="MaxPO, section 3.1, eq. 5",
-    weight="(1-p)^(k-1)",
-    kernel=Kernel(tables.expected_improvement),
-)
+@rank_estimator(source="MaxPO, section 3.1, eq. 5", weight="(1-p)^(k-1)")
 def expected_improvement(g: Group, *, k: KOfPairs) -> Tensor:
     """EI_i = S_i - M_-i.
 
     It is sum_{j<i} C(j,k-1)/C(N-1,k-1) d_j.
     """
-    return g.rank_transform(tables.expected_improvement(g, k))
+    return _improvement(g, k)
 
 
-@estimator(source="MaxPO, section 3.1, eq. 6", weight="0", kernel=Kernel(tables.leave_two_out))
+@rank_estimator(source="MaxPO, section 3.1, eq. 6", weight="0")
 def leave_two_out(g: Group, *, k: KOfPairsBelowN) -> Tensor:
     """L2O_i = S_-i - M_-i = mean over j != i of EI_j computed without i: a baseline."""
-    return g.rank_transform(tables.leave_two_out(g, k))
+    return _improvement(g, k) - _maxpo(g, k)
 
 
-@estimator(source="MaxPO, section 3.1, against eq. 6", kernel=Kernel(tables.ei_l1o), centred=True)
+@rank_estimator(source="MaxPO, section 3.1, against eq. 6", centred=True)
 def ei_l1o(g: Group, *, k: KOfPairs) -> Tensor:
     """EI_i - mean over j != i of EI_j; biased, an ablation."""
-    return g.rank_transform(tables.ei_l1o(g, k))
+    return _centred(g, g.within(k - 1, g.n - 1)[:, 1:-1] * g.n / (g.n - 1))
 
 
-@estimator(
+@rank_estimator(
     source="MaxRL, eq. 5 with Algorithm 1; any real reward through MaxPO",
     weight="(1-(1-p)^order)/p",
-    kernel=Kernel(tables.maxrl),
     centred=True,
 )
 def maxrl(g: Group, *, order: Order = None) -> Tensor:
     """(r - mean)/mean for rewards 0 or 1 at order N-1, 0 where mean = 0; else the sum of maxpo over
     k = 1..order.
+
+    sum_{k=1..T} C(j,k)/C(n-1,k) = n/(n-j) (1 - C(j,T+1)/C(n,T+1)) - 1.
     """
-    return g.rank_transform(tables.maxrl(g, g.n - 1 if order is None else order))
+    missed = g.within((g.n - 1 if order is None else order) + 1, g.n)[:, 1:-1]
+    return _centred(g, g.n / g.j * (g.n / (g.n - g.j) * (1 - missed) - 1))
 
 
-@estimator(
-    source="PKPO, Walder & Karkhanis 2025, sloo_minus_one",
-    weight="(k/N) (1-p)^(k-1)",
-    kernel=Kernel(tables.pkpo),
-)
+@rank_estimator(source="PKPO, Walder & Karkhanis 2025, sloo_minus_one", weight="(k/N) (1-p)^(k-1)")
 def pkpo(g: Group, *, k: KOfPairs) -> Tensor:
     """(k/N) EI_i = (k/N) (S_i - M_-i)."""
-    return g.rank_transform(tables.pkpo(g, k))
+    return _improvement(g, k) * (k / g.n)[:, None]
 
 
-@estimator(
-    source="PKPO, Walder & Karkhanis 2025, sloo",
-    weight="(k/N) (1-p)^(k-1)",
-    kernel=Kernel(tables.pkpo_sloo),
-)
+@rank_estimator(source="PKPO, Walder & Karkhanis 2025, sloo", weight="(k/N) (1-p)^(k-1)")
 def pkpo_sloo(g: Group, *, k: KBelowN) -> Tensor:
     """(k/N) S_i - (k/(N-1)) S_-i; not centred."""
-    return g.rank_transform(tables.pkpo_sloo(g, k))
+    # S_i: C(j-1, k-1) / C(n-1, k-1), the k-1 others are below gap j, as i is
+    below = g.within(k - 1, g.n - 1)[:, :-2]
+    with_i = _table(g, below, 1 - below, lowest=1.0)
+    # S_-i: C(j, k) / C(n-1, k), all k are among the j lowest
+    ratios = g.within(k, g.n - 1)[:, :-1]
+    without_i = _table(g, ratios[:, :-1] - ratios[:, 1:], 1 - ratios[:, :-1], lowest=1.0)
+    return with_i * (k / g.n)[:, None] - without_i * (k / (g.n - 1))[:, None]
+
+
+@rank_estimator(
+    source="The Best of N Worlds, Bagirov et al. 2025, BoN max-second", weight="(1-p)^(N-1)"
+)
+def bon_max_second(g: Group) -> Tensor:
+    """best reward - second best for the best rollout, 0 for the others."""
+    return _table(g, (g.j == g.n - 1).double())
 
 
 @estimator(
@@ -107,13 +150,3 @@ def passk_training(g: Group, *, k: K) -> Tensor:
     wrong = (g.valid & (g.rewards == 0)).sum(1, keepdim=True)
     missed = g.within(k, g.n).gather(1, wrong)
     return g.centre(-shortfall(g, k)) / ((missed * (1 - missed)).sqrt() + 1e-6)
-
-
-@estimator(
-    source="The Best of N Worlds, Bagirov et al. 2025, BoN max-second",
-    weight="(1-p)^(N-1)",
-    kernel=Kernel(tables.max_minus_second),
-)
-def bon_max_second(g: Group) -> Tensor:
-    """best reward - second best for the best rollout, 0 for the others."""
-    return g.rank_transform(tables.max_minus_second(g, 0))

@@ -1,11 +1,8 @@
-"""The token losses, one function each, by family. Importing this package fills LOSSES."""
+"""The token losses, one function each. Importing this package fills LOSSES."""
 
 from dataclasses import replace
 
-from maxrl_fast.algorithms.losses import chosen_tokens as chosen_tokens
-from maxrl_fast.algorithms.losses import core as core
-from maxrl_fast.algorithms.losses import sequence_ratios as sequence_ratios
-from maxrl_fast.algorithms.losses import token_ratios as token_ratios
+from maxrl_fast.algorithms.losses import functions as functions
 from maxrl_fast.algorithms.losses.registry import ALIASES as ALIASES
 from maxrl_fast.algorithms.losses.registry import LOSSES as LOSSES
 from maxrl_fast.algorithms.losses.registry import token_loss as token_loss

@@ -1,10 +1,9 @@
 """The token losses by name, and what a function must be to serve as one."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +20,6 @@ from maxrl_fast.algorithms.options import (
 )
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.errors import InputError
-from maxrl_fast.runtime.loading import describe_error
 
 # numbers of several losses: arguments of ops.policy_gradient_loss
 CLIPS = ("clip_low", "clip_high", "dual_clip")
@@ -41,7 +39,9 @@ class Clips:
 class TokenLoss(Method):
     """A token loss: a function of Tokens that returns the loss of each token [T].
 
-    In the formula A is the advantage, rho = pi / pi_old, and sg a constant factor.
+    In the formula A is the advantage, rho = pi / pi_old, and sg a constant factor. A function whose
+    second parameter is `logits` is called with some of the tokens at a time, cut anywhere, and
+    their logits divided by the temperature, [T, V], with a gradient.
 
     Args:
         weight: the factor of A grad logp in the descent direction; 1 at rho = 1, except for
@@ -49,18 +49,24 @@ class TokenLoss(Method):
         clips: whether it takes clip_low and clip_high.
         aggregation: the only one that the loss is defined for.
         by_sequence: whether it has a ratio of whole responses.
-        over_batch: whether the loss of a token depends on other responses of the update.
-        rows: a function of log_p [C, V], targets [C] and the options that it names, that returns
-            what the loss needs of rows of logits: [C, R].
+        statistics: a function of all Tokens of an update, without gradients, and of the options
+            that it names, whose result [T, ...] the loss gets as `statistics` of its tokens.
+        masks: the name of a fused loss. The function then is one like `statistics`, and returns
+            which tokens [T] bool keep their advantage in that loss.
+        all_tokens: whether tokens with the advantage 0 have a gradient. Default: for users'
+            functions.
         fused: whether a kernel computes it.
+        bounds: pairs of options of which the first is at most the second.
     """
 
     clips: bool = False
     aggregation: str | None = None
     by_sequence: bool = False
-    over_batch: bool = False
-    rows: Callable[..., Tensor] | None = None
+    statistics: Callable[..., Tensor] | None = None
+    masks: str = ""
+    all_tokens: bool | None = None
     fused: bool = False
+    bounds: tuple[tuple[str, str], ...] = ()
 
     noun: ClassVar[str] = "loss"
     first: ClassVar[str] = "Tokens"
@@ -70,7 +76,7 @@ class TokenLoss(Method):
     def of(cls, function: Callable[..., Any], **fields: Any) -> "TokenLoss":
         asked = [parameter.name for parameter in parameters_of(function)]
         options = options_of(function) if asked else {}
-        known = {*options, *CLIPS}
+        known = {*options, *CLIPS, "logits"}
         others = [
             parameter.name
             for parameter in parameters_of(function)[1:]
@@ -82,7 +88,21 @@ class TokenLoss(Method):
                 f"numbers, got {', '.join(others)}"
             )
         own = {name: option for name, option in options.items() if name not in CLIPS}
-        return super().of(function, options=own, clips="clip_low" in asked, **fields)
+        clips = "clip_low" in asked or "masks" in fields
+        return super().of(function, options=own, clips=clips, **fields)
+
+    @property
+    def is_users(self) -> bool:
+        return not str(getattr(self.function, "__module__", "")).startswith("maxrl_fast.")
+
+    @property
+    def over_batch(self) -> bool:
+        """Whether the loss of a token depends on other responses of the update."""
+        return bool(self.statistics or self.masks)
+
+    @property
+    def reads_logits(self) -> bool:
+        return "logits" in inspect.signature(self.function).parameters
 
     @property
     def shown_options(self) -> str:
@@ -94,13 +114,25 @@ class TokenLoss(Method):
             raise TypeError(
                 f"loss_options must be a mapping of names to numbers, got {type(given).__name__}"
             )
-        return check_options(f"loss {self.name}", self.options, given or {})
+        values = check_options(f"loss {self.name}", self.options, given or {})
+        for low, high in self.bounds:
+            if values[low] > values[high]:
+                wanted = f"at most its {high}, {values[high]:g}"
+                raise ValueError(f"{low} of {self.name} must be {wanted}, got {values[low]:g}")
+        return values
 
-    def bind(self, options: Mapping[str, float], **clips: float) -> Callable[[Tokens], Tensor]:
+    def bind(self, options: Mapping[str, float], **clips: float) -> Callable[..., Tensor]:
         """Return the function with its options, and those of the given clips that it takes."""
-        parameters = inspect.signature(self.function).parameters
-        taken = {name: value for name, value in clips.items() if name in parameters}
-        return partial(self.function, **options, **taken)
+        return _bound(self.function, {**options, **clips})
+
+    def compare(self, tokens: Tokens, options: Mapping[str, float]) -> Tensor:
+        """Return what the loss reads of all tokens of an update: statistics, or a mask."""
+        return _bound(self.statistics or self.function, options)(tokens)
+
+
+def _bound(function: Callable[..., Tensor], options: Mapping[str, float]) -> Callable[..., Tensor]:
+    parameters = inspect.signature(function).parameters
+    return partial(function, **{name: x for name, x in options.items() if name in parameters})
 
 
 _REGISTRY = Registry(TokenLoss)
@@ -114,90 +146,26 @@ def token_loss(
     return _REGISTRY.register(source, weight=weight, **fields)
 
 
-def learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], ...]) -> bool:
-    """Return whether the loss has a gradient for tokens with advantage 0, tried on seven tokens.
-
-    Raises ValueError if it fails, or does not return finite losses [T] float64 with a gradient.
-    """
-    if loss.fused:
-        return False
-    with torch.inference_mode(False), torch.enable_grad():
-        return _learns_without_advantage(loss, options)
-
-
-@lru_cache(maxsize=1024)
-def _learns_without_advantage(loss: TokenLoss, options: tuple[tuple[str, float], ...]) -> bool:
-    function = loss.bind(dict(options), clip_low=0.2, clip_high=0.2, dual_clip=math.inf)
-    has_gradient = False
-    for scale in (1.0, 0.0):
-        tokens = _example(loss, dict(options), scale)
-        try:
-            values = checked(loss, function(tokens), tokens)
-        except ValueError:
-            raise
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # whatever a user's function raises becomes one sentence
-            raise ValueError(
-                f"loss {loss.name} fails on seven tokens: {describe_error(error)}"
-            ) from error
-        if not values.requires_grad:
-            raise ValueError(
-                f"loss {loss.name} must have a gradient in the logprobs or the entropy of its "
-                "tokens, got none"
-            )
-        given = tokens.logprobs, tokens.entropy, tokens.rows
-        inputs = [x for x in given if x is not None and x.requires_grad]
-        gradients = torch.autograd.grad(values.sum(), inputs, allow_unused=True)
-        has_gradient = any(x is not None and bool(x.any()) for x in gradients)
-    return has_gradient
-
-
-def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Tensor:
-    """Return what a loss function has returned; raise ValueError where it is not a loss of each
-    token.
-
-    On a CPU a user's loss must be finite for tokens that are not masked.
-    """
-    wanted = f"loss {loss.name} must return {tokens.logprobs.dtype} [T] = [{len(tokens.logprobs)}]"
-    if not isinstance(values, Tensor):
-        raise InputError(f"{wanted}, got {type(values).__name__}")
-    if values.shape != tokens.logprobs.shape or values.dtype != tokens.logprobs.dtype:
-        raise InputError(f"{wanted}, got {values.dtype} of shape {tuple(values.shape)}")
-    is_users = not str(getattr(loss.function, "__module__", "")).startswith("maxrl_fast.")
-    if is_users and is_host_readable(values):
+def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Any:
+    """Return what a loss function has returned; raise InputError where it is not a loss of each
+    token. On a CPU a user's loss must be finite for tokens that are not masked."""
+    like = tokens.logprobs
+    got = type(values).__name__
+    if isinstance(values, Tensor):
+        got = f"{values.dtype} of shape {tuple(values.shape)}"
+    if got != f"{like.dtype} of shape {tuple(like.shape)}":
+        wanted = f"{like.dtype} [T] = [{len(like)}]"
+        raise InputError(f"loss {loss.name} must return {wanted}, got {got}")
+    if like.requires_grad and torch.is_grad_enabled() and not values.requires_grad:
+        raise InputError(
+            f"loss {loss.name} must have a gradient in the logprobs or the entropy of its tokens, "
+            "got none"
+        )
+    if loss.is_users and is_host_readable(values):
         # Where the policy is NaN, so are the log-probs, and the loss of any function.
-        is_wrong = tokens.mask & ~values.isfinite() & ~tokens.logprobs.isnan()
+        is_wrong = tokens.mask & ~values.isfinite() & ~like.isnan()
         if bool(is_wrong.any()):
             first = int(is_wrong.nonzero()[0])
             got = f"{values[first].item()} at token {first}"
             raise InputError(f"loss {loss.name} must be finite, got {got}")
     return values
-
-
-def _example(loss: TokenLoss, options: Mapping[str, float], scale: float) -> Tokens:
-    place = torch.arange(7, dtype=torch.float64)
-    logprobs = -0.3 - (place * 1.7).sin().square()
-    rows = None
-    if loss.rows is not None:
-        log_p = torch.log_softmax((torch.arange(112.0).double() * 0.7).cos().view(7, 16), -1)
-        rows = call_rows(loss, options, log_p.requires_grad_(), torch.arange(7))
-    return Tokens(
-        logprobs=logprobs.requires_grad_(),
-        entropy=(0.5 + (place * 0.9).cos().square()).requires_grad_(),
-        old_logprobs=logprobs.detach() + 0.2 * (place * 2.3 + 1).sin(),
-        ref_logprobs=logprobs.detach() - 0.1,
-        advantages=scale * torch.tensor([1.0, -1.0, 0.5, 0.5, -2.0, -2.0, -2.0]).double(),
-        mask=torch.ones(7, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, 1, 4, 7]),
-        rows=rows,
-        generator=torch.Generator().manual_seed(0),
-    )
-
-
-def call_rows(
-    loss: TokenLoss, options: Mapping[str, float], log_p: Tensor, targets: Tensor
-) -> Tensor:
-    assert loss.rows is not None
-    return loss.rows(log_p, targets, **{name: options[name] for name in options_of(loss.rows)})

@@ -106,7 +106,7 @@ function withEnds(columns, { low, high }) {
 }
 
 function scaleOf({ kind, low, high }) {
-  const fixed = low === undefined ? (chart, least, most) => (least === null ? [0, 1] : (kind === 'linear' ? niceRange : logRange)(least, most)) : [low, high];
+  const fixed = low === undefined ? (chart, least, most) => (least === null ? [0, 1] : niceRange(least, most)) : [low, high];
   return { time: false, distr: kind === 'linear' ? 1 : 3, log: kind === 'binary' ? 2 : 10, range: fixed };
 }
 
@@ -159,10 +159,6 @@ function niceRange(low, high) {
   const from = low >= 0 && low < high * 0.6 ? 0 : low - margin;
   const to = high <= 0 && high > low * 0.6 ? 0 : high + margin;
   return [from, to];
-}
-
-function logRange(low, high) {
-  return low > high ? [0.1, 1] : low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
 }
 
 function tickLabel(value) {

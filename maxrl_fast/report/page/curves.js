@@ -7,13 +7,11 @@ const DEFAULT_CURVES = [
 ];
 const MEANINGS = {
   reward_mean: 'mean reward of the rollouts',
-  pass_at_1: 'fraction of correct rollouts',
   frac_prompts_solved: 'fraction of prompts with at least one correct rollout',
   frac_groups_zero_variance: 'fraction of prompts whose advantages are all 0',
   entropy: 'nats per token, at the sampling temperature',
   response_length_mean: 'tokens, including the stop token',
   truncated: 'fraction of responses cut off at the length limit',
-  loss: 'loss of the whole batch',
   grad_norm: 'gradient norm before clipping',
   moment_variance: 'proxy for the variance of the gradient',
   ratio: 'mean probability ratio to the sampling policy',
@@ -26,12 +24,7 @@ const MEANINGS = {
   importance_bounded: 'fraction of importance weights that were capped or set to 0',
   importance_sample_size: 'effective sample size of the importance weights, of 1',
   frac_sequences_masked: 'fraction of responses left out as too far from the policy',
-  lr: 'learning rate',
-  num_sequences_trained: 'rollouts used in the update',
-  num_tokens: 'sampled response tokens',
   tokens_per_second: 'sampled tokens per second of rollout and training',
-  rollout_seconds: 'seconds of rollout',
-  train_seconds: 'seconds of computing advantages and updates',
 };
 
 const WINDOWS = [0, 5, 10, 25, 50, 100];
@@ -44,10 +37,9 @@ function makeCurves(body, app) {
   const isIdle = (key) => key === 'kl' && app.runs.every((run) => (run.curves.get(key)?.ys ?? []).every((value) => !value));
   const chosen = new Set(DEFAULT_CURVES.filter((key) => keys.includes(key) && !isIdle(key)));
   if (!chosen.size) keys.slice(0, 6).forEach((key) => chosen.add(key));
-  const logs = new Set();
   const number = el('span', {});
   const grid = el('div', { class: 'cards' });
-  const choice = el('fieldset', { class: 'choices' }, el('legend', { class: 'hidden' }, 'Metrics to draw'), keys.map((key) =>
+  const choice = el('fieldset', { class: 'choices', 'aria-label': 'Metrics to draw' }, keys.map((key) =>
     el('label', {}, el('input', { type: 'checkbox', value: key, checked: chosen.has(key), onchange: ({ target }) => choose(key, target.checked) }), key),
   ));
   let cards = [];
@@ -61,7 +53,7 @@ function makeCurves(body, app) {
   function render() {
     number.textContent = `${chosen.size} of ${keys.length}`;
     const order = [...DEFAULT_CURVES.filter((key) => chosen.has(key)), ...keys.filter((key) => chosen.has(key) && !DEFAULT_CURVES.includes(key))];
-    cards = order.map((key) => makeCard(key, app, logs, render));
+    cards = order.map((key) => makeCard(key, app));
     grid.replaceChildren(...cards.map(({ node }) => node));
     cards.forEach((card) => card.draw());
   }
@@ -72,22 +64,13 @@ function makeCurves(body, app) {
   return { render, moveStep: () => cards.forEach((card) => card.moveStep()) };
 }
 
-function makeCard(key, app, logs, render) {
+function makeCard(key, app) {
   const lines = app.lines().filter((line) => line.has(key));
   const host = el('div', { class: 'plot' });
   const readout = el('p', { class: 'readout', 'aria-label': `${key} at the step` });
-  const isLog = logs.has(key);
-  const toggle = el('button', {
-    class: 'mini', 'aria-pressed': String(isLog), title: 'Logarithmic axis; values up to 0 are gaps',
-    onclick: () => {
-      if (isLog) logs.delete(key);
-      else logs.add(key);
-      render();
-    },
-  }, 'log');
   const meaning = MEANINGS[key] ?? (key.startsWith(EVALUATED) ? 'on held-out prompts' : '');
   const node = el('article', { class: 'card', 'data-key': key },
-    el('header', {}, el('h3', {}, key), toggle), el('p', { class: 'meaning' }, meaning), readout, host);
+    el('h3', {}, key), el('p', { class: 'meaning' }, meaning), readout, host);
   const curves = lines.map((line) => ({ line, curve: line.curve(key), smooth: line.curve(key, app.smoothing) }));
   let chart = null;
 
@@ -101,13 +84,13 @@ function makeCard(key, app, logs, render) {
     chart?.moveCursor(app.step);
   };
   const draw = () => {
-    chart = drawChart(host, curveSpec(key, curves, app, isLog));
+    chart = drawChart(host, curveSpec(key, curves, app));
     moveStep();
   };
   return { node, draw, moveStep };
 }
 
-function curveSpec(key, curves, app, isLog) {
+function curveSpec(key, curves, app) {
   const marks = [];
   for (const { line, curve, smooth } of curves) {
     const { xs, ys } = curve;
@@ -121,7 +104,7 @@ function curveSpec(key, curves, app, isLog) {
   }
   return {
     label: `${key} by step of ${curves.map(({ line }) => line.name).join(', ') || 'no run'}`,
-    height: 190, sync: 'step', x: { kind: 'linear', isWhole: true, ...app.steps }, y: { kind: isLog ? 'log' : 'linear' }, marks, cursor: app.step,
+    height: 190, sync: 'step', x: { kind: 'linear', isWhole: true, ...app.steps }, y: { kind: 'linear' }, marks, cursor: app.step,
     choose: (x) => app.setStep(x),
     find: (x) => findStep(curves, x),
   };

@@ -1,4 +1,4 @@
-// The page's state (visible runs, seeds, step, smoothing, theme), its toolbar and its sections.
+// The page's state (visible runs, seeds, step, smoothing), its toolbar and its sections.
 
 // id, title, what it shows, how it is made, whether the runs have it, and whether it needs the samples, which are unpacked later
 const SECTIONS = [
@@ -6,9 +6,8 @@ const SECTIONS = [
   ['curves', 'Curves', '', makeCurves, (app) => app.hasSteps],
   ['coverage', 'Coverage', 'How often at least one of k samples is correct, on held-out prompts.', makeCoverage, (app) => app.has((run) => run.coverage.length)],
   ['weights', 'Weight by pass rate', 'The factor by which the objective scales a prompt’s gradient, by the prompt’s pass rate.', makeWeights, (app) => app.hasRuns],
-  ['norms', 'Gradient norm by pass rate', 'The norm of each prompt’s own gradient, which shows the prompts that dominate an update.', makeNorms, (app) => app.has((run) => run.points.step.length)],
-  ['rewards', 'Rewards', 'The samples that the run kept, by reward.', makeRewards, (app) => app.sources.length, true],
-  ['timings', 'Time', 'Seconds by stage, and their share of the total.', makeTimings, (app) => app.has((run) => Object.keys(run.seconds).length)],
+  ['norms', 'Gradient norm by pass rate', 'The norm of each prompt’s own gradient, which shows the prompts that dominate an update.', makeNorms, (app) => app.has((run) => run.points.length)],
+  ['rewards', 'Rewards', 'The kept samples of the last step up to the slider’s, by reward.', makeRewards, (app) => app.sources.length, true],
   ['warnings', 'Warnings', '', makeWarnings, (app) => app.hasRuns],
   ['prompts', 'Prompts', 'The fraction of correct samples of each held-out prompt at two evaluations.', makePrompts, (app) => app.has((run) => run.shown.prompts), true],
   ['samples', 'Samples', 'Prompts with their responses and rewards.', makeSamples, (app) => app.sources.length, true],
@@ -42,7 +41,7 @@ function start() {
     showStep: () => {},
   };
   document.title = `${runs.map((run) => run.name).join(', ')} – maxrl_fast report`;
-  setUpTheme(document.getElementById('theme'));
+  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redrawCharts);
   fillToolbar(document.getElementById('toolbar'), app, low, high);
   const main = document.getElementById('sections');
   const contents = document.getElementById('contents');
@@ -83,22 +82,6 @@ async function unpack(runs) {
 function stepRange(runs) {
   const ends = runs.flatMap((run) => [...run.curves.values()].flatMap(({ xs }) => (xs.length ? [xs[0], xs[xs.length - 1]] : [])));
   return ends.length ? extent(ends) : [0, 1];
-}
-
-/** The theme is the system's until the reader presses the button. */
-function setUpTheme(button) {
-  const dark = matchMedia('(prefers-color-scheme: dark)');
-  const present = () => document.documentElement.dataset.theme ?? (dark.matches ? 'dark' : 'light');
-  const show = () => {
-    button.textContent = present() === 'dark' ? '☀ Light' : '☾ Dark';
-    redrawCharts();
-  };
-  button.addEventListener('click', () => {
-    document.documentElement.dataset.theme = present() === 'dark' ? 'light' : 'dark';
-    show();
-  });
-  dark.addEventListener('change', show);
-  show();
 }
 
 function fillToolbar(bar, app, low, high) {

@@ -1,4 +1,4 @@
-// The other panels: runs, coverage, weights, gradient norms, timings, warnings.
+// The other panels: runs, coverage, weights, gradient norms, warnings.
 
 function makeRuns(body, app) {
   const { key_options: keys, differing } = app.data;
@@ -125,82 +125,30 @@ function makeWeights(body, app) {
   return { render };
 }
 
-const MOST_DRAWN = 20000; // points drawn per run; the pointer finds all points
-
 function makeNorms(body, app) {
-  const state = { mode: 'all' };
   const host = el('div', { class: 'plot' });
-  const caption = el('p', { class: 'caption' });
-  body.append(controlsOf(state, () => [[segmented, 'mode', 'Steps', STEPS]], render), host, caption);
-
-  function pointsOf(run) {
-    const { step: steps, id, pass_rate: rates, grad_norm: norms } = run.points;
-    const points = steps.map((step, i) => ({ run, step, id: id[i], rate: rates[i], norm: norms[i] }));
-    return state.mode === 'all' ? points : atStep(points, app.step);
-  }
-
-  function render() {
-    const sets = app.lines().map((line) => ({ line, points: line.runs.flatMap(pointsOf) })).filter(({ points }) => points.length);
-    const [, most] = extent(sets.flatMap(({ points }) => points.map(({ norm }) => norm)));
-    const marks = sets.flatMap(({ line: { index: run }, points }) => {
-      const drawn = points.filter((_, i) => i % Math.ceil(points.length / MOST_DRAWN) === 0);
-      const means = meansByRate(points);
-      return [
-        { type: 'scatter', run, xs: drawn.map(({ rate }) => rate), ys: drawn.map(({ norm }) => norm) },
-        { type: 'line', run, xs: means.map(([rate]) => rate), ys: means.map(([, mean]) => mean) },
-      ];
-    });
-    drawChart(host, {
-      label: 'Gradient norm of each prompt by its pass rate', height: 300, marks,
-      x: { kind: 'linear', low: 0, high: 1, title: 'pass rate of the prompt' },
-      y: { kind: 'linear', low: 0, high: niceRange(0, Math.max(0, most))[1], title: 'gradient norm' },
-      find: (x, y, pointer) => findPoint(sets.flatMap(({ points }) => points), pointer),
-    });
-    const when = sets.map(({ line, points }) => `${line.name}: ${plural(points.length, 'prompt')}${state.mode === 'all' ? '' : ` at step ${points[0].step}`}`);
-    caption.textContent = when.length ? `Line: mean by pass rate. ${when.join('; ')}.` : 'The visible runs have no diagnosed prompts.';
-  }
-  return { render, moveStep: () => state.mode === 'step' && render() };
-}
-
-/** Returns the mean norm at each pass rate, or in 20 bins if there are many rates. */
-function meansByRate(points) {
-  const isMany = unique(points.map(({ rate }) => rate)).length > 65;
-  const groups = Map.groupBy(points, ({ rate }) => (isMany ? (Math.min(19, Math.floor(rate * 20)) + 0.5) / 20 : rate));
-  return [...groups].map(([rate, own]) => [rate, meanOf(own.map(({ norm }) => norm))]).sort((a, b) => a[0] - b[0]);
-}
-
-function findPoint(points, { px, py, toX, toY }) {
-  let [best, least] = [null, 24 ** 2]; // pixels
-  for (const point of points) {
-    const distance = (toX(point.rate) - px) ** 2 + (toY(point.norm) - py) ** 2;
-    if (distance < least) [best, least] = [point, distance];
-  }
-  if (!best) return null;
-  const { run: { index: run, name }, step, id, rate, norm } = best;
-  return { title: `${name}, step ${step}, prompt ${id}`, rows: [{ run, name: 'pass rate', text: exact(rate) }, { run, name: 'gradient norm', text: exact(norm) }] };
-}
-
-function makeTimings(body, app) {
-  const host = el('div');
   const caption = el('p', { class: 'caption' });
   body.append(host, caption);
   function render() {
-    const timed = ({ seconds }) => Object.keys(seconds).length;
-    const lines = app.lines().map((line) => ({ ...line, runs: line.runs.filter(timed) })).filter(({ runs }) => runs.length);
-    const mean = ({ runs }, stage) => meanOf(runs.map(({ seconds }) => seconds[stage] ?? 0));
-    const stages = unique(lines.flatMap(({ runs }) => runs.flatMap(({ seconds }) => Object.keys(seconds))));
-    const total = (line) => stages.reduce((sum, stage) => sum + mean(line, stage), 0);
-    host.replaceChildren(drawBars('Seconds by stage', stages.map((stage) => ({
-      label: stage,
-      bars: lines.filter((line) => mean(line, stage)).map((line) => {
-        const value = mean(line, stage);
-        return { run: line, value, text: `${value < 1e4 ? value.toFixed(1) : short(Math.round(value))} s · ${Math.round((100 * value) / total(line))}%` };
-      }),
-    }))));
-    const totals = lines.map((line) => `${line.name} ${short(total(line))} s`);
-    caption.textContent = lines.length ? `Total: ${totals.join('; ')}.` : 'The visible runs have no timings.';
+    const sets = app.lines().map(({ index, name, runs }) => ({ index, name, points: runs.flatMap((run) => run.points) })).filter(({ points }) => points.length);
+    const [, most] = extent(sets.flatMap(({ points }) => points.map(([, norm]) => norm)));
+    const column = (type, run, points) => ({ type, run, xs: points.map(([rate]) => rate), ys: points.map(([, norm]) => norm) });
+    drawChart(host, {
+      label: 'Gradient norm of each prompt by its pass rate', height: 300,
+      marks: sets.flatMap(({ index, points }) => [column('scatter', index, points), column('line', index, meansByRate(points))]),
+      x: { kind: 'linear', low: 0, high: 1, title: 'pass rate of the prompt' },
+      y: { kind: 'linear', low: 0, high: niceRange(0, Math.max(0, most))[1], title: 'gradient norm' },
+    });
+    const when = sets.map(({ name, points }) => `${name}: ${plural(points.length, 'prompt')}`);
+    caption.textContent = when.length ? `Line: mean by pass rate. ${when.join('; ')}.` : 'The visible runs have no diagnosed prompts.';
   }
   return { render };
+}
+
+/** Returns the mean norm in twenty bins of pass rates, the ends on their own. */
+function meansByRate(points) {
+  const groups = Map.groupBy(points, ([rate]) => Math.round(rate * 20) / 20);
+  return [...groups].map(([rate, own]) => [rate, meanOf(own.map(([, norm]) => norm))]).sort((a, b) => a[0] - b[0]);
 }
 
 function makeWarnings(body, app) {

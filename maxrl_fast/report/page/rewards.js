@@ -1,7 +1,5 @@
 // How the rewards of the samples, and their components, are distributed.
 
-const STEPS = [['all', 'All steps'], ['step', 'At the step']];
-
 /** Returns the items of the last step that has some, up to `step`; items without a step always count. */
 function atStep(items, step) {
   const last = items.reduce((last, item) => (item.step !== null && item.step <= step && item.step > last ? item.step : last), -1);
@@ -9,7 +7,7 @@ function atStep(items, step) {
 }
 
 function makeRewards(body, app) {
-  const state = { source: app.sources[0][0], mode: 'all', quantity: 'reward' };
+  const state = { source: app.sources[0][0], quantity: 'reward' };
   const host = el('div', {});
   const caption = el('p', { class: 'caption' });
   const value = (sample) => (state.quantity === 'reward' ? sample.reward : sample.components[state.quantity] ?? null);
@@ -19,13 +17,12 @@ function makeRewards(body, app) {
     if (!names.has(state.quantity)) state.quantity = 'reward';
     return [
       app.sources.length > 1 && [segmented, 'source', 'Samples', app.sources],
-      app.hasSteps && [segmented, 'mode', 'Steps', STEPS],
       names.size && [select, 'quantity', 'quantity', ['reward', ...names].map((name) => [name, name])],
     ];
   }
 
   function render() {
-    const samplesOf = ({ lazy }) => (state.mode === 'all' ? lazy[state.source] : atStep(lazy[state.source], app.step));
+    const samplesOf = ({ lazy }) => atStep(lazy[state.source], app.step);
     const sets = app.lines().map((line) => ({ line, values: line.runs.flatMap(samplesOf).map(value) })).filter(({ values }) => values.length);
     const known = sets.map(({ line, values }) => ({ line, total: values.length, values: values.filter((value) => value !== null) }));
     const bins = binsOf(known.flatMap(({ values }) => values));
@@ -39,5 +36,5 @@ function makeRewards(body, app) {
     caption.textContent = known.map(({ line, total, values }) => `${line.name}: mean ${short(meanOf(values))} over ${plural(values.length, 'sample')}${total > values.length ? `, ${count(total - values.length)} without a value` : ''}`).join('; ');
   }
   body.append(controlsOf(state, controls, render), host, caption);
-  return { render, moveStep: () => state.mode === 'step' && render() };
+  return { render, moveStep: render };
 }

@@ -1,9 +1,6 @@
 // Samples by prompt, of one run or of two side by side; within a prompt by step.
 
 const PER_PAGE = 5; // prompts
-const OF_A_STEP = 4; // samples of a step that are shown at first
-const LONG = 900; // characters, or LINES lines; much longer texts are shortened until the reader expands them
-const LINES = 12;
 const isRight = (sample) => sample.reward !== null && sample.reward > 0.5;
 const OUTCOMES = {
   all: ['all', () => true],
@@ -105,13 +102,7 @@ function meanReward(samples) {
 }
 
 function stepPart(step, samples, maze, isOpen) {
-  const make = () => {
-    const node = el('div', { class: maze ? 'responses mazes' : 'responses' }, samples.slice(0, OF_A_STEP).map((sample) => response(sample, maze)));
-    const rest = samples.slice(OF_A_STEP);
-    const more = rest.length && el('button', { class: 'mini more', onclick: () => more.replaceWith(...rest.map((sample) => response(sample, maze))) }, `Show ${count(rest.length)} more`);
-    if (more) node.append(more);
-    return node;
-  };
+  const make = () => el('div', { class: maze ? 'responses mazes' : 'responses' }, samples.map((sample) => response(sample, maze)));
   return step === null ? make() : folded(`step ${count(step)} · ${meanReward(samples)}`, make, isOpen);
 }
 
@@ -131,18 +122,5 @@ function response(sample, maze) {
 /** Returns the parts of an episode; ⟦ and ⟧ are only around what an environment inserted (tasks/texts.py). */
 const turnsOf = (text) => text.split(/[⟦⟧]/).map((part, i) => (i % 2 ? el('mark', { title: 'inserted by the environment' }, part) : part));
 
-/** Shows a text unchanged, with its spaces and line breaks; a long one is shortened until the reader expands it. */
-function textCell(text, partsOf = (whole) => [whole]) {
-  const lines = text.split('\n');
-  const isLong = text.length > 1.5 * LONG || lines.length > 1.5 * LINES;
-  const cut = lines.slice(0, LINES).join('\n').slice(0, LONG);
-  const shown = el('pre', {}, partsOf(isLong ? `${cut} …` : text || ' '));
-  const all = `Show all ${plural(text.length, 'character')}`;
-  const more = isLong && el('button', { class: 'mini', 'aria-expanded': 'false', onclick: () => {
-    const isOpen = more.getAttribute('aria-expanded') === 'true';
-    shown.replaceChildren(...partsOf(isOpen ? `${cut} …` : text));
-    more.textContent = isOpen ? all : 'Show less';
-    more.setAttribute('aria-expanded', String(!isOpen));
-  } }, all);
-  return [shown, more || null];
-}
+/** Shows a text unchanged, with its spaces and line breaks; a long one scrolls. */
+const textCell = (text, partsOf = (whole) => [whole]) => el('pre', { tabindex: 0 }, partsOf(text || ' '));

@@ -1,18 +1,22 @@
-"""Objectives with the advantages of an estimator, computed once per step."""
+"""Objectives with the advantages of an estimator."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.arguments import is_host_readable
+from maxrl_fast.algorithms.estimator import RATIOS, TRAINING_ESTIMATORS, TRAINING_INPUTS
 from maxrl_fast.algorithms.estimators import Estimator, find_estimator
 from maxrl_fast.algorithms.stopping import stopped_maxrl
+from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO
 from maxrl_fast.errors import InputError
-from maxrl_fast.ops import group_advantage
+from maxrl_fast.ops import group_advantage, log_ratio_reward
 from maxrl_fast.ops.register import example_inputs
-from maxrl_fast.records import sequence_sums
+from maxrl_fast.records import gather_sequences, sequence_sums
+from maxrl_fast.runtime.device import host_numbers, to_device, to_host
 from maxrl_fast.runtime.loading import place_of
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
@@ -21,13 +25,14 @@ from maxrl_fast.training.objectives.objective import Needs, Objective, Objective
 
 @dataclass
 class GroupObjective(Objective):
-    """The advantages of an estimator.
+    """The advantages of an estimator, computed once per step, or for every update where it asks for
+    log-ratios of responses.
 
     Args:
-        estimator: a name in ops.ESTIMATORS, or the row of a custom function.
-        options: keywords of ops.group_advantage that are constant over a run, such as k or eps.
-        per_token: whether a custom function returns an advantage for each token, [T]. The learner
-            gets them as factors of the tokens, and 1 for each response that has one other than 0.
+        estimator: its name, or the row of a custom function.
+        options: its options, and k or order.
+        per_token: whether it returns an advantage for each token, [T]. The learner gets them as
+            factors of the tokens, and 1 for each response that has one other than 0.
         stop_at: of stopped_maxrl, which replaces the estimator; 0: not.
     """
 
@@ -35,43 +40,87 @@ class GroupObjective(Objective):
     options: dict[str, Any]
     per_token: bool = False
     stop_at: int = 0
+    updates_per_step: int = 1
 
     def __post_init__(self) -> None:
-        self.aggregation = self.row.aggregation
+        self.estimator = TRAINING_ESTIMATORS.get(str(self.estimator), self.estimator)
+        row = find_estimator(self.estimator)
+        self.row, self.loss, self.owns_loss = row, row.loss, row.owns_loss
+        self.aggregation = row.aggregation
+        # the input that changes with every update, "" if there is none
+        self.ratio = next((name for name in RATIOS if name in row.inputs), "")
 
     @property
     def needs(self) -> Needs:
-        inputs = self.row.inputs
+        row = self.row
+        passes = {"log_ratios": 1, "old_log_ratios": 2 * (self.updates_per_step > 1)}
+        passes |= {"ref_log_ratios": 2, "entropies": 1}
         return Needs(
-            greedy=not {"greedy_correct", "greedy_rewards"}.isdisjoint(inputs),
-            binary=self.row.binary or self.stop_at > 0,
-            expects_binary=self.row.for_binary,
-            parts="reward_parts" in inputs,
-            texts="texts" in inputs,
-            components="components" in inputs,
+            reference="ref_log_ratios" in row.inputs,
+            greedy=not {"greedy_correct", "greedy_rewards"}.isdisjoint(row.inputs),
+            binary=row.binary or self.stop_at > 0,
+            expects_binary=row.for_binary,
+            parts="reward_parts" in row.inputs,
+            texts="texts" in row.inputs,
+            components="components" in row.inputs,
             token_weights=self.per_token,
+            logprob_passes=sum(passes.get(name, 0) for name in row.inputs),
         )
 
     @property
-    def row(self) -> Estimator:
-        return find_estimator(self.estimator)
+    def state(self) -> dict[str, Tensor]:
+        return {name: torch.tensor(x, dtype=torch.float64) for name, x in self.row.state.items()}
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
-        wrong_then_correct = torch.tensor([[0.0], [1.0]]).expand(2, num_rollouts)
-        inputs = example_inputs(self.row, wrong_then_correct)
-        return bool(
-            group_advantage(wrong_then_correct, self.estimator, **inputs, **self.options).any()
-        )
+        if self.row.name in TRAINING_ESTIMATORS:
+            return not self.row.centred
+        rewards = torch.tensor([[0.0], [1.0]]).expand(2, num_rollouts)  # all wrong, all correct
+        row = self.row.with_examples(rewards.shape)
+        inputs = example_inputs(row, rewards)
+        return bool(group_advantage(rewards, row, **inputs, **self.options).any())
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
-        rewards, rollouts = batch.rewards, batch.rollouts
         if self.stop_at:
             assert batch.drawn_by is not None
-            values = stopped_maxrl(rewards, batch.has_reward, batch.drawn_by, self.stop_at)
-            return _OverPrompts(batch, values.to(rewards).flatten())
-        greedy, terms = batch.greedy_rewards, batch.reward_terms
+            given = batch.rewards, batch.has_reward, batch.drawn_by, self.stop_at
+            return _OverPrompts(batch, stopped_maxrl(*given).to(batch.rewards).flatten())
+        step = _Step(batch, torch.zeros_like(batch.rewards.flatten()), self, learner)
+        if self.ratio:
+            step.prepare()
+            return step
+        values, known = step.compute(batch), batch.has_reward
+        if values.dim() == 1:  # [T]
+            lengths = batch.rollouts.lengths
+            values, known = _of_all(batch, values, self.row.takes_valid), known.flatten()
+            step.batch = batch.weighted(values)
+            # NaN is not 0 either, so that the update reports it
+            values = (sequence_sums(values.abs(), lengths) != 0).to(batch.rewards)
+        step.values = values.masked_fill(~known, 0.0).flatten()
+        return step
+
+
+@dataclass
+class _Step(ObjectiveStep):
+    """With log-ratios every update recomputes the advantages, with one more forward pass over its
+    samples. The gradient equals that of -(1/S) sum_i A_i log pi(y_i), with log pi(y_i) summed over
+    the response."""
+
+    objective: GroupObjective
+    learner: Learner
+    metrics: list[dict[str, Tensor]] = field(default_factory=list)  # of each update
+    changed: dict[str, Tensor] = field(default_factory=dict)  # what the learner's state becomes
+    others: Tensor | None = None  # [T], log-probs of the other policy; None: all ratios are 1
+    learns: Tensor | None = None  # [G] bool on the host: only these can have advantages; None: all
+    ratios: list[Tensor] = field(default_factory=list)  # of each update, one of each response
+
+    def compute(self, batch: RolloutBatch, ratios: Tensor | None = None) -> Tensor:
+        """Return the advantages of all or some groups of the step."""
+        objective, rewards, rollouts = self.objective, batch.rewards, batch.rollouts
+        row, greedy, terms = objective.row, batch.greedy_rewards, batch.reward_terms
         # a custom function may take failed rewards as 0
-        valid = batch.valid if self.row.takes_valid else None
+        valid = batch.valid if row.takes_valid else None
+        state, metrics = self.learner.objective_state if row.state else {}, dict[str, Tensor]()
+        self.changed = {name: state[name].clone() for name in row.state}
         # Computed on demand: an estimator takes few of these, and reading the prompts' indices
         # waits for the device.
         known: dict[str, Callable[[], Any]] = {
@@ -81,53 +130,102 @@ class GroupObjective(Objective):
             "greedy_rewards": lambda: greedy,  # [G]
             "reward_parts": lambda: terms if terms is None else terms.movedim(-1, 0),  # [R, G, N]
             "prompts": batch.prompts.ids.tolist,
-            "texts": lambda: _grouped(batch.texts, batch.num_rollouts),
+            "texts": lambda: _grouped(batch.texts or (), batch.num_rollouts),
             "components": lambda: _grouped(batch.components, batch.num_rollouts),
             "truncated": lambda: batch.raw_rollouts.truncated.view(rewards.shape),
+            "entropies": lambda: self.entropies,
+            "metrics": lambda: metrics,
+            "state": lambda: self.changed,
+            objective.ratio: lambda: ratios,
         }
-        inputs = {name: known[name]() for name in self.row.inputs}
-        values = self.compute(batch, rewards, valid, **inputs)
-        if self.per_token != (values.shape != rewards.shape):
-            kinds = ("[T]", "[G, N]") if self.per_token else ("[G, N]", "[T]")
-            raise InputError(
-                f"step {batch.step}: {self.row.name} must always return the same kind of "
-                f"advantages, got {kinds[0]} at the start and {kinds[1]} now"
-            )
-        if self.per_token:
-            return self._weighted(batch, values, valid)
-        values = values if batch.valid is None else values.masked_fill(~batch.valid, 0.0)
-        return ObjectiveStep(batch, values.flatten())
-
-    def _weighted(
-        self, batch: RolloutBatch, advantages: Tensor, valid: Tensor | None
-    ) -> ObjectiveStep:
-        """Return the step of advantages [T], as the factors of the batch's tokens.
-
-        A function that gets `valid` sees 0 as the lengths of rollouts without a reward, so T counts
-        only the tokens of the others.
-        """
-        lengths, num_tokens = batch.rollouts.lengths, len(batch.rollouts.tokens)
-        known = batch.has_reward.flatten().repeat_interleave(lengths, output_size=num_tokens)
-        if valid is not None:
-            advantages = advantages.new_zeros(num_tokens).masked_scatter(known, advantages)
-        advantages = advantages.masked_fill(~known, 0.0)
-        # NaN is not 0 either, so that the update reports it
-        has_gradient = sequence_sums(advantages.abs(), lengths) != 0
-        return ObjectiveStep(batch.weighted(advantages), has_gradient.to(batch.rewards))
-
-    def compute(
-        self, batch: RolloutBatch, rewards: Tensor, valid: Tensor | None, **inputs: Any
-    ) -> Tensor:
-        """Return the advantages of rewards, all or some groups of the batch."""
-        options = dict(self.options)
-        if batch.reward_terms is not None:
+        inputs = {name: known[name]() for name in row.inputs}
+        options = dict(objective.options)
+        if terms is not None:
             options["reward_weights"] = batch.term_weights
         if batch.valid is not None and options.get("order") == batch.num_rollouts - 1:
             options["order"] = None  # each group's own full order, from its number of known rewards
+        own = {name: inputs.pop(name) for name in (*TRAINING_INPUTS, "state") if name in inputs}
+        estimator = row.bind(**own) if own else objective.estimator
         try:
-            return group_advantage(rewards, self.estimator, valid=valid, **inputs, **options)
+            values = group_advantage(rewards, estimator, valid=valid, **inputs, **options)
         except ValueError as error:
             raise InputError(f"step {batch.step}: {error}{place_of(error)}") from error
+        self.metrics += [metrics] * bool(metrics)
+        return values
+
+    def entropies(self, chosen: Tensor) -> Tensor:
+        """Return the entropies, in nats, of the policy's distributions of the tokens of chosen
+        rollouts, bool [G, N], and 0 for other tokens: [T]."""
+        batch, sequences = self.batch, chosen.flatten().nonzero()[:, 0].cpu()
+        entropies = torch.zeros_like(batch.rollouts.logprobs)
+        if len(sequences):
+            index, _ = gather_sequences(batch.rollouts.cu_seqlens.cpu(), sequences)
+            own = self.learner.passes.entropies(self.learner.model, batch, sequences)
+            entropies[index.to(entropies.device)] = own
+        if batch.valid is None or not self.objective.row.takes_valid:
+            return entropies
+        return entropies[batch.valid.flatten().repeat_interleave(batch.rollouts.lengths)]
+
+    def prepare(self) -> None:
+        """Find the log-probs that the log-ratios are to."""
+        batch, ratio, learner = self.batch, self.objective.ratio, self.learner
+        self.others = batch.rollouts.ref_logprobs
+        if ratio == "log_ratios":
+            self.others = batch.rollouts.logprobs
+            # no ratio changes which groups have advantages of 0
+            (self.learns,) = to_host(self.compute(batch, torch.zeros_like(batch.rewards)).any(1))
+            self.metrics.clear()
+        elif ratio == "old_log_ratios":
+            # By the learner, not the rollout engine: rounding would add up over a response. With
+            # one update the policy is the old one.
+            moves = self.objective.updates_per_step > 1
+            given = learner.model, batch, batch.sequences
+            self.others = learner.passes.logprobs(*given) if moves else None
+
+    def advantages(self, sequences: Tensor) -> Tensor:
+        batch, values, sequences = self.batch, self.values, sequences.cpu()
+        if self.learns is not None:
+            sequences = sequences[self.learns[sequences // batch.num_rollouts]]
+        if not self.objective.ratio or not len(sequences):
+            return values
+        groups = (sequences // batch.num_rollouts).unique()
+        chosen, groups = to_device(values.device, sequences, groups)
+        log_ratios = torch.zeros_like(values)
+        if self.others is not None:
+            logprobs = self.learner.passes.logprobs(self.learner.model, batch, sequences)
+            bounds = gather_sequences(batch.rollouts.cu_seqlens.cpu(), sequences)
+            index, cu_seqlens = to_device(values.device, *bounds)
+            own = log_ratio_reward(logprobs, self.others[index], cu_seqlens)
+            if is_host_readable(own) and bool(own.isnan().any()):
+                # as on a GPU; the update then reports the non-finite value
+                values[chosen] = torch.nan
+                return values
+            log_ratios[chosen] = own
+            self.ratios.append(own.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
+        ratios = log_ratios.view(batch.rewards.shape)
+        if len(groups) == len(ratios):
+            self.values = self.compute(batch, ratios).flatten()
+        else:
+            part = self.compute(batch.select(groups), ratios[groups])
+            values.view(ratios.shape)[groups] = part
+        return self.values
+
+    def finish(self) -> dict[str, float]:
+        learner, interval = self.learner, self.objective.options.get("ref_reset_interval")
+        if interval and self.batch.step % interval == 0:  # of pacs_paper
+            learner.set_reference()
+            learner.optimizer.state.clear()  # Adam's moments
+        for name, value in self.changed.items():
+            learner.objective_state[name].copy_(value)
+        columns = {name: [x[name] for x in self.metrics] for name in (self.metrics or [{}])[0]}
+        means = {
+            name: sum(rest, first) / len(self.metrics) for name, (first, *rest) in columns.items()
+        }
+        if self.ratios:
+            ratios = torch.cat(self.ratios)
+            means["sequence_ratio_mean"] = ratios.mean()
+            means |= {"sequence_ratio_min": ratios.amin(), "sequence_ratio_max": ratios.amax()}
+        return host_numbers(means)
 
 
 class _OverPrompts(ObjectiveStep):
@@ -138,6 +236,17 @@ class _OverPrompts(ObjectiveStep):
     def advantages(self, sequences: Tensor) -> Tensor:
         num_prompts = len((sequences // self.batch.num_rollouts).unique())
         return self.values * (len(self.batch.in_loss(sequences)) / max(num_prompts, 1))
+
+
+def _of_all(batch: RolloutBatch, advantages: Tensor, takes_valid: bool) -> Tensor:
+    """Return advantages [T] of all tokens, 0 for those of rollouts without a reward: a function
+    that gets `valid` sees 0 as their lengths, so its T counts only the tokens of the others."""
+    num_tokens = len(batch.rollouts.tokens)
+    known = batch.has_reward.flatten()
+    known = known.repeat_interleave(batch.rollouts.lengths, output_size=num_tokens)
+    if takes_valid:
+        advantages = advantages.new_zeros(num_tokens).masked_scatter(known, advantages)
+    return advantages.masked_fill(~known, 0.0)
 
 
 def _grouped(values: Sequence[Any], num_rollouts: int) -> list[Sequence[Any]]:

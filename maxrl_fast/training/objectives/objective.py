@@ -1,9 +1,8 @@
 """The interface of objectives, which choose the advantages."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -29,10 +28,7 @@ class ObjectiveStep:
 
     def advantages(self, sequences: Tensor) -> Tensor:
         """Return the advantages [S] of all samples for an update on `sequences`: whole groups'
-        samples with a reward, int64 on the host.
-
-        Samples that no update has used yet may have the advantage 0.
-        """
+        samples with a reward, int64 on the host. Samples that no update has used yet may have 0."""
         return self.values
 
     def finish(self) -> dict[str, float]:
@@ -43,26 +39,18 @@ class ObjectiveStep:
 
 class Objective(ABC):
     """Chooses A_i: the learner minimises -sum_i A_i sum_t log pi(y_it | x_i, y_i<t) over a
-    denominator, or another loss of the log-prob ratios with the same A_i.
-
-    What changes from step to step is in its `ObjectiveStep`, or in its state, which the learner
-    keeps.
-    """
+    denominator, or another loss of the log-prob ratios with the same A_i."""
 
     loss: str = "ppo"  # a name of ops.policy_gradient_loss; default of --loss
     aggregation: str = "token_mean"  # how token losses are averaged; default of --aggregation
     # Whether loss and aggregation are fixed by the objective. Then options cannot change them, and
     # importance weights do not apply.
     owns_loss: bool = False
-    updates_per_step: int = 1  # of the run
+    min_rollouts: int = 1
 
     @property
     def needs(self) -> Needs:
         return Needs()
-
-    @property
-    def min_rollouts(self) -> int:
-        return 1
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -79,22 +67,9 @@ class Objective(ABC):
         """Take a step's samples and rewards before its first update."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ObjectiveSpec(Method):
-    """An objective that is not an estimator. The function is its class, a dataclass whose fields
-    are its options.
-
-    Args:
-        presets: defaults of a run's other options, where they are the objective's.
-        refuses: rules (config/rules.py) of options that it does not go with.
-    """
-
-    presets: Mapping[str, Any] = field(default_factory=dict)
-    refuses: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    noun: ClassVar[str] = "objective"
-
-
-_REGISTRY = Registry(ObjectiveSpec)
+# The objectives that are no estimators: the function is a class, a dataclass whose fields are its
+# options.
+_REGISTRY = Registry(Method)
 OBJECTIVE_CLASSES, objective = _REGISTRY.methods, _REGISTRY.register
 
 

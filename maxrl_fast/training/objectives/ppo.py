@@ -1,35 +1,27 @@
 """PPO with a critic, which is trained after each step's policy updates."""
 
-import math
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from maxrl_fast.algorithms.options import (
-    Help,
-    NotNegative,
-    Positive,
-    UnitInterval,
-)
+from maxrl_fast.algorithms.options import Help, NotNegative, Positive, UnitInterval
 from maxrl_fast.errors import NonFiniteError
-from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Samples
-from maxrl_fast.runtime.device import to_host
+from maxrl_fast.runtime.device import host_numbers
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.critic import value_loss, values_of
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.gae import explained_variance, gae_advantages, whitened
 from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep, objective
-from maxrl_fast.training.optimizer import zero_gradients
+from maxrl_fast.training.optimizer import take_step, zero_gradients
 from maxrl_fast.training.packing import MicroBatch
 from maxrl_fast.training.passes import run_batch
-from maxrl_fast.training.sharding import exchange_gradients
 
 CLIP_GRAD = 1.0  # largest norm of the critic's gradient, as in verl
+_EPS = 1e-8  # added to the variance of advantages, as in verl
+_ROUNDING = 1e-12  # relative, of sums of squares in float64
 
 
 class CriticError(NonFiniteError):
@@ -80,22 +72,14 @@ class PpoObjective(Objective):
     needs = Needs(token_weights=True, critic=True)
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
-        rollouts = batch.rollouts
-        values = state_values(learner, batch)
+        values, rewards = state_values(learner, batch), batch.rewards.flatten()
         _check_finite(values, batch)
-        has_reward, lengths = batch.has_reward.flatten(), rollouts.lengths
-        counts = has_reward.repeat_interleave(lengths, output_size=len(values))
-        advantages = gae_advantages(
-            values, batch.rewards.flatten(), rollouts.cu_seqlens, self.gae_gamma, self.gae_lambda
-        )
-        return _Step(
-            batch.weighted(whitened(advantages, counts).float()),
-            torch.ones_like(batch.rewards.flatten()),
-            learner,
-            values,
-            (advantages + values).float(),
-            counts,
-        )
+        lengths, bounds = batch.rollouts.lengths, batch.rollouts.cu_seqlens
+        counts = batch.has_reward.flatten().repeat_interleave(lengths, output_size=len(values))
+        advantages = gae_advantages(values, rewards, bounds, self.gae_gamma, self.gae_lambda)
+        weighted = batch.weighted(whitened(advantages, counts).float())
+        returns = (advantages + values).float()
+        return _Step(weighted, torch.ones_like(rewards), learner, values, returns, counts)
 
 
 @dataclass
@@ -111,17 +95,13 @@ class _Step(ObjectiveStep):
         return self.values
 
     def finish(self) -> dict[str, float]:
-        values, counts, when = self.state_values, self.counts, f"step {self.batch.step}"
-        update = partial(update_critic, self.learner, self.batch, values, self.returns, when=when)
-        done = [update(sequences) for sequences in self.minibatches]
-        mean = torch.where(counts, values, 0.0).sum() / counts.sum().clamp_min(1)
-        value_mean, explained = to_host(mean, explained_variance(values, self.returns, counts))
-        return {
-            "value_loss": sum(loss for loss, _ in done) / len(done),
-            "explained_variance": float(explained),
-            "value_mean": float(value_mean),
-            "critic_grad_norm": sum(norm for _, norm in done) / len(done),
-        }
+        given, when = (self.learner, self.batch, self.state_values), f"step {self.batch.step}"
+        done = [update_critic(*given, self.returns, own, when=when) for own in self.minibatches]
+        values, returns = self.state_values[self.counts], self.returns[self.counts]
+        means = {"explained_variance": explained_variance(values, returns)}
+        means["value_mean"] = values.sum() / max(len(values), 1)
+        loss, norm = (sum(column) / len(done) for column in zip(*done, strict=True))
+        return {"value_loss": loss, "critic_grad_norm": norm, **host_numbers(means)}
 
 
 def state_values(learner: Learner, samples: Samples) -> Tensor:
@@ -144,11 +124,11 @@ def update_critic(
     when: str,
 ) -> tuple[float, float]:
     """Take one optimizer step of the critic on some of the samples, the same step on all ranks,
-    which must all call this. Return the loss, and the gradient norm before clipping.
+    which must all call this. Return the loss, the mean over their tokens, and the gradient norm
+    before clipping; without tokens there is no step.
 
     `old_values` and `returns` are [T] of all samples; `sequences`, int64 on the host and ascending,
-    are the samples of this update. The loss is the mean over their tokens; without tokens there is
-    no step.
+    are the samples of this update.
 
     Raises:
         NonFiniteError: if one of them is not finite; the critic's weights are unchanged.
@@ -160,27 +140,25 @@ def update_critic(
     num_tokens = int(packer.lengths[sequences].sum())
     if not num_tokens:
         return 0.0, 0.0
-    zero_gradients(critic.model)
-    total = torch.zeros((), dtype=torch.float64, device=returns.device)
-    for batch, is_padding, is_last in learner.passes.micro_batches(packer, sequences):
-        exchange_gradients(critic.module, is_last)
+
+    def loss_of(batch: MicroBatch) -> tuple[Tensor, Tensor]:
         hidden = run_batch(critic.module, batch, learner.dtype)
         values, at = values_of(hidden, critic.model.output_matrix), batch.target_index
         of_tokens = value_loss(values, old_values[at], returns[at], critic.value_clip)
         part = of_tokens.sum() * (size / num_tokens)  # gradients become means over the ranks
-        (0 * part if is_padding else part).backward()
-        if not is_padding:
-            total += part.detach() / size
-    before_clipping = full_tensor(nn.utils.clip_grad_norm_(critic.model.parameters(), CLIP_GRAD))
-    loss, norm = (float(x) for x in to_host(learner.ranks.sum(total), before_clipping))
-    if not (math.isfinite(loss) and math.isfinite(norm)):
+        return part, part.detach().double() / size
+
+    def refuse(loss: float, norm: float) -> NoReturn:
         raise CriticError(
             f"{when}: the critic's loss is {loss:g} and the norm of its gradient {norm:g}"
         )
-    for group in critic.optimizer.param_groups:
-        group["lr"] = critic.lr
-    critic.optimizer.step()
-    return loss, norm
+
+    zero_gradients(critic.model)
+    done = learner.passes.accumulate(critic.module, packer, sequences, loss_of)
+    total = learner.passes.total(done, returns.new_zeros((), dtype=torch.float64))
+    how = critic.model, critic.optimizer, critic.lr, CLIP_GRAD, refuse
+    norm, (loss,) = take_step(*how, total)
+    return float(loss), norm
 
 
 def _check_finite(values: Tensor, batch: RolloutBatch) -> None:
@@ -193,3 +171,47 @@ def _check_finite(values: Tensor, batch: RolloutBatch) -> None:
             f"step {batch.step}: the critic's value of a token is {float(values[token])} for "
             f"prompt {prompt}"
         )
+
+
+def gae_advantages(
+    values: Tensor, rewards: Tensor, cu_seqlens: Tensor, gamma: float, gae_lambda: float
+) -> Tensor:
+    """Return the advantage of every token, float64 [T], of values [T] of the states before the
+    tokens, rewards [S] at each response's last token, and cu_seqlens int64 [S+1].
+
+    The value after the last token is 0, also if the response was truncated (Schulman et al. 2016,
+    eqs. 11 and 16):
+
+        delta_t = r_t + gamma V_{t+1} - V_t,  A_t = sum_l (gamma gae_lambda)^l delta_{t+l}
+    """
+    lengths, size = cu_seqlens.diff(), len(values)
+    last = (cu_seqlens[1:] - 1).repeat_interleave(lengths, output_size=size)
+    tokens_left = last - torch.arange(size, device=values.device)  # in the same response
+    values = values.double()
+    given = rewards.double().repeat_interleave(lengths, output_size=size)
+    sums = torch.where(tokens_left == 0, given, gamma * values.roll(-1)) - values  # [T], delta_t
+    # Each round doubles the terms of a token's sum by adding the sum of the token `shift` places
+    # later.
+    longest = int(lengths.max()) if size else 0
+    shift, factor = 1, gamma * gae_lambda
+    while shift < longest:
+        sums = sums + torch.where(tokens_left >= shift, factor * sums.roll(-shift), 0.0)
+        shift, factor = 2 * shift, factor * factor
+    return sums
+
+
+def whitened(advantages: Tensor, counts: Tensor) -> Tensor:
+    """Scale advantages [T] to mean 0 and sample variance 1 over the tokens in `counts`, bool [T].
+    Other tokens get 0, and so does a single counted token."""
+    number = counts.sum()
+    mean = torch.where(counts, advantages, 0.0).sum() / number.clamp_min(1)
+    centred = torch.where(counts, advantages - mean, 0.0)
+    return centred * (centred.square().sum() / (number - 1).clamp_min(1) + _EPS).rsqrt()
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """Return 1 - Var(returns - values) / Var(returns), float64; 0 if the returns are equal up to
+    rounding."""
+    values, returns = values.double(), returns.double()
+    left, total = ((x - x.mean()).square().mean() for x in (returns - values, returns))
+    return torch.where(total > _ROUNDING * returns.square().mean(), 1 - left / total, 0.0)

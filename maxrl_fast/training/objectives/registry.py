@@ -4,27 +4,25 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from maxrl_fast.algorithms.estimator import Size
+import torch
+
+from maxrl_fast.algorithms.estimator import RATIOS, TRAINING_ESTIMATORS
 from maxrl_fast.algorithms.estimators import ALIASES, ESTIMATORS, Estimator, find_estimator
 from maxrl_fast.algorithms.known import method_hint
-from maxrl_fast.algorithms.options import Option, check_options
+from maxrl_fast.algorithms.method import Method
+from maxrl_fast.algorithms.options import check_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.register import try_out
 from maxrl_fast.runtime.loading import is_code, load_code, place_of
-from maxrl_fast.training.objectives import distill as distill  # each fills OBJECTIVE_CLASSES
-from maxrl_fast.training.objectives import pacs as pacs
-from maxrl_fast.training.objectives import ppo as ppo
-from maxrl_fast.training.objectives import riskpo as riskpo
+from maxrl_fast.training.objectives import ppo as ppo  # each fills OBJECTIVE_CLASSES
 from maxrl_fast.training.objectives import verifree as verifree
-from maxrl_fast.training.objectives import zvp as zvp
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.objective import OBJECTIVE_CLASSES as OBJECTIVE_CLASSES
-from maxrl_fast.training.objectives.objective import Objective, ObjectiveSpec
-from maxrl_fast.training.objectives.off_policy import OffPolicyObjective
+from maxrl_fast.training.objectives.objective import OBJECTIVE_CLASSES, Objective
 
 DEFAULT_K = 4
 _BASELINES = ("leave_two_out",)  # a baseline only; its gradient is zero
-OBJECTIVES = (*(name for name in ESTIMATORS if name not in _BASELINES), *OBJECTIVE_CLASSES)
+METHODS: Mapping[str, Method] = {**ESTIMATORS, **TRAINING_ESTIMATORS, **OBJECTIVE_CLASSES}
+OBJECTIVES = tuple(name for name in METHODS if name not in _BASELINES)
 
 
 def find_code(option: str, name: str, find: Callable[[Any], Any]) -> Any:
@@ -38,15 +36,14 @@ def find_code(option: str, name: str, find: Callable[[Any], Any]) -> Any:
         ) from error
 
 
-def find_objective(name: str) -> ObjectiveSpec | Estimator:
-    """Return the objective of --objective: a built-in one, or your own."""
-    if name in OBJECTIVE_CLASSES:
-        return OBJECTIVE_CLASSES[name]
+def find_objective(name: str) -> Method:
+    """Return the objective of --objective: an estimator, built in or your own, or a class."""
     if is_code(name):
         row: Estimator = find_code("objective", name, find_estimator)
         return row
-    if name in {*OBJECTIVES, *ESTIMATORS, *ALIASES} - {*_BASELINES}:  # registered ones too
-        return find_estimator(name)
+    known: dict[str, Method] = {**METHODS, **ALIASES, **ESTIMATORS}  # registered ones too
+    if name in known and name not in _BASELINES:
+        return known[name]
     raise InputError(
         "objective must be one that `python -m maxrl_fast.objectives` lists, such as maxpo, maxrl, "
         f"pacs, grpo and ppo, or FILE.py:FUNCTION, got {name!r:.80}"
@@ -55,40 +52,27 @@ def find_objective(name: str) -> ObjectiveSpec | Estimator:
     )
 
 
-def _size(name: str) -> Size | None:
-    row = find_objective(name)
-    return row.size if isinstance(row, Estimator) else None
-
-
-def objective_options(name: str) -> dict[str, Option]:
-    """Return an objective's options: the ones in the signature of its function."""
-    size = _size(name)
-    return ({} if size is None else {size.name: size.option}) | dict(find_objective(name).options)
-
-
 def objective_defaults(name: str, num_rollouts: int) -> dict[str, Any]:
     """Return the defaults of an objective's options at N rollouts; None where one must be given or
     the configuration works it out."""
-    defaults = {option: row.default for option, row in objective_options(name).items()}
-    if (size := _size(name)) is not None:
+    row = find_objective(name)
+    defaults = {option: x.default for option, x in row.options.items()}
+    if isinstance(row, Estimator) and (size := row.size) is not None:
         largest = num_rollouts - size.below_n
         if size.name == "k":
             largest = max(size.smallest, min(DEFAULT_K, largest))
-        defaults[size.name] = largest
+        defaults = {size.name: largest, **defaults}
     return defaults
 
 
 def objective_presets(name: str) -> Mapping[str, Any]:
-    return OBJECTIVE_CLASSES[name].presets if name in OBJECTIVE_CLASSES else {}
+    return getattr(METHODS.get(name), "presets", {})
 
 
-def objective_class(name: str) -> type[Objective]:
-    """Return the class of an objective, whose `loss` and `owns_loss` are those of all its runs."""
+def objective_class(name: str) -> Any:
+    """Return what has the `loss` and `owns_loss` of all runs of an objective."""
     row = find_objective(name)
-    if isinstance(row, Estimator):
-        return OffPolicyObjective if "log_ratios" in row.inputs else GroupObjective
-    cls: Any = row.function
-    return cls
+    return row if isinstance(row, Estimator) else row.function
 
 
 def make_objective(
@@ -109,24 +93,24 @@ def _made(
     name: str, items: tuple[tuple[str, Any], ...], num_rollouts: int, updates_per_step: int
 ) -> Objective:
     options, row = dict(items), find_objective(name)
-    wanted = f"{row.name} needs at least %d rollouts per prompt, got {num_rollouts}"
+    limits: Any = row if isinstance(row, Estimator) else row.function
+    fewest = limits.min_rollouts
+    if num_rollouts < fewest:
+        raise ValueError(
+            f"{row.name} needs at least {fewest} rollouts per prompt, got {num_rollouts}"
+        )
     if not isinstance(row, Estimator):
         row.resolve(options)
         made: Objective = row.function(**options)
-        made.updates_per_step = updates_per_step
-        if num_rollouts < made.min_rollouts:
-            raise ValueError(f"{wanted % made.min_rollouts}: {row.needs}")
         return made
-    if num_rollouts < row.min_rollouts:
-        raise ValueError(wanted % row.min_rollouts)
     row.resolve_size(num_rollouts, options.get("k"), options.get("order"))
     own = {key: value for key, value in options.items() if key in row.options and value is not None}
     check_options(row.name, row.options, own)
-    estimator = row if is_code(name) else name
-    per_token = try_out(row, estimator, num_rollouts, **options).dim() == 1
-    if "log_ratios" not in row.inputs:
-        return GroupObjective(estimator, options, per_token=per_token)
-    if len(row.inputs) > 1 or per_token:
-        others = "; it may ask for k and valid besides them, and must return [G, N]"
-        raise ValueError(f"{row.name} asks for log_ratios, which change with every update{others}")
-    return OffPolicyObjective(estimator, options)
+    estimator, per_token = row if is_code(name) else name, False
+    if not row.state:
+        tried = row.with_examples(torch.Size([4, num_rollouts]))
+        given = name if name in ESTIMATORS | ALIASES and tried is row else tried
+        per_token = try_out(tried, given, num_rollouts, **options).dim() == 1
+    if per_token and not {*RATIOS}.isdisjoint(row.inputs):
+        raise ValueError(f"{row.name} asks for log-ratios of responses, so it must return [G, N]")
+    return GroupObjective(estimator, options, per_token, updates_per_step=updates_per_step)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.algorithms.estimators import find_estimator
+from maxrl_fast.algorithms.estimators import ESTIMATORS, find_estimator
 from maxrl_fast.ops import effective_weight
 from maxrl_fast.runtime.loading import is_code
-from maxrl_fast.training.objectives.registry import OBJECTIVE_CLASSES
+from maxrl_fast.training.objectives.registry import METHODS
 
 MOST_ROLLOUTS = 2048  # memory is quadratic in N, in float64
 
@@ -18,8 +18,8 @@ def weight_of(options: dict[str, Any], pass_rates: Sequence[float]) -> dict[str,
     """Return {"values": W_N(p) at these pass rates}, exact at the N of these options, or {"reason":
     why there is none}."""
     name, n = options["objective"], options["rollouts"]
-    if name in OBJECTIVE_CLASSES:
-        return {"reason": f"{name} minimizes a cross-entropy of outcomes and has no W_N(p)"}
+    if name in METHODS and name not in ESTIMATORS:
+        return {"reason": f"{name} has no W_N(p): it learns from more than a group's rewards"}
     if is_code(name):
         return {"reason": f"{name} is a custom objective, whose W_N(p) is not known"}
     if n > MOST_ROLLOUTS:

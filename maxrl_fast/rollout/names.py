@@ -1,3 +1,0 @@
-"""The names that --rollout takes, besides those of classes."""
-
-ENGINES = ("native", "vllm")

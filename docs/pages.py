@@ -11,7 +11,7 @@ from pathlib import Path
 
 from maxrl_fast.algorithms.options import Option, options_of
 from maxrl_fast.config.help_page import metavar
-from maxrl_fast.config.options import Config, fields_of
+from maxrl_fast.config.options import Config
 from maxrl_fast.config.parts import SECTIONS, options_of_part, owners_by_option
 
 OTHER_LIBRARIES = """## Names in other libraries
@@ -44,7 +44,7 @@ with the name here: `--num-generations 8` by "did you mean --rollouts?".
 
 def options_page() -> str:
     """Return docs/options.md."""
-    parts, taken = [HEAD], fields_of(Config)
+    parts = [HEAD]
     head = "| flag | value | default | |\n|---|---|---|---|"
     for name, group in Config.groups().items():
         title, purpose = name.replace("_", " ").capitalize(), escaped(inspect.getdoc(group) or "")
@@ -52,8 +52,8 @@ def options_page() -> str:
         parts.append("\n".join([f"## {title} options\n\n{purpose}\n", head, *rows, ""]))
     for section in SECTIONS:
         rows = []
-        for flag, owners in owners_by_option(section, taken).items():
-            options = {name: options_of_part(section, name, taken)[flag] for name in owners}
+        for flag, owners in owners_by_option(section).items():
+            options = {name: options_of_part(section, name)[flag] for name in owners}
             rows.append(option_row(options[owners[0]], options))
         if rows:
             parts.append("\n".join([f"## Options of --{section} NAME\n", head, *rows, ""]))

@@ -80,7 +80,6 @@ def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
         ({"steps": True}, "steps must be an integer, got True"),
         ({"dry_run": True}, "dry_run works only on the command line"),
         ({"task": object()}, "task object must have the method"),
-        ({"reward": len, "reward_workers": 2}, "needs a --reward that runs in processes"),
     ],
 )
 def test_wrong_options_raise_an_input_error_with_the_commands_sentence(

@@ -178,8 +178,7 @@ REFUSALS = """
       {tmp}/none
     {untrained} | that is not in the folder of a run requires --task:
     {run} --k 1 7 | k must be from 1 to the 4 samples, got 1 7
-    {run} --temperature 0 | greedy decoding gives one response: samples must be 1 at temperature 0,
-      got 4
+    {run} --temperature 0 | greedy decoding, of temperature 0, needs --samples 1, got 4
     {run} --max-new-tokens 1000 | positions
     {run} --out {untrained} | --out must be a new or empty folder, got {untrained}
     {run} --against {run} | {run} must be the folder of a finished evaluation

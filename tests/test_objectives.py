@@ -6,7 +6,7 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.algorithms.estimators import ALIASES
 from maxrl_fast.algorithms.known import explain_name
-from maxrl_fast.objectives import main
+from maxrl_fast.objectives import KINDS, WIDEST, main, purpose_of
 from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.training.objectives.registry import OBJECTIVES, make_objective, objective_defaults
 from maxrl_fast.training.objectives.weight import weight_of
@@ -65,6 +65,9 @@ def test_methods_are_listed_and_explained(capsys):
     for name in ("maxpo", "pacs", "kl_cov", "tis_sequence"):
         [line] = [line for line in listed if line.split()[:1] == [name]]
         assert len(line.split()) > 3
+    for kind, (methods, *_) in KINDS.items():
+        own = [x for x in methods if methods[x].function.__module__.startswith("maxrl_fast.")]
+        assert all(0 < len(purpose_of(kind, name)) <= WIDEST for name in own)
     assert main(["luspo", "tis"]) == 0
     printed = capsys.readouterr().out
     assert "--loss luspo is gspo, by default with aggregation" in printed

@@ -1,19 +1,17 @@
-"""Options: the fields of a dataclass, or the keyword-only parameters of a function or class.
+"""Options: the fields of a dataclass, or the keyword-only parameters of a function.
 
     lr: Positive | None = None
     \"\"\"Peak learning rate. By default 3e-4; with --model 1e-6.\"\"\"
 
-    def w_reinforce(g: Group, *, correct_weight: Annotated[float, Help("Weight of correct
-    rollouts.")] = 0.1) -> Tensor:
+    def w_reinforce(g: Group, *, correct_weight: Annotated[float, Help("...")] = 0.1) -> Tensor:
 
-A part of a run that is chosen by name (an objective, a loss, a correction, a task, an engine, your
-own ones too) has the options of its signature: they are flags while it is chosen.
+A part that is chosen by name, your own too, has the options of its signature: they are flags while
+it is chosen.
 """
 
 import ast
 import contextlib
 import dataclasses
-import enum
 import inspect
 import itertools
 import json
@@ -77,6 +75,7 @@ class Option:
     choices: tuple[str, ...] = ()
     limit: Limit | None = None
     takes_several: bool = False
+    own_name: str = ""  # in the signature of its part
 
     @property
     def flag(self) -> str:
@@ -85,13 +84,12 @@ class Option:
     @property
     def shown_default(self) -> str:
         """The default as help shows it; "" where the help says it."""
-        if self.default is REQUIRED:
-            return "must be given"
-        if isinstance(self.default, bool):
-            return "on" if self.default else "off"
-        if isinstance(self.default, tuple):
-            return " ".join(map(str, self.default))
-        return "" if self.default is None else str(self.default)
+        value = self.default
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        if isinstance(value, tuple):
+            return " ".join(map(str, value))
+        return "must be given" if value is REQUIRED else "" if value is None else str(value)
 
     @property
     def wanted(self) -> str:
@@ -100,19 +98,32 @@ class Option:
         return self.limit.wanted if self.limit else _WANTED[self.kind]
 
     def convert(self, value: Any, name: str) -> Any:
-        """Return a value of a flag, TOML, JSON or Python as the option's. name: for messages."""
+        """Return a value as the option's. name: as the user writes it; that of a flag begins with
+        two dashes, and its value is a list of words, otherwise it is one of Python, TOML or JSON.
+        """
         if self.takes_several:
-            one = dataclasses.replace(self, takes_several=False)
-            values = value if isinstance(value, list | tuple) else [value]
-            return tuple(one.convert(x, name) for x in values)
-        if value is None or (isinstance(value, str) and value == "None" and self.default is None):
+            return tuple(self._one(x, name) for x in as_list(value))
+        if self.name == "dry_run" and value in (True, []):
+            return ""
+        if name.startswith("--") and isinstance(value, list):
+            words = value or [True] * (self.kind is bool)
+            if len(words) != 1:
+                got = " ".join(value) or "none"
+                raise InputError(f"{name} must be one value, {self.wanted}, got {got:.80}")
+            value = words[0]
+        return self._one(value, name)
+
+    def _one(self, value: Any, name: str) -> Any:
+        if value is None:
             return None
         try:
             found = self._converted(value)
-        except (ValueError, RecursionError):
+        except (ValueError, TypeError, RecursionError):
             wanted = self.wanted if self.choices else _WANTED[self.kind]
             if callable(value):
                 wanted = "a name: put the function into a file and give FILE.py:NAME"
+            if isinstance(value, dict):
+                wanted += "; keys stand at the top of a file, not in a table"
             raise InputError(
                 f"{name} must be {wanted}, got {value!r:.80}{nearest(str(value), self.choices)}"
             ) from None
@@ -123,17 +134,21 @@ class Option:
 
     def _converted(self, value: Any) -> Any:
         if self.kind is dict:
-            return json.loads(value) if isinstance(value, str) else value
-        is_flag = isinstance(value, bool)
-        if is_flag != (self.kind is bool) or not isinstance(value, int | float | str | Path):
+            return json.loads(value if isinstance(value, str) else json.dumps(value))
+        if self.kind is bool:
+            return value if isinstance(value, bool) else ["false", "true"].index(value) > 0
+        if isinstance(value, bool) or not isinstance(value, int | float | str | Path):
             raise ValueError
-        text: Any = value if is_flag else str(value)
-        if self.choices and (text := _SAME.get(text, text)) not in self.choices:
-            raise ValueError
-        # which raises on half characters
-        if self.kind in (str, Path) and b"\0" in os.fsencode(text):
+        text = _SAME.get(str(value), str(value)) if self.choices else str(value)
+        # fsencode raises on half characters
+        if (self.choices and text not in self.choices) or b"\0" in os.fsencode(text):
             raise ValueError
         return self.kind(text)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return several values that config.json has as one value or null, as a list."""
+    return [*value] if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -171,8 +186,6 @@ def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
             hint, several = get_args(hint)[0], True
         else:
             hint = dict
-    if inspect.isclass(hint) and issubclass(hint, enum.Enum):
-        hint, choices = str, tuple(str(x.value) for x in hint)
     kind = hint if hint in _WANTED else dict
     return Option(name, kind, default, " ".join(text.split()), choices, limit, several)
 
@@ -219,11 +232,10 @@ def check_options(
     owner: str, options: Mapping[str, Option], given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return all options of `owner`: given values and defaults; numbers are floats."""
-    for name in given:
-        if name not in options:
-            takes = f"the options {', '.join(options)}" if options else "no options"
-            advice = nearest(str(name), options)
-            raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{advice}")
+    for name in (x for x in given if x not in options):
+        takes = f"the options {', '.join(options)}" if options else "no options"
+        advice = nearest(str(name), options)
+        raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{advice}")
     checked: dict[str, Any] = {}
     for name, option in options.items():
         value, limit = given.get(name, option.default), option.limit or FINITE

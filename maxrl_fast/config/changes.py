@@ -23,20 +23,16 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the options outside FREE that differ, each as "lr: 0.1 before, 0.2 now"."""
     # otherwise the learning rate depends on the steps
     free = FREE | ({"steps"} if now.get("lr_schedule") == "constant" else set())
-    return [describe(name, before, now) for name in differing(before, now) if name not in free]
+    return [said for name, said in differing(before, now).items() if name not in free]
 
 
-def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the options that both have, with other values; paths of which only the folder differs
-    are equal: fingerprints compare the files."""
-    both = [name for name in now if name in before]
-    return [name for name in both if _names(before[name]) != _names(now[name])]
-
-
-def describe(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    said = f"{name}: {before[name]} before, {now[name]} now"
-    if name == "steps" and now.get("lr_schedule") == "cosine":
-        said += ", on which the learning rate of --lr-schedule cosine depends"
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options that both have, with other values, and what to say of each; paths of which
+    only the folder differs are equal: fingerprints compare the files."""
+    both = [name for name in now if name in before and _names(before[name]) != _names(now[name])]
+    said = {name: f"{name}: {before[name]} before, {now[name]} now" for name in both}
+    if "steps" in said and now.get("lr_schedule") == "cosine":
+        said["steps"] += ", on which the learning rate of --lr-schedule cosine depends"
     return said
 
 
@@ -49,8 +45,8 @@ def _names(value: Any) -> Any:
 
 def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a line on the options that a resumed run takes from its start."""
-    others = [name for name in differing(before, now) if name not in OF_ONE_START]
-    but = f", but for {'; '.join(describe(x, before, now) for x in others)}" if others else ""
+    others = [x for name, x in differing(before, now).items() if name not in OF_ONE_START]
+    but = f", but for {'; '.join(others)}" if others else ""
     return f"options: the run's own, from its config.json{but}"
 
 

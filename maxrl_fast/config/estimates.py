@@ -8,7 +8,7 @@ from torch import nn
 
 from maxrl_fast.algorithms.known import explain_name
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.resolve import KEPT_BYTES, evaluation_schedule, tensor_parallel
+from maxrl_fast.config.resolve import evaluation_schedule, tensor_parallel
 from maxrl_fast.config.rules import objective_of
 from maxrl_fast.model.attention import kernel_name
 from maxrl_fast.model.policy_model import PolicyModel
@@ -20,53 +20,47 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.tuning import chunk_bytes
 from maxrl_fast.tasks import Task, describe_task
 from maxrl_fast.training.critic import num_critic_weights
-from maxrl_fast.training.optimizer import LearningRate
-
-# of the memory, left for CUDA, NCCL, CUDA graphs and gaps of the allocator
-FREE_SHARE = 0.1
 
 
 def describe_run(
     config: Config, task: Task, model: PolicyModel, ranks: Ranks, saved: Path | None
 ) -> list[str]:
     """Return what runs on what, for the start of a run."""
-    device, dtype = torch.device(config.run.device), getattr(torch, config.run.dtype)
+    device, dtype, sizes = torch.device(config.run.device), config.run.dtype, model.config
     chosen, sampling, own = config.chosen, config.sampling, config.parts["objective"]
-    sizes = [f"{name}={own[name]}" for name in ("k", "order", "beta") if name in own]
-    counts = f"{sampling.rollouts} rollouts a step"
-    if m := sampling.stop_at:
-        sizes = [f"order={sampling.rollouts}"]
-        counts = f"{sampling.first_rollouts} to {counts}, until {m} succeed"
-    method = f"{' '.join([explain_name(chosen.objective), *sizes])}, loss {chosen.loss}"
-    threads = f"{config.run.threads} thread{'s' * (config.run.threads != 1)}"
-    where = f"cpu ({threads}, {torch.backends.cpu.get_cpu_capability()})"
+    method, counts = explain_name(chosen.objective), f"{sampling.rollouts} rollouts a step"
+    for name in own.keys() & {"k", "order", "beta"}:
+        method += f" {name}={sampling.rollouts if sampling.stop_at else own[name]}"
+    if most := sampling.stop_at:
+        counts = f"{sampling.first_rollouts} to {counts}, until {most} succeed"
+    where = f"cpu, {config.run.threads} threads, {torch.backends.cpu.get_cpu_capability()},"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
     if ranks.size > 1:
-        is_full = config.run.sharding == "full"
-        weights = "a part of the weights (FSDP2)" if is_full else "all weights (DDP)"
-        where += f", one of {ranks.size} processes, each with {weights}"
-    kernels = kernels_for(device), kernel_name(device, dtype, model.config.head_dim)
-    how = "; ops: {}; attention: {}".format(*kernels)
+        where += f", one of {ranks.size} processes, with --sharding {config.run.sharding},"
+    attention = kernel_name(device, getattr(torch, dtype), sizes.head_dim)
+    how = f"ops: {kernels_for(device)}; attention: {attention}"
     how += "; checkpointed activations" * config.optimizer.checkpoint_activations
-    start = f"from {saved or config.model.model}" if saved or config.model.model else "new"
+    layers = f"{sizes.num_hidden_layers}-layer {sizes.model_type} decoder ({model.backend})"
+    start = saved or config.model.model
     lines = [
-        f"maxrl_fast {versions()['maxrl_fast']}: {method}, task {task.name}, "
+        f"maxrl_fast {versions()['maxrl_fast']}: {method}, loss {chosen.loss}, task {task.name}, "
         f"seed {config.run.seed}",
-        f"on {where} in {config.run.dtype}{how}",
-        f"policy: {model.config.num_hidden_layers}-layer {model.config.model_type} decoder "
-        f"({model.backend}), {_parameters(model)}, {start}",
+        f"on {where} in {dtype}; {how}",
+        f"policy: {layers}, {_parameters(model)}, {f'from {start}' if start else 'new'}",
         *_describe_critic(config, model),
         f"{sampling.prompts} prompts x {counts}; results in {config.run.out}",
         *describe_task(task),
     ]
-    if a := sampling.ahead:
-        lines.append(
-            f"step n is sampled with the weights after step n - {a + 1}; correction: "
-            f"{chosen.correction}"
-        )
-    has_warm_start = saved is None and config.warm_start.sft_steps > 0
-    return [*lines, str(evaluation_schedule(config, task)), _describe_rates(config, has_warm_start)]
+    if sampling.ahead:
+        lag = f"step n is sampled with the weights after step n - {sampling.ahead + 1}"
+        lines.append(f"{lag}; correction: {chosen.correction}")
+    options, warm = config.optimizer, config.warm_start
+    rates = f"learning rate {options.lr:g} after {options.warmup_steps} steps of warm-up, then "
+    rates += f"a cosine to {options.lr / 10:g}" if options.lr_schedule == "cosine" else "constant"
+    if saved is None and warm.sft_steps:
+        rates += f"; warm start: {warm.sft_steps} steps at {warm.sft_lr:g}"
+    return [*lines, str(evaluation_schedule(config, task)), rates]
 
 
 def _parameters(model: PolicyModel) -> str:
@@ -83,17 +77,6 @@ def _describe_critic(config: Config, model: PolicyModel) -> list[str]:
     return [f"critic: a copy of the policy with a value head, {trained}"]
 
 
-def _describe_rates(config: Config, has_warm_start: bool) -> str:
-    """Return the learning rates with their course."""
-    options, warm = config.optimizer, config.warm_start
-    said = f"learning rate {options.lr:g} after {options.warmup_steps} steps of warm-up, then "
-    said += f"a cosine to {options.lr / 10:g}" if options.lr_schedule == "cosine" else "constant"
-    if 0 < options.steps <= options.warmup_steps:
-        last = LearningRate(options.lr, options.steps, options.warmup_steps).at(options.steps)
-        said += f"; the warm-up outlasts the run, which ends at {last:.3g}"
-    return said + f"; warm start: {warm.sft_steps} steps at {warm.sft_lr:g}" * has_warm_start
-
-
 def estimate(
     config: Config,
     task: Task,
@@ -103,23 +86,23 @@ def estimate(
 ) -> str:
     """Return the options that the run uses, and an estimate of its memory on a machine."""
     memory = estimate_memory(config, task, model, machine, teacher)
-    usable, needed = (1 - FREE_SHARE) * machine.memory, sum(memory.values())
+    # a tenth is left for CUDA, NCCL, CUDA graphs and gaps of the allocator
+    usable, needed = 0.9 * machine.memory, sum(memory.values())
     answer = f"It fits: it needs at most {needed / 1e9:.1f} GB, within"
     if needed > usable:
-        answer = f"It does not fit: it needs {needed / 1e9:.1f} GB, more than"
-    advice = (
-        "\nA lower --kv-cache-gb, a lower --token-budget, --checkpoint-activations, --lora-rank or "
-        "--sharding full on more GPUs needs less."
-    )
-    unit, scale = ("GB (1e9 bytes)", 1e9) if needed >= 1e9 else ("MB (1e6 bytes)", 1e6)
+        answer = (
+            "A lower --kv-cache-gb, a lower --token-budget, --checkpoint-activations, --lora-rank "
+            "or --sharding full on more GPUs needs less.\n"
+            f"It does not fit: it needs {needed / 1e9:.1f} GB, more than"
+        )
     lines = [
-        f"{answer} {usable / 1e9:.1f} GB, nine tenths of the memory.{advice * (needed > usable)}",
+        f"{answer} {usable / 1e9:.1f} GB, nine tenths of the memory.",
         "configuration",
         *(f"  {name} = {x}" for name, x in config.flat().items() if name != "dry_run"),
         f"policy: {_parameters(model)}",
         *_describe_critic(config, model),
-        f"memory of {machine.describe()}, estimated in {unit}",
-        *(f"  {name:35}{x / scale:9.1f}" for name, x in {**memory, "total": needed}.items()),
+        f"memory of {machine.describe()}, estimated in GB (1e9 bytes)",
+        *(f"  {name:35}{x / 1e9:9.3f}" for name, x in {**memory, "total": needed}.items()),
     ]
     if (name := config.chosen.rollout) not in ENGINES:
         lines.append(f"  The memory of the engine {name} is not known and not in the table.")
@@ -136,29 +119,12 @@ def estimate_memory(
     """Return the bytes of one process, by what they are for; responses and passes are at their
     limits. --sharding is resolved, and the models may be on the meta device.
     """
-    loss, sampling, sizes = config.loss, config.sampling, model.config
-    needs, width = objective_of(config).needs, getattr(torch, config.run.dtype).itemsize
+    loss, sampling, sizes, dtype = config.loss, config.sampling, model.config, config.run.dtype
+    needs, width = objective_of(config).needs, getattr(torch, dtype).itemsize
     part = 1 / machine.processes if config.run.sharding == "full" else 1.0
     trained = count(model, is_trained=True) * part
-    is_own = loss.reference is None and loss.teacher_prompt is None
+    is_copied = not (loss.reference or loss.teacher_prompt) and (loss.kl_coef or needs.reference)
     responses = sampling.prompts * sampling.rollouts * max(sampling.dynamic_sampling, 1)
-    memory = {
-        "weights (float32)": 4 * count(model) * part,
-        "gradients (float32)": 4 * trained,
-        "Adam moments (float32)": 8 * trained,
-        "reference policy (float32)": (
-            4 * trained if is_own and (loss.kl_coef or needs.reference) else 0
-        ),
-        "teacher": width * count(teacher) * part if teacher else 0,
-        "critic with gradients and moments (float32)": (
-            16 * num_critic_weights(model) * part if needs.critic else 0
-        ),
-        # every process has all of them
-        "rollouts of a step": (
-            KEPT_BYTES * responses * sampling.max_new_tokens * (1 + sampling.ahead)
-        ),
-        **_of_engine(config, task, model, machine, width),
-    }
     tokens, num_layers = config.optimizer.token_budget, sizes.num_hidden_layers
     # of each token a layer keeps: 5 numbers of H, 4 of the feed-forward size, 4 of the heads
     heads = (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim
@@ -166,17 +132,27 @@ def estimate_memory(
     kept = num_layers * layer
     if config.optimizer.checkpoint_activations:
         kept = num_layers * sizes.hidden_size + layer
-    if width < 4:
-        memory[f"copies of weights ({config.run.dtype})"] = width * sum(
-            count(block) for block in model.blocks
-        )
-    memory[f"activations of {tokens} tokens"] = tokens * width * (kept + layer / 2)
     # the output matrix and its gradient are float32; the exact divergence needs both twice
     logits = min(chunk_bytes(machine.device, machine.memory), tokens * sizes.vocab_size * 4)
     logits += 4 * sizes.vocab_size * sizes.hidden_size * model.lm_head.weight.requires_grad
-    memory["logits of a chunk, output matrix"] = logits * (
-        2 if loss.kl_coef and loss.kl == "full" else 1
-    )
+    memory = {
+        "weights (float32)": 4 * count(model) * part,
+        "gradients (float32)": 4 * trained,
+        "Adam moments (float32)": 8 * trained,
+        "reference policy (float32)": 4 * trained * bool(is_copied),
+        "teacher": width * count(teacher) * part if teacher else 0,
+        "critic with gradients and moments (float32)": (
+            16 * num_critic_weights(model) * part if needs.critic else 0
+        ),
+        # every process has all of them: of a token its id in int64 and its log-prob in float32
+        "rollouts of a step": 12 * responses * sampling.max_new_tokens * (1 + sampling.ahead),
+        **_of_engine(config, task, model, machine, width),
+        f"copies of weights ({dtype})": width * sum(map(count, model.blocks)) * (width < 4),
+        f"activations of {tokens} tokens": tokens * width * (kept + layer / 2),
+        "logits of a chunk, output matrix": (
+            logits * (2 if loss.kl_coef and loss.kl == "full" else 1)
+        ),
+    }
     return {name: size for name, size in memory.items() if size}
 
 
@@ -194,8 +170,8 @@ def _of_engine(
     prompts = -(-rows // min(sampling.rollouts, rows))
     tokens = rows * sampling.max_new_tokens + prompts * task.prompt_length
     keys = sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim
-    share = 4 if machine.device == "cuda" else 8
-    limit = (sampling.kv_cache_gb or 0) * 1e9 or machine.memory / share
+    limit = (sampling.kv_cache_gb or 0) * 1e9
+    limit = limit or machine.memory / (4 if machine.device == "cuda" else 8)
     # vLLM allocates all of it at once
     cache = limit if name == "vllm" else min(limit, 2 * keys * width * tokens)
     copy = width * count(model) / number

@@ -22,25 +22,22 @@ _METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", dict: "JSON"}
 
 def show_help(config: Options, known: Mapping[str, Mapping[str, Option]], prog: str) -> NoReturn:
     """Print the options that a run of this configuration uses, and exit."""
-    pages = []
+    pages, groups = [], config.groups()
     for name, options in known.items():
-        rows = [help_row(x, flag) for flag, x in options.items() if flag not in config.unused]
-        if kind := config.groups().get(name):
-            title, purpose = f"{name.replace('_', ' ')} options", inspect.getdoc(kind)
-        else:
+        title, purpose = f"{name.replace('_', ' ')} options", inspect.getdoc(groups.get(name)) or ""
+        if name not in groups:
             part = getattr(config.chosen, name[2:])
             title, purpose = f"options of {name} {part}", purpose_of(name[2:], part)
-        pages.append((title, purpose or "", rows))
+        rows = [help_row(x) for flag, x in options.items() if flag not in config.unused]
+        pages.append((title, purpose, rows))
     print_help(prog, inspect.getdoc(type(config)) or "", pages)
 
 
-def help_row(option: Option, name: str = "") -> tuple[str, str]:
+def help_row(option: Option) -> tuple[str, str]:
     """Return the flag with what it takes, and the help with the default."""
-    flag = f"--{(name or option.name).replace('_', '-')}"
     default = f" (default: {option.shown_default})" if option.shown_default else ""
-    if option.kind is bool:
-        return f"{flag}, --no-{flag[2:]}", option.help + default
-    return f"{flag} {metavar(option)}", option.help + default
+    takes = f", --no-{option.flag[2:]}" if option.kind is bool else f" {metavar(option)}"
+    return option.flag + takes, option.help + default
 
 
 def print_help(

@@ -2,13 +2,13 @@
 have their own, beside their code."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from maxrl_fast.algorithms.options import (
     BelowOne,
+    BetweenZeroAndOne,
     Count,
     CountOrZero,
     Limit,
@@ -33,10 +33,9 @@ class TaskAndEngine:
     """The parts of a run, by name; each adds its options."""
 
     task: str = "maze"
-    """maze; gsm8k or math, of the Hugging Face hub or --data; code, Python programs
-    run against tests; gym:NAME of reasoning-gym; dataset, prompts of --data scored by --reward;
-    FILE.py:FUNCTION, which is dataset with this reward; FILE.py:CLASS or package.module:CLASS, your
-    own task."""
+    """maze; gsm8k or math, of the hub or --data; code, Python programs run against tests; gym:NAME
+    of reasoning-gym; dataset, prompts of --data scored by --reward; FILE.py:FUNCTION, dataset with
+    this reward; or your own task: FILE.py:CLASS or package.module:CLASS."""
     rollout: str = "native"
     """Rollout engine: native, vllm, FILE.py:CLASS or package.module:CLASS."""
 
@@ -46,15 +45,14 @@ class Chosen(TaskAndEngine):
     """The parts of a run, by name; each adds its options."""
 
     objective: str = "maxpo"
-    """maxpo, maxrl, grpo, dr_grpo, rloo, pkpo, pacs, ppo, ... (`python -m maxrl_fast.objectives`
-    lists all); FILE.py:FUNCTION or package.module:FUNCTION, your own advantage."""
+    """maxpo, maxrl, grpo, rloo, pacs, ppo, ... (`python -m maxrl_fast.objectives` lists all), or
+    your own advantage: FILE.py:FUNCTION or package.module:FUNCTION."""
     loss: str = DERIVED
-    """Token loss: ppo, reinforce, cispo, gspo, sapo, dppo, ..., FILE.py:FUNCTION or
-    package.module:FUNCTION. By default the objective's: mostly ppo; reinforce for pacs, verifree
-    and the off-policy objectives."""
+    """Token loss: ppo, reinforce, cispo, gspo, ..., or your own FILE.py:FUNCTION or
+    package.module:FUNCTION. By default the objective's, mostly ppo."""
     correction: Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"] = DERIVED
-    """Correction for a rollout engine whose probabilities are not the trainer's. By default none
-    with native or the objective's own loss, else tis."""
+    """Correction for an engine whose probabilities are not the trainer's. By default tis, or none
+    with native or the objective's own loss."""
 
 
 @dataclass(frozen=True)
@@ -62,24 +60,24 @@ class Reward:
     """How responses are scored."""
 
     reward: tuple[str, ...] = ()
-    """Functions(prompt, response, **columns) -> float, as rewards.py:length or package.module:f; or
-    hf:DIR, a sequence classifier. By default the task's own."""
+    """Functions(prompt, response, **columns) -> float, as FILE.py:f or package.module:f; or hf:DIR,
+    a sequence classifier. By default the task's own."""
     reward_weights: tuple[float, ...] = ()
-    """Weights of the functions in the reward, their sum. By default 1 for each."""
+    """Weights of the functions in their sum. By default 1 each."""
     reward_threshold: float | None = None
     """Rewards above this become 1, all others 0."""
     reward_workers: Count = 2
     """Processes that run each function."""
     reward_concurrency: Count = 16
-    """Calls of an async function at a time in a process."""
+    """Calls of an async function at a time, in a process."""
     reward_seconds: Positive = 5.0
-    """Longest time of one call in seconds; a longer one is killed and counts as failed."""
+    """Longest time of a call, in seconds; a longer one is killed and counts as failed."""
     reward_memory_gb: Positive = 2.0
     """Memory of a process beside the loaded function, in 1e9 B."""
     reward_env: str = ""
     """Environment variables that the function may see, as NAME,NAME."""
     max_reward_error_rate: UnitInterval = 0.1
-    """Stop when more than this fraction of a step's rewards fails; failed ones are left out."""
+    """Stop when more than this share of a step's rewards fails; failed ones are left out."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +85,15 @@ class Shaping(Reward):
     """How responses are scored."""
 
     reward_source: Literal["given", "vote", "logprob", "mean_logprob", "rlpr"] = "given"
-    """given: by the task or --reward; vote: 1 for the answer that most responses to the prompt
-    give, else 0; logprob: the policy's log-prob of the reference answer after the response's
-    reasoning; mean_logprob: its mean over tokens; rlpr: RLPR's."""
+    """given: by the task or --reward; vote: 1 for the prompt's most frequent answer, else 0;
+    logprob: the policy's log-prob of the reference answer after the reasoning; mean_logprob: its
+    mean over tokens; rlpr: RLPR's."""
     overlong_buffer: CountOrZero = 0
-    """DAPO's overlong punishment, in this many last tokens before --max-new-tokens; 0: none."""
+    """DAPO's overlong punishment, in the last tokens before --max-new-tokens; 0: none."""
     overlong_penalty: Positive = 1.0
     """Reward that a response of --max-new-tokens tokens loses."""
     truncated: Literal["keep", "zero", "mask"] = "keep"
-    """Responses that the length limit ended. keep: as others; zero: the reward is 0; mask: their
-    tokens are left out of the loss."""
+    """Responses that the length limit ended: as others, with reward 0, or out of the loss."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +105,10 @@ class Decoding:
     temperature: Positive = 1.0
     """Temperature of the sampling and of the loss."""
     top_p: Share = 1.0
-    """Sample from the most probable tokens that have this much of the probability; 1: from all."""
+    """Sample from the most probable tokens with this sum of probabilities; 1: from all."""
     kv_cache_gb: Positive | None = None
-    """KV-cache limit of the rollout engine, in 1e9 bytes. By default an eighth of the memory, a
-    quarter of a GPU's."""
+    """KV cache of the rollout engine, in 1e9 bytes. By default an eighth of the memory, a quarter
+    of a GPU's."""
 
 
 @dataclass(frozen=True)
@@ -123,19 +120,19 @@ class Sampling(Decoding):
     rollouts: Count = 16
     """Rollouts per prompt (N)."""
     stop_at: CountOrZero = 0
-    """Draw rollouts of a prompt only until this many succeed; the gradient is still that of MaxRL
-    of order N. 0: all."""
+    """Draw rollouts of a prompt until this many succeed, which leaves MaxRL's gradient of order N
+    as it is; 0: all."""
     first_rollouts: Count = 8
-    """Rollouts of every prompt, with --stop-at; then as many again, up to --rollouts."""
+    """Rollouts of every prompt at first; then as many again, up to --rollouts."""
     schedule: str | None = None
-    """FILE:CLASS that says when to stop instead, of maxrl_fast.training.schedule.Stopping."""
+    """FILE:CLASS, a maxrl_fast.training.schedule.Stopping that says otherwise when to stop."""
     dynamic_sampling: CountOrZero = 0
-    """Sample up to this many batches a step, to replace groups of equal rewards (DAPO); 0: one."""
+    """Sample up to this many batches a step to replace groups of equal rewards (DAPO); 0: one."""
     std_filter: NotNegative = 0.0
-    """Replace groups too whose standard deviation of rewards is below this share of its average
-    over steps (RLPR: 0.5)."""
+    """Replace groups whose standard deviation of rewards is below this share of its average over
+    steps, too (RLPR: 0.5)."""
     ahead: Annotated[int, Limit("0 to 4", lambda x: 0 <= x <= 4)] = 0
-    """Sample while the policy trains, from weights that are this many updates old; 0: do not."""
+    """Sample while the policy trains, from weights this many updates old; 0: do not."""
 
     def samples_of_engine(self, processes: int, tensor_parallel: int) -> int:
         """Return the most samples of a step that one of the engines of these processes gets."""
@@ -164,7 +161,7 @@ class WarmStart:
     sft_lr: Positive = DERIVED
     """Peak learning rate. By default 2e-3; with --model 1e-5, with --lora-rank too 1e-4."""
     sft_beta2: BelowOne = DERIVED
-    """AdamW's decay of the second moment in the warm start. By default --beta2."""
+    """As --beta2, which is the default."""
 
 
 @dataclass(frozen=True)
@@ -176,11 +173,11 @@ class Optimizer:
     lr: Positive = DERIVED
     """Peak learning rate. By default 3e-4; with --model 1e-6, with --lora-rank too 1e-5."""
     lr_schedule: Literal["constant", "cosine"] = "cosine"
-    """Learning rate after the warm-up: constant, or to a tenth of the peak."""
+    """After the warm-up constant, or to a tenth of the peak."""
     warmup_steps: CountOrZero = 25
-    """Steps of linear warm-up, while the second moments settle."""
+    """Steps of linear warm-up."""
     updates_per_step: Count = 1
-    """Optimizer updates a step, each on an equal share of its prompts."""
+    """Optimizer updates a step, each on an equal share of the prompts."""
     weight_decay: NotNegative = 0.01
     """Decoupled weight decay, on matrices only."""
     beta2: BelowOne = 0.99
@@ -188,7 +185,7 @@ class Optimizer:
     clip_grad: Positive = 0.1
     """Largest gradient norm; larger gradients are scaled down to it."""
     token_budget: Count = 4096
-    """Token limit, prompts counted once, of one forward and backward pass; gradients add up."""
+    """Most tokens, prompts counted once, of a forward and backward pass; gradients add up."""
     checkpoint_activations: bool = False
     """Recompute each layer in the backward pass: less memory, a third more work."""
 
@@ -201,8 +198,7 @@ class Loss:
     """How token losses are averaged: token_mean over the batch, seq_mean_token_mean (grpo),
     seq_mean_token_sum (pacs, luspo) or seq_sum_constant (dr_grpo). By default the objective's."""
     top_entropy: Share = 1.0
-    """Share of tokens, those with the highest entropies, that have a policy gradient (80/20 paper:
-    0.2)."""
+    """Share of tokens, of the highest entropies, with a policy gradient (80/20 paper: 0.2)."""
     entropy_coef: NotNegative = 0.0
     """Coefficient of the entropy bonus, per nat."""
     siren: NotNegative = 0.0
@@ -212,31 +208,30 @@ class Loss:
     kl: Literal["k1", "k2", "k3", "k3+", "full"] = "k3"
     """Estimator of the divergence; full: the exact one, of the whole vocabulary."""
     divergence: Literal["reverse", "forward", "jsd"] = "reverse"
-    """Divergence of --kl full: KL(policy || teacher), KL(teacher || policy) or Jensen-Shannon's."""
+    """Of --kl full: KL(policy || teacher), KL(teacher || policy) or Jensen-Shannon's."""
     jsd_beta: Annotated[float, Limit("from 1e-7 to 1 - 1e-7", lambda x: 1e-7 <= x <= 1 - 1e-7)] = (
         0.5
     )
     """The teacher's weight in --divergence jsd."""
     reference: str | None = None
-    """Reference policy: another checkpoint with the policy's tokenizer, such as a teacher. By
-    default the policy when reinforcement learning begins."""
+    """Reference policy, such as a teacher: a checkpoint with the policy's tokenizer. By default the
+    policy when reinforcement learning begins."""
     teacher_prompt: str | None = None
-    """What the reference policy, by default the policy at each step, reads in place of the prompt:
-    answer, the question with the reference answer; or FILE.py:FUNCTION(prompt, **columns) -> text
-    or chat messages."""
+    """What the reference policy, by default that of each step, reads in place of the prompt:
+    answer, the question with its answer; or FILE.py:FUNCTION(prompt, **columns) -> text or chat
+    messages."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """The policy: a new decoder of the Qwen2 architecture, or a checkpoint of a decoder that
-    transformers has."""
+    """The policy: a new decoder of Qwen2's architecture, or a checkpoint of transformers."""
 
     model: str | None = None
-    """Checkpoint to start from: a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION.
-    By default a new model."""
+    """Checkpoint: a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION. By default a
+    new model."""
     model_backend: Literal["auto", "native", "transformers"] = "auto"
-    """What runs the layers of --model: native (Qwen2, Qwen3, Llama 3, SmolLM2), transformers, or
-    auto: native where it has the model."""
+    """What runs the layers of --model; native has Qwen2, Qwen3, Llama 3 and SmolLM2, and auto is
+    native for these."""
     hidden_size: Count = 128
     """Size of the hidden states."""
     intermediate_size: Count = 256
@@ -250,7 +245,7 @@ class Model:
     rope_theta: Positive = 100.0
     """Base of the rotary embedding; the MaxRL paper has 1e6."""
     lora_rank: CountOrZero = 0
-    """Train low-rank adapters of this rank (LoRA), merged into the checkpoints; 0: the weights."""
+    """Train adapters of this rank (LoRA), merged into checkpoints; 0: the weights."""
     lora_alpha: Positive = 32.0
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
@@ -271,14 +266,14 @@ class Evaluation:
     """Evaluation on held-out prompts, and what is reported."""
 
     eval_every: CountOrZero | None = None
-    """Steps between evaluations; 0: only at the ends. By default three between them, on a subset
-    that costs at most 5% of the training samples."""
+    """Steps between evaluations; 0: only at the ends. By default three between, on a subset that
+    costs at most 5% of the samples."""
     eval_prompts: Count = DERIVED
     """Held-out prompts of each set. By default 256, or all."""
     eval_samples: Count = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
     keep_rollouts: CountOrZero = 8
-    """Rollouts of each training step that rollouts.jsonl keeps, in whole groups; 0: none."""
+    """Rollouts of a step that rollouts.jsonl keeps, in whole groups; 0: none."""
     log_to: Literal["tensorboard", "wandb", "trackio"] | None = None
     """Send metrics to TensorBoard, wandb or trackio too."""
 
@@ -290,7 +285,7 @@ class Place:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the computation; auto: bfloat16 on a GPU that has it, float32 elsewhere."""
+    """Dtype of the computation; auto: bfloat16 on a GPU that has it, else float32."""
     threads: Annotated[int, Limit("from 1 to 1024", lambda x: 1 <= x <= 1024)] = DERIVED
     """CPU threads. By default those this process may use."""
 
@@ -302,26 +297,70 @@ class Run(Place):
     out: Path = DERIVED
     """Folder of results, new or empty. By default runs/<objective>-<time>."""
     resume: Path | None = None
-    """Resume the run in this folder with its own options unless others are given; auto: the run in
-    --out, or a new one if there is none yet."""
+    """Resume the run of this folder with its own options unless others are given; auto: that of
+    --out, or a new one."""
     allow_changes: bool = False
-    """Resume even if options or files change what is computed."""
+    """Resume even where options or files change what is computed."""
     config: Path | None = None
     """TOML file of options, as maze_size = 11. A flag overrides the file."""
     seed: Seed = 0
-    """Seed of new weights, of the task's prompts and of the sampling."""
+    """Seed of new weights, prompts and the sampling."""
     sharding: Literal["auto", "none", "full"] = "auto"
     """How torchrun's processes divide the weights: none (DDP), full (FSDP2), or auto: full where
-    training would take more than half of a GPU's memory."""
+    training takes over half of a GPU's memory."""
     save_every: CountOrZero = 50
     """Steps between checkpoints; 0: only at the ends and when stopped."""
     keep_checkpoints: CountOrZero = 3
-    """Newest checkpoints to keep, besides the first and the best; 0: all."""
+    """Newest checkpoints to keep beside the first and the best; 0: all."""
     stall_limit: Positive = 1800.0
     """Seconds without progress after which the run ends."""
     dry_run: str | None = None
-    """Print the resolved configuration with an estimate of its memory, and stop. 8x80: for 8 GPUs
-    of 80 GB (1e9 bytes) each; without a value for this machine."""
+    """Print the resolved options and an estimate of memory, and stop: without a value for this
+    machine, 8x80 for 8 GPUs of 80 GB (1e9 bytes)."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is measured."""
+
+    eval_prompts: Count = DERIVED
+    """Prompts of the split, or of each held-out set. By default 256, or all that are held out."""
+    samples: Count = 256
+    """Responses to each prompt (n)."""
+    k: tuple[int, ...] = ()
+    """Sizes at which pass@k, max@k and maj@k are reported. By default 1 2 4 ... up to --samples."""
+    split: Literal["test", "train"] = "test"
+    """Held-out prompts, or training prompts, which repeat where a file has fewer."""
+    against: tuple[Path, ...] = ()
+    """Compare with these finished evaluations, by prompt where all settings are the same."""
+    bootstrap: Count = 1000
+    """Bootstrap resamples of the prompts for the intervals."""
+    confidence: BetweenZeroAndOne = 0.95
+    """Confidence of the intervals."""
+
+
+@dataclass(frozen=True)
+class EvaluatedDecoding(Decoding):
+    """How responses are sampled; the papers' language models with --temperature .6 --top-p .95."""
+
+    temperature: NotNegative = 1.0
+    """Sampling temperature; 0: greedy decoding, with one sample."""
+    top_k: CountOrZero = 0
+    """Sample from this many of the most probable tokens; 0: from all."""
+    min_p: UnitInterval = 0.0
+    """Sample from tokens with at least this share of the greatest probability."""
+    seed: Seed = DERIVED
+    """Seed of the sampling and the bootstrap. By default the run's, else 0."""
+
+
+@dataclass(frozen=True)
+class EvaluationPlace(Place):
+    """Where it is computed and written."""
+
+    out: Path = DERIVED
+    """Folder of results, new or empty. By default evaluations/<name>-<time>."""
+    task_seed: Seed = DERIVED
+    """Seed of the mazes and of the order of training prompts. By default the run's, else 0."""
 
 
 @dataclass(frozen=True)
@@ -332,26 +371,29 @@ class Options:
         parts: options of the chosen parts, by section (objective, loss, ...).
         unused: options that nothing reads, such as --kl without --kl-coef.
         places: "FILE, line N" of options of a file.
+        own_names: of options of a part by flags that are longer, such as simko_k.
     """
 
     chosen: Any
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     unused: frozenset[str] = frozenset()
     places: Mapping[str, str] = field(default_factory=dict)
+    own_names: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def groups(cls) -> dict[str, Any]:
         """The dataclasses of the groups, by name."""
-        return {x.name: x.type for x in fields(cls) if x.name not in ("parts", "unused", "places")}
+        return {x.name: x.type for x in fields(cls) if is_dataclass(x.type)}
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """The names of the options of all groups."""
+        return {x.name for group in cls.groups().values() for x in fields(group)}
 
     def values(self) -> dict[str, Any]:
-        """All options by flag name: those of a part after its name."""
-        found: dict[str, Any] = {}
-        for name, value in vars(self.chosen).items():
-            found |= {name: value} | dict(self.parts.get(name, {}))
-        for name in self.groups():
-            found |= vars(getattr(self, name))
-        return found
+        """All options by flag name."""
+        groups = (vars(getattr(self, name)) for name in self.groups())
+        return {key: x for own in (*groups, *self.parts.values()) for key, x in own.items()}
 
     def flat(self) -> dict[str, Any]:
         """Options that are used and have a value, in the types of JSON."""
@@ -360,16 +402,14 @@ class Options:
 
     def replace(self: AnyConfig, **options: Any) -> AnyConfig:
         """A copy with other values for some options, by flag name; the parts stay."""
-        parts = {
-            section: {key: options.get(key, x) for key, x in own.items()}
-            for section, own in self.parts.items()
-        }
+
+        def changed(own: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: options.get(key, x) for key, x in own.items()}
+
         groups = {name: getattr(self, name) for name in self.groups()}
-        changed = {
-            name: replace(x, **{key: options[key] for key in vars(x) if key in options})
-            for name, x in groups.items()
-        }
-        return replace(self, parts=parts, **changed)
+        made: dict[str, Any] = {name: replace(x, **changed(vars(x))) for name, x in groups.items()}
+        parts = {section: changed(own) for section, own in self.parts.items()}
+        return replace(self, parts=parts, **made)
 
 
 @dataclass(frozen=True)
@@ -395,6 +435,28 @@ class Config(Options):
     run: Run = Run()
 
 
+@dataclass(frozen=True)
+class EvaluationConfig(Options):
+    """Sample many responses to each held-out prompt, and report pass@k, max@k and maj@k.
+
+    CHECKPOINT is a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub, or
+    the folder of a run: its latest checkpoint; RUN/best has the highest mean reward. The task's
+    options and the response limit are the run's, unless others are given. The folder of a finished
+    evaluation in its place is only compared with those of --against.
+
+    Examples:
+        python -m maxrl_fast.evaluate runs/maxpo-... --samples 256
+        python -m maxrl_fast.evaluate DIR --task gsm8k --temperature .6 --top-p .95
+        python -m maxrl_fast.evaluate evaluations/one --against evaluations/other
+    """
+
+    chosen: TaskAndEngine = TaskAndEngine()
+    measure: Measure = Measure()
+    sampling: EvaluatedDecoding = EvaluatedDecoding()
+    reward: Reward = Reward()
+    place: EvaluationPlace = EvaluationPlace()
+
+
 def as_json(value: Any) -> Any:
     """Return an option's value in the types of JSON and TOML: of several values a list, of one the
     value, of none None.
@@ -402,14 +464,3 @@ def as_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [*map(as_json, value)] if len(value) > 1 else as_json(value[0]) if value else None
     return str(value) if isinstance(value, Path) else value
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return the values that `as_json` made one value of."""
-    return [*value] if isinstance(value, list | tuple) else [] if value is None else [value]
-
-
-@lru_cache
-def fields_of(config: type[Options]) -> frozenset[str]:
-    """Return the names of the options of all groups."""
-    return frozenset(x.name for group in config.groups().values() for x in fields(group))

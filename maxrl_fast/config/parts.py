@@ -1,8 +1,8 @@
 """The parts of a run that are chosen by name, and the options of each."""
 
-import dataclasses
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,21 +11,20 @@ from maxrl_fast.algorithms.losses import ALIASES, LOSSES
 from maxrl_fast.algorithms.losses.registry import Clips, TokenLoss, find_loss
 from maxrl_fast.algorithms.method import Method
 from maxrl_fast.algorithms.options import (
-    REQUIRED,
     Option,
     make_option,
     options_of,
     parameters_of,
 )
+from maxrl_fast.config.options import Config, EvaluationConfig
 from maxrl_fast.errors import InputError
-from maxrl_fast.rollout import check_engine_name
 from maxrl_fast.rollout.vllm import VllmOptions
 from maxrl_fast.runtime.loading import is_code, load_code
 from maxrl_fast.tasks.dataset import DatasetOptions
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.gym import GymOptions, generator_options
 from maxrl_fast.tasks.maze import MazeOptions
-from maxrl_fast.tasks.names import GYM, OBJECT, check_known, is_reward
+from maxrl_fast.tasks.names import GYM, OBJECT, is_reward
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.registry import (
     OBJECTIVES,
@@ -39,10 +38,9 @@ SECTIONS = ("objective", "rollout", "task", "loss", "correction")
 TASKS: dict[str, Any] = {"maze": MazeOptions}
 TASKS |= dict.fromkeys(DATASETS, DatasetOptions)
 ENGINES: dict[str, Any] = {"native": None, "vllm": VllmOptions}
-_LOSSES = (*LOSSES, *ALIASES)
 _BUILT_IN: dict[str, Any] = {
     "objective": OBJECTIVES,
-    "loss": _LOSSES,
+    "loss": LOSSES | ALIASES,
     "correction": CORRECTIONS,
     "task": TASKS,
     "rollout": ENGINES,
@@ -54,37 +52,32 @@ OFFERED = {
 }
 
 
-def loss_of(name: str) -> TokenLoss:
-    """Return the token loss of --loss: a name in LOSSES, or one of your own."""
-    if name in _LOSSES:
-        return find_loss(name)
-    if not is_code(name):
-        raise InputError(
-            f"loss must be one of {', '.join(_LOSSES)}, or FILE.py:FUNCTION, got {name!r:.80}"
-            f"{method_hint(name, _LOSSES)}"
-        )
-    found: TokenLoss = find_code("loss", name, find_loss)
-    return found
-
-
 def part(section: str, name: str) -> Any:
     """Return the part that --SECTION NAME names: a method, a dataclass of options, a user's class,
     or None for one without options."""
     if section == "objective":
         return find_objective(name)
-    if section == "loss":
-        return loss_of(name)
-    if section == "rollout":
-        check_engine_name(name)
-    elif section == "task":
-        check_known(name)
     if name in (built_in := _BUILT_IN[section]):
         return built_in[name]
-    if name.startswith(GYM):
-        return GymOptions
+    if section == "task" and name.startswith((GYM, OBJECT)):
+        return GymOptions if name.startswith(GYM) else None
     if section == "task" and is_reward(name):
         return DatasetOptions
-    return None if name.startswith(OBJECT) else load_code(section, name, "CLASS")
+    if is_code(name):
+        return loss_of(name) if section == "loss" else load_code(section, name, "CLASS")
+    names = ", ".join([*built_in, *["gym:NAME"] * (section == "task")])
+    raise InputError(
+        f"--{section} must be one of {names}, or FILE.py:NAME or package.module:NAME, got "
+        f"{name!r:.80}{method_hint(name, built_in)}",
+        section,
+    )
+
+
+def loss_of(name: str) -> TokenLoss:
+    """Return the token loss of --loss, a name that `part` knows."""
+    known = name in LOSSES or name in ALIASES
+    found: TokenLoss = find_loss(name) if known else find_code("loss", name, find_loss)
+    return found
 
 
 def _signature(section: str, name: str) -> Mapping[str, Option]:
@@ -113,15 +106,17 @@ def purpose_of(section: str, name: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def options_of_part(section: str, name: str, taken: frozenset[str]) -> dict[str, Option]:
+def options_of_part(section: str, name: str) -> dict[str, Option]:
     """Return the options of the part that --SECTION NAME names, by the names of their flags. Where
-    a group (`taken`) or a built-in part of an earlier section has the name, the part's own is
-    before it: simko_k, icepop_low."""
-    before = {"loss": ("objective",), "correction": ("objective", "loss")}.get(section, ())
-    used, short = taken.union(*(owners_by_option(x, taken) for x in before)), short_name(name)
-    signature = _signature(section, name).items()
-    flags = {f"{short}_{key}" if key in used else key: option for key, option in signature}
-    return {flag: dataclasses.replace(option, name=flag) for flag, option in flags.items()}
+    a group or a built-in part of an earlier section has the name, the part's own is before it:
+    simko_k, icepop_low."""
+    commands = (Config, EvaluationConfig) if section in ("task", "rollout") else (Config,)
+    used = {x for command in commands for x in command.names()}
+    for before in {"loss": ("objective",), "correction": ("objective", "loss")}.get(section, ()):
+        used |= owners_by_option(before).keys()
+    signature, short = _signature(section, name).items(), short_name(name)
+    flags = {f"{short}_{key}" if key in used else key: (key, x) for key, x in signature}
+    return {flag: replace(x, name=flag, own_name=key) for flag, (key, x) in flags.items()}
 
 
 def short_name(name: str) -> str:
@@ -130,22 +125,13 @@ def short_name(name: str) -> str:
 
 
 @lru_cache
-def owners_by_option(section: str, taken: frozenset[str]) -> dict[str, tuple[str, ...]]:
+def owners_by_option(section: str) -> dict[str, tuple[str, ...]]:
     """Return the built-in parts of a section that have each option, by its name."""
     owners: dict[str, tuple[str, ...]] = {}
     for name in _BUILT_IN[section]:
-        for key in options_of_part(section, name, taken):
+        for key in options_of_part(section, name):
             owners[key] = (*owners.get(key, ()), name)
     return owners
-
-
-def part_options(section: str, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a part's options, by flags or by the names in its signature, by these
-    names; what has no value has its default."""
-    found, short = dict(values), short_name(name)
-    for key, option in _signature(section, name).items():
-        found[key] = found.pop(f"{short}_{key}", found.get(key, option.default))
-    return {key: x for key, x in found.items() if x is not REQUIRED}
 
 
 def default_of(section: str, chosen: Mapping[str, str], ahead: int, has_cap: bool) -> str:

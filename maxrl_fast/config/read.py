@@ -7,14 +7,14 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from maxrl_fast.algorithms.options import REQUIRED, Option, options_of
 from maxrl_fast.config.help_page import show_help, split_help
 from maxrl_fast.config.names import OF_ONE_START
-from maxrl_fast.config.options import Config, Options, as_list, fields_of
+from maxrl_fast.config.options import Config, Options, Run
 from maxrl_fast.config.parts import (
     SECTIONS,
     default_of,
@@ -42,14 +42,14 @@ TASK_IS_MISSING = (
 )
 # What people who come from TRL, verl and OpenRLHF write most; docs/options.md has more.
 _ELSEWHERE = {
-    "rollouts": "num_generations n n_samples_per_prompt group_size",
+    "rollouts": "num_generations n n_samples_per_prompt",
     "samples": "rollouts eval_samples",
-    "eval_prompts": "prompts",
     "prompts": "per_device_train_batch_size train_batch_size rollout_batch_size",
     "max_new_tokens": "max_completion_length max_response_length",
     "max_prompt_tokens": "max_prompt_length",
     "lr": "learning_rate",
     "steps": "max_steps",
+    "steps (n prompts are an epoch after n / --prompts)": "epochs total_epochs num_train_epochs",
     "clip_grad": "max_grad_norm",
     "kl_coef": "beta kl_loss_coef",
     "objective": "adv_estimator",
@@ -61,20 +61,9 @@ _ELSEWHERE = {
     "dtype bfloat16": "bf16",
     "truncated mask": "mask_truncated_completions",
     "checkpoint_activations": "gradient_checkpointing",
+    "sharding under torchrun --nproc_per_node N": "nproc_per_node num_processes n_gpus_per_node",
 }
 ELSEWHERE = {name: option for option, names in _ELSEWHERE.items() for name in names.split()}
-_SENTENCES = {
-    "--steps sets the length: an epoch of n prompts has n / --prompts steps": (
-        "epochs num_epochs total_epochs num_train_epochs"
-    ),
-    "torchrun --nproc-per-node N starts a process for each of N GPUs": (
-        "nproc_per_node num_processes num_gpus n_gpus_per_node nnodes num_nodes world_size devices"
-    ),
-    "the options of a part are flags of their own, such as --loss sapo --tau-negative 1.1": (
-        "loss_options correction_options estimator_options task_args gym_config"
-    ),
-}
-SENTENCES = {name: said for said, names in _SENTENCES.items() for name in names.split()}
 # options whose defaults follow from the objective or the loss
 _FOLLOWS = {
     "objective": ("loss", "aggregation", "correction", "importance_cap"),
@@ -98,92 +87,68 @@ def parse(arguments: Sequence[str]) -> Config:
 
 
 def parse_options(options: Mapping[str, Any]) -> Config:
-    """Return the configuration of options by name, as `parse` does of their flags; None is an
-    option that is not given.
-    """
-    given = {str(key): Given(x, str(key)) for key, x in options.items() if x is not None}
-    return _parse(given)
+    """Return the configuration of options by name, as of flags; None: an option is not given."""
+    return _parse({str(key): Given(x, str(key)) for key, x in options.items() if x is not None})
 
 
-def _parse(flags: dict[str, Given], asks_for_help: bool = False) -> Config:
-    given = dict(flags)
-    if path := _text(flags, "config"):
-        given = {**read_toml(Path(path)), **flags}
-    folder, of_run = _text(given, "resume"), dict[str, Given]()
-    if is_auto := folder == "auto":
-        if (out := _text(given, "out")) is None:
+def _parse(given: dict[str, Given], asks_for_help: bool = False) -> Config:
+    def path(name: str) -> Path | None:
+        return convert(options_of(Run)[name], given[name]) if name in given else None
+
+    if (file := path("config")) is not None:
+        given = read_toml(file) | given
+    folder, ended_early = path("resume"), False
+    if folder == Path("auto"):
+        if (folder := path("out")) is None:
             raise InputError("--resume auto needs --out DIR, the folder of the run")
-        folder = out if (Path(out) / "config.json").exists() else None
+        is_new = not (folder / "config.json").exists()
+        given = {x: y for x, y in given.items() if not is_new or x != "allow_changes"}
+        folder = None if is_new else folder
         given["resume"] = Given(folder, "resume")
-        if folder is None:
-            given.pop("allow_changes", None)
-    # A run that ended before its first checkpoint restarts with this command's options.
-    if folder is not None and not (is_auto and not RunFolder(Path(folder)).checkpoints):
-        of_run = read_run(Path(folder))
+        # before its first checkpoint: it restarts with this command's options
+        ended_early = folder is not None and not RunFolder(folder).checkpoints
+    of_run = {} if folder is None or ended_early else read_run(folder)
     if "model" in given and not {"task"} & {*given, *of_run}:
         raise InputError(f"{given['model'].place}{given['model'].name} {TASK_IS_MISSING}")
-    config, known = build(Config, given, of_run)
-    if asks_for_help:
-        show_help(config, known, prog="python -m maxrl_fast.train")
-    with located(config.places):
+    places = {name: x.place.removesuffix(": ") for name, x in given.items() if x.place}
+    with located(places):
+        config, known = build(Config, given, of_run)
+        if asks_for_help:
+            show_help(config, known, prog="python -m maxrl_fast.train")
         check(config)
-    return config
-
-
-def _text(given: Mapping[str, Given], name: str) -> Any:
-    return convert(Option(name, str, None), given[name]) if name in given else None
+    return replace(config, places=places)
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Given]:
     """Return the words that flags give, by name of the option. The last of equal flags wins."""
     given: dict[str, Given] = {}
-    flag = ""
     for word in words:
+        flag, equals, text = word.partition("=")
         if word.startswith("--"):
-            flag, equals, text = word.partition("=")
             name = flag[2:].replace("-", "_")
             given.pop(name, None)
             given[name] = Given([text] if equals else [], flag)
-        elif not flag:
-            raise _no_flag(word)
-        else:
+        elif given:
             given[name].value.append(word)
+        else:
+            meant = hint(flag.lstrip("-+"), _options_of_all_parts())
+            raise InputError(f"unknown option {flag:.80}: options begin with two dashes{meant}")
     return given
 
 
 def names_of_lists() -> set[str]:
     """Return the options that take several values themselves, such as reward and data."""
     groups = [options_of(group) for group in Config.groups().values()]
-    own = [*groups, options_of_part("task", "dataset", fields_of(Config))]
+    own = [*groups, options_of_part("task", "dataset")]
     return {name for options in own for name, x in options.items() if x.takes_several}
 
 
-def _no_flag(word: str) -> InputError:
-    name = word.partition("=")[0]
-    meant = hint(name.lstrip("-+"), {*fields_of(Config), *_of_all_parts()})
-    return InputError(f"unknown option {name:.80}: options begin with two dashes{meant}")
-
-
 def convert(option: Option, x: Given) -> Any:
-    """Return the value of an option as it is given, of a flag as words."""
-    value = x.value
-    if x.name.startswith("--") and isinstance(value, list) and not option.takes_several:
-        if option.kind is bool:
-            if value:
-                raise InputError(f"{x.name} must be given without a value, got {value[0]!r:.80}")
-            return not x.name.startswith("--no-")
-        if not value and option.name != "dry_run":
-            raise InputError(f"{x.name} needs a value")
-        if value[1:]:
-            raise _no_flag(value[1])
-        value = "".join(value)
-    if option.name == "dry_run" and isinstance(value, bool):  # of Python or TOML
-        value = "" if value else None
-    return option.convert(value, f"{x.place}{x.name}")
+    return option.convert(x.value, f"{x.place}{x.name}")
 
 
 def read_toml(path: Path) -> dict[str, Given]:
-    """Return the options in a TOML file by name; tables are refused."""
+    """Return the options in a TOML file by name."""
     try:
         check_regular(path, JSON_BYTES)
         text = path.read_text()
@@ -192,34 +157,21 @@ def read_toml(path: Path) -> dict[str, Given]:
     except (OSError, ValueError, RecursionError) as error:
         why = f"{error}; write lines KEY = VALUE" if path.suffix != ".toml" else error
         raise InputError(f"--config must be a readable TOML file, got {path}: {why}") from error
-    given, lines = {}, _lines(text)
+    # a line within a string may begin with a key too
+    found = [re.match(r"\s*\[*\s*[\"']?([\w-]+)[\"']?\s*[].=]", x) for x in text.splitlines()]
+    lines = {x[1]: len(found) - i for i, x in enumerate(reversed(found)) if x}
+    given = {}
     for key, value in options.items():
         place = f"{path}, line {lines[key]}" if key in lines else str(path)
-        if any(isinstance(item, dict) for item in (value, *as_list(value))):
-            raise InputError(
-                f"{place}: options must stand at the top of the file, without tables, got the "
-                f"table [{key:.80}]; write its keys there, and a JSON object as a string"
-            )
         if key in ("config", "resume"):
             raise InputError(f"{place}: {key} is only a flag")
         given[key] = Given(value, key, f"{place}: ")
     return given
 
 
-def _lines(text: str) -> dict[str, int]:
-    """Return the first line that begins with each key; a line within a string may be wrong."""
-    found: dict[str, int] = {}
-    for i, line in enumerate(text.splitlines(), 1):
-        if match := re.match(r"\s*\[*\s*[\"']?([\w-]+)[\"']?\s*[].=]", line):
-            found.setdefault(match[1], i)
-    return found
-
-
 def read_run(out: Path) -> dict[str, Given]:
-    """Return the options in the config.json of a run, or of what a session has saved, that have a
-    value, without those that say how it was started. Nothing is imported here; a folder of another
-    user prints a warning.
-    """
+    """Return the options of a run, or of what a session has saved, without those that say how it
+    was started. Nothing is imported; a folder of another user prints a warning."""
     file = out / "config.json"
     if not file.exists():
         why = "has no config.json" if out.exists() else "does not exist"
@@ -229,11 +181,7 @@ def read_run(out: Path) -> dict[str, Given]:
         whose = f"{printable(out)} belongs to uid {' and '.join(map(str, sorted(others)))}"
         runs = "the code that its config.json names runs with your rights"
         warn(f"{whose}, and {runs}")
-    return {
-        key: Given(value, key, f"{file}: ")
-        for key, value in options.items()
-        if key not in OF_ONE_START
-    }
+    return {x: Given(y, x, f"{file}: ") for x, y in options.items() if x not in OF_ONE_START}
 
 
 def absolute_function(name: str) -> str:
@@ -249,26 +197,22 @@ def build(
 ) -> tuple[AnyOptions, Known]:
     """Return the configuration, and its options by group and part. Where a user chooses another
     part, the run's options of that part go, and those that follow from it."""
-    kind: Any = command
-    taken = fields_of(kind)
     known: Known = {name: options_of(group) for name, group in command.groups().items()}
     options = {name: option for own in known.values() for name, option in own.items()}
-    places = {key: x.place.removesuffix(": ") for key, x in by_user.items() if x.place}
     given, chosen = {**of_run, **by_user}, dict[str, str]()
-    with located(places):
-        for section in (x for x in SECTIONS if x in options):
-            name = convert(options[section], given[section]) if section in given else None
-            if not (name := name or options[section].default):
-                ahead = convert(options["ahead"], given["ahead"]) if "ahead" in given else 0
-                name = default_of(section, chosen, ahead, "importance_cap" in given)
-            before = of_run[section].value if section in of_run else None
-            if before and before not in (name, absolute_function(name)):
-                gone = {*options_of_part(section, before, taken), *_FOLLOWS.get(section, ())}
-                given = {key: x for key, x in given.items() if key in by_user or key not in gone}
-            chosen[section] = name
-            known[f"--{section}"] = options_of_part(section, name, taken)
-            options |= known[f"--{section}"]
-        values = _values(given, options, chosen)
+    for section in (x for x in SECTIONS if x in options):
+        name = convert(options[section], given[section]) if section in given else None
+        if not (name := name or options[section].default):
+            ahead = convert(options["ahead"], given["ahead"]) if "ahead" in given else 0
+            name = default_of(section, chosen, ahead, "importance_cap" in given)
+        before = of_run[section].value if section in of_run else name
+        if name not in (before, absolute_function(before)):
+            gone = {*options_of_part(section, before), *_FOLLOWS.get(section, ())}
+            given = {key: x for key, x in given.items() if key in by_user or key not in gone}
+        chosen[section] = name
+        known[f"--{section}"] = options_of_part(section, name)
+        options |= known[f"--{section}"]
+    values = _values(given, options, chosen)
     unused = unused_options(values)
     for key, said in unused.items():
         if said and key in by_user and by_user[key].value is not None:
@@ -279,8 +223,8 @@ def build(
         for name, group in command.groups().items()
     }
     parts = {section: {key: values[key] for key in known[f"--{section}"]} for section in chosen}
-    config = command(**groups, parts=parts, unused=frozenset(unused), places=places)
-    return config, known
+    own = {flag: x.own_name for flag, x in options.items() if x.own_name}
+    return command(**groups, parts=parts, unused=frozenset(unused), own_names=own), known
 
 
 def _values(
@@ -291,41 +235,40 @@ def _values(
     values = {name: option.default for name, option in options.items()}
     values |= objective_presets(chosen["objective"]) if "objective" in chosen else {}
     for name, x in given.items():
-        key = name if name in options else name.removeprefix("no_")
-        if key not in options or (key != name and options[key].kind is not bool):
+        positive = options.get(name.removeprefix("no_"))
+        if name in options:
+            value = convert(options[name], x)
+            values[name] = values[name] if value is None else value
+        elif positive and positive.kind is bool:
+            values[positive.name] = not convert(positive, x)
+        else:
             raise _unknown(name, x, options, chosen)
-        if (value := convert(options[key], x)) is not None:
-            values[key] = value
     for name, option in options.items():
         if values[name] is REQUIRED:
-            owner = next(f"{x} {y}" for x, y in chosen.items() if name in _of_part(x, y))
+            owner = next(f"{x} {y}" for x, y in chosen.items() if name in options_of_part(x, y))
             raise InputError(f"{owner} needs {option.flag}, {option.wanted}", name)
     return {**values, **chosen}
-
-
-def _of_part(section: str, name: str) -> Collection[str]:
-    return options_of_part(section, name, fields_of(Config))
 
 
 def _unknown(
     name: str, x: Given, options: Mapping[str, Option], chosen: Mapping[str, str]
 ) -> InputError:
     is_flag, unknown = x.name.startswith("--"), f"{x.place}unknown option {x.name:.80}"
-    for part in chosen.values():  # of which another has the name
+    for part in chosen.values():  # another part has the name
         if (flag := f"{short_name(part)}_{name}") in options:
             return InputError(unknown + hint(flag, options, is_flag))
     for section, part in chosen.items():
-        if owners := owners_by_option(section, fields_of(Config)).get(name):
-            more = ", ..." * (len(owners) > 4)
-            others = f"{', '.join(owners[:4])}{more}"
+        if owners := owners_by_option(section).get(name):
+            others = ", ".join([*owners[:4], *(["..."] if len(owners) > 4 else [])])
             return _refused(x, name, f"is not used by {section} {part}, but by {others}")
-    known = {*options, *_of_all_parts()} if "objective" in chosen else options
+    known = _options_of_all_parts() | options.keys() if "objective" in chosen else options
     meant = hint(name, known, is_flag) or "; --help lists the options" * is_flag
     return InputError(unknown + meant)
 
 
-def _of_all_parts() -> Iterator[str]:
-    return (name for section in SECTIONS for name in owners_by_option(section, fields_of(Config)))
+def _options_of_all_parts() -> set[str]:
+    own = (name for section in SECTIONS for name in owners_by_option(section))
+    return {*own, *Config.names()}
 
 
 def _refused(x: Given, key: str, said: str) -> InputError:
@@ -335,13 +278,10 @@ def _refused(x: Given, key: str, said: str) -> InputError:
 
 
 def hint(name: str, known: Collection[str], is_flag: bool = True) -> str:
-    """Return "; did you mean --...?" with the option among `known`, perhaps with a value, that is
-    probably meant by a flag or key of this name, or nothing. The name may have the prefixes that
-    other libraries give it (trainer.total_epochs).
+    """Return "; did you mean --...?" with the option among `known` that is probably meant, perhaps
+    with a value, or nothing. The name may have prefixes of other libraries: trainer.total_epochs.
     """
     words = name.lower().replace("-", "_").split(".")
-    if (said := SENTENCES.get(words[-1])) and "sharding" in known:  # not in an evaluation
-        return f"; {said}"
     tried = "_".join(words), words[-1], words[-1].removeprefix("no_")
     meant = [x if x in known else ELSEWHERE.get(x, x) for x in tried]
     found = [x for x in meant if x.partition(" ")[0] in known]

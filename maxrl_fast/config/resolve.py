@@ -37,7 +37,6 @@ NAMES_CODE = (
     *("objective", "loss", "task", "rollout", "environment", "teacher_prompt", "schedule"),
     *("reward", "log_to"),
 )
-KEPT_BYTES = 12  # of a sampled token: its id in int64 and its log-prob in float32
 
 
 def resolve(
@@ -61,32 +60,41 @@ def resolve(
         option = "vllm_tensor_parallel"
         raise InputError(f"{option} must divide {processes}, got {number}", option)
     config = config.replace(**_absolute(config))
-    # A run that resumes has its own checkpoint and response limit.
-    directory = None if config.run.resume is not None else config.model.directory
-    limit = response_limit(config.sampling.max_new_tokens, task, directory, warn)
+    # a run that resumes has its own checkpoint and response limit
+    model = None if config.run.resume is not None else config.model.directory
+    limit = response_limit(config.sampling.max_new_tokens, task, model, warn)
+    backend = _backend(config.model)
     if (buffer := config.reward.overlong_buffer) > limit:
         wanted = f"overlong_buffer must be at most max_new_tokens, got {buffer} and {limit}"
         raise InputError(wanted, "overlong_buffer", "max_new_tokens")
     objective, loss = objective_of(config), loss_of(config.chosen.loss)
+    own = objective_defaults(config.chosen.objective, config.sampling.rollouts)
     sft_lr, lr = default_rates(config.model)
-    beta2, sft_beta2 = config.optimizer.beta2, config.warm_start.sft_beta2
-    own, rollouts = config.parts["objective"], config.sampling.rollouts
-    defaults = objective_defaults(config.chosen.objective, rollouts) | {"critic_lr": sft_lr}
-    derived = {
-        **{name: defaults.get(name) for name, value in own.items() if value is None},
+    defaults = {
+        **{name: own.get(name) for name in config.parts["objective"]},
+        "critic_lr": sft_lr,
+        "sft_lr": sft_lr,
+        "lr": lr,
+        "sft_beta2": config.optimizer.beta2,
+        "aggregation": loss.aggregation or objective.aggregation,
+        "threads": torch.get_num_threads(),  # what affinity and OMP_NUM_THREADS leave
+    }
+    values = config.values()
+    derived = {name: x for name, x in defaults.items() if values.get(name) is None} | {
         "max_new_tokens": limit,
         "sft_steps": _sft_steps(config, task),
-        "sft_lr": config.warm_start.sft_lr or sft_lr,
-        "sft_beta2": beta2 if sft_beta2 is None else sft_beta2,
-        "lr": config.optimizer.lr or lr,
-        "aggregation": config.loss.aggregation or loss.aggregation or objective.aggregation,
-        "model_backend": _backend(config.model),
+        "model_backend": backend,
         "eval_prompts": num_held_out(config.evaluation.eval_prompts, task),
-        **_run(config, ranks, has_gpus),
+        "out": _new_folder(config, ranks),
     }
     if isinstance(task, TextTask):
         derived["template_date"] = task.conversation.clock
-    return config.replace(**derived)
+    if has_gpus and config.run.device == "cpu":
+        wanted = f"--dry-run {config.run.dry_run} is for GPUs, got --device cpu"
+        raise InputError(wanted, "device")
+    of_gpus = "cuda", "bfloat16" if config.run.dtype == "auto" else config.run.dtype
+    place = of_gpus if has_gpus else resolve_place(config.run.device, config.run.dtype)
+    return config.replace(**derived, device=place[0], dtype=place[1])
 
 
 def tensor_parallel(config: Config) -> int:
@@ -94,13 +102,11 @@ def tensor_parallel(config: Config) -> int:
 
 
 def _backend(model: Model) -> str:
-    if model.model_backend != "auto":
-        return model.model_backend
     directory = model.directory
     # a run that resumes has its own checkpoint
     if directory is not None and (directory / "config.json").exists():
-        return backend_of(directory)
-    return "native"
+        return backend_of(directory, model.model_backend)
+    return "native" if model.model_backend == "auto" else model.model_backend
 
 
 def response_limit(
@@ -112,22 +118,16 @@ def response_limit(
     if directory is None:
         return limit
     positions, longest = read_sizes(directory).max_position_embeddings, task.prompt_length
-    room = positions - longest
-    if limit <= room:
+    if limit <= (room := positions - longest):
         return limit
-    have = f"{directory} has {positions} positions"
-    if room <= 0:
-        raise InputError(
-            f"{have}, which must be more than the tokens of the longest prompt, got {longest} "
-            "(--max-prompt-tokens leaves out longer prompts of a data set)"
-        )
-    why = f"prompts have up to {longest} tokens (a lower --max-prompt-tokens leaves more)"
-    if wanted is not None:
-        raise InputError(
-            f"--max-new-tokens must be at most {room}, got {wanted}: {have}, and {why}",
-            "max_new_tokens",
-        )
-    warn(f"responses end after {room} tokens instead of the task's {limit}: {have}, and {why}")
+    why = (
+        f"{directory} has {positions} positions, and prompts have up to {longest} tokens (a lower "
+        "--max-prompt-tokens leaves more)"
+    )
+    if wanted or room < 1:
+        most = f"--max-new-tokens must be at most {room}, got {limit}"
+        raise InputError(f"{most}: {why}", "max_new_tokens")
+    warn(f"responses end after {room} tokens instead of the task's {limit}: {why}")
     return room
 
 
@@ -173,10 +173,8 @@ class EvaluationSchedule:
     num_prompts: int  # of each held-out set
 
     def __str__(self) -> str:
-        if not self.every:
-            return "evaluations before the first step and after the last"
-        between = f"every {self.every} steps on {self.num_prompts} prompts"
-        return f"evaluations before the first step, after the last, and {between}"
+        between = f", and every {self.every} steps on {self.num_prompts} prompts"
+        return f"evaluations before the first step and after the last{between * bool(self.every)}"
 
 
 def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
@@ -192,23 +190,6 @@ def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
     if affordable < min(FEWEST_EVALUATED, options.eval_prompts):
         return EvaluationSchedule(0, 0)
     return EvaluationSchedule(math.ceil(steps / 4), min(affordable, options.eval_prompts))
-
-
-def _run(config: Config, ranks: Ranks, has_gpus: bool) -> dict[str, Any]:
-    options, out = config.run, config.run.resume or config.run.out
-    name = f"{short_name(config.chosen.objective)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if out is None:  # with a number where a run of the same second has the folder
-        names = (f"{name}-{i}" if i else name for i in itertools.count())
-        out = next(Path("runs", x) for x in names if not Path("runs", x).exists())
-    # it alone writes; the others may come after it has begun
-    if ranks.is_first and options.resume is None:
-        _refuse_used(out)
-    if has_gpus and options.device == "cpu":
-        raise InputError(f"--dry-run {options.dry_run} is for GPUs, got --device cpu", "device")
-    of_gpus = "cuda", "bfloat16" if options.dtype == "auto" else options.dtype
-    device, dtype = of_gpus if has_gpus else resolve_place(options.device, options.dtype)
-    threads = options.threads or torch.get_num_threads()  # what affinity and OMP_NUM_THREADS leave
-    return {"out": out, "device": device, "dtype": dtype, "threads": threads}
 
 
 def resolve_place(device: str, dtype: str) -> tuple[str, str]:
@@ -233,15 +214,23 @@ def _absolute(config: Config) -> dict[str, Any]:
     return {name: absolute(name, x) for name, x in config.values().items() if name not in others}
 
 
-def _refuse_used(out: Path) -> None:
-    left_by_a_kill = {"lock", temporary_path(out / "config.json").name}
+def _new_folder(config: Config, ranks: Ranks) -> Path:
+    """Return the folder of the run; raise InputError where a new run would write over another."""
+    if config.run.resume is not None:
+        return config.run.resume
+    name = f"{short_name(config.chosen.objective)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # with a number where a run of the same second has the folder
+    free = (Path("runs", f"{name}-{i}" if i else name) for i in itertools.count())
+    out = config.run.out or next(path for path in free if not path.exists())
+    if not ranks.is_first:  # the first alone writes; the others may come after it has begun
+        return out
     try:
-        if not out.exists() or (ended_before_first_step(out) and not is_locked(out)):
-            return
-        if out.is_dir() and {path.name for path in out.iterdir()} <= left_by_a_kill:
-            return
-    except OSError as error:
-        raise InputError(f"cannot read --out {out}: {error}", "out") from error
+        left_by_a_kill = {"lock", temporary_path(out / "config.json").name}
+        is_free = not out.exists() or (ended_before_first_step(out) and not is_locked(out))
+        if is_free or {path.name for path in out.iterdir()} <= left_by_a_kill:
+            return out
+    except OSError as error:  # of what is no folder, or cannot be read
+        raise InputError(f"--out must be a folder that can be read: {error}", "out") from error
     is_run = (out / "config.json").exists()
     what = f"another run; --resume {out} resumes it" if is_run else "something else"
     raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}", "out")

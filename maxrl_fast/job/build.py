@@ -160,7 +160,7 @@ class RunContext:
     @cached_property
     def engine(self) -> Engine:
         config, ranks, number = self.config, self.ranks, tensor_parallel(self.config)
-        own = config.parts["rollout"], config.sampling, self.policy, self.task, self.dtype
+        own = own_options(config, "rollout"), config.sampling, self.policy, self.task, self.dtype
         batch = config.sampling.samples_of_engine(ranks.size, number)
         return build_engine(config.chosen.rollout, *own, batch, ranks)
 

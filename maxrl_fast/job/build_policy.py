@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from maxrl_fast.config.options import Config, Decoding
-from maxrl_fast.config.parts import part_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.model.checkpoint import (
@@ -152,7 +151,7 @@ def build_engine(
 ) -> Engine:
     """Build the engine `name`, with its own options and the model's weights. vLLM samples
     `max_batch` responses at once."""
-    own, cache = part_options("rollout", name, own), dict[str, Any]()
+    cache = dict[str, Any]()
     if sampling.kv_cache_gb is not None:  # an engine of the user's may refuse it
         cache["cache_bytes"] = int(sampling.kv_cache_gb * 1e9)
     how: dict[str, Any] = {"ranks": ranks or Ranks()}
@@ -164,7 +163,7 @@ def build_engine(
     if name != "vllm":
         offered = {"model": model, "dtype": dtype, "max_batch": max_batch, **how}
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
-        made = build_from_code("rollout", name, Engine, offered, own | cache, hint)
+        made = build_from_code("rollout", name, Engine, offered, {**own, **cache}, hint)
     else:
         from maxrl_fast.rollout import vllm, vllm_server  # of which few runs need anything
 

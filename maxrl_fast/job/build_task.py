@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from maxrl_fast.config.options import Config, Reward
-from maxrl_fast.config.parts import part_options
+from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards import RewardSource
 from maxrl_fast.rewards.combined import WeightedRewards
@@ -34,7 +34,7 @@ def build_run_task(config: Config, environment: type | None = None) -> Task:
     """Build the task; `environment` is a class of this process, by --environment's name."""
     return build_task(
         config.chosen.task,
-        config.parts["task"],
+        own_options(config, "task"),
         config.run.seed,
         config.model.directory,
         config.reward,
@@ -63,7 +63,6 @@ def build_task(
     arguments of DatasetTask."""
     if name.startswith(OBJECT):
         raise InputError(lost_object("task", name))
-    own = part_options("task", name, own)
     if is_plugin(name):
         offered = {"seed": seed} | ({} if model is None else {"model": model})
         built: Task = build_from_code("task", name, Task, offered, own, "; --model gives model")

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.config.evaluation import EvaluationConfig, resolve, set_configs
+from maxrl_fast.config.evaluation import resolve, set_configs
+from maxrl_fast.config.options import EvaluationConfig
 from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import (

@@ -5,7 +5,8 @@ import importlib.util
 import json
 from pathlib import Path
 
-from maxrl_fast.config.options import Config, as_list
+from maxrl_fast.algorithms.options import as_list
+from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import NAMES_CODE
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.resume import Saved

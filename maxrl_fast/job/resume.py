@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.changes import (
-    ROUNDING,
-    changes,
-    describe,
-    differing,
-)
+from maxrl_fast.config.changes import ROUNDING, changes, differing
 from maxrl_fast.config.options import SHAPE
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.progress import Progress
@@ -96,7 +91,7 @@ def check_same(
 ) -> None:
     """Compare the options and files of a resumed run with the checkpoint's. Warns of differences
     that make the numbers not bitwise identical."""
-    said = {x: describe(x, saved.options, options) for x in differing(saved.options, options)}
+    said = differing(saved.options, options)
     if shape := "; ".join(text for name, text in said.items() if name in SHAPE):
         raise InputError(
             f"{saved.directory} has another shape ({shape}), which cannot change on resuming"

@@ -137,7 +137,7 @@ def linear_divergences(
     index: Any = coefficients.nonzero()[:, 0] if has_zeros else slice(None)
     c, tau = coefficients[index], temperature[index, None]
     slopes = (c[:, None] / tau).to(tau.dtype)
-    chunks = Chunks(hidden[index], weight, chunk, *needed, softcap)
+    chunks = Chunks(hidden[index], weight, chunk, needed[0], needed[1], softcap)
     size, other = chunks.size, teacher_hidden[index]
     others = Chunks(other, teacher_weight, size, False, False, teacher_softcap)
     row_bytes = max(len(weight), 1) * tau.element_size()

@@ -87,7 +87,15 @@ def group_advantage(
 
     Raises ValueError and TypeError. On the CPU numbers that are not finite, not allowed for the
     estimator or beyond 1e150 are errors; a GPU would wait, and the group, or the batch, is NaN."""
-    given = (lengths, logprobs, greedy_correct, greedy_rewards, reward_parts, prompts, log_ratios)
+    given: tuple[Any, ...] = (
+        lengths,
+        logprobs,
+        greedy_correct,
+        greedy_rewards,
+        reward_parts,
+        prompts,
+        log_ratios,
+    )
     given += texts, components, truncated
     if (
         group_ids is None

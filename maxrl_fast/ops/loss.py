@@ -341,7 +341,7 @@ class _LinearLoss(LossFunction):
             inputs.check_values()
             logprobs, _ = linear_logprobs(rows, weight, inputs, chunk, softcap, index)
             inputs.set_ratio(logprobs, index)
-        chunks = Chunks(rows, weight, chunk, *needed, softcap)
+        chunks = Chunks(rows, weight, chunk, needed[0], needed[1], softcap)
         for start, stop, logits in chunks:
             gradient = chunks.gradient(start, stop) if any(needed) else None
             sums = inputs.new_sums()
@@ -411,7 +411,8 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         check_first_order("linear_token_logprobs")
         hidden, weight, *_ = ctx.saved_tensors
-        chunks = Chunks(hidden, weight, ctx.chunk, *ctx.needs_input_grad[:2], ctx.softcap)
+        needed = ctx.needs_input_grad[:2]
+        chunks = Chunks(hidden, weight, ctx.chunk, needed[0], needed[1], ctx.softcap)
         for start, stop, logits in chunks:
             gradient = chunks.gradient(start, stop)
             write_logprobs_gradient(ctx.rows, logits, grads, gradient, start)

@@ -14,17 +14,10 @@ from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges, unpack
 from maxrl_fast.rollout.random import sample_keys
 from maxrl_fast.runtime.background import Progress, no_progress
 from maxrl_fast.runtime.device import memory_bytes
-from maxrl_fast.runtime.loading import is_code
 from maxrl_fast.tasks.episode import Environments
 
 ENGINES = ("native", "vllm")  # the names that --rollout takes
 MAX_BATCH = {"cpu": 1024, "cuda": 16384}  # samples decoded at a time; larger batches are no faster
-
-
-def check_engine_name(name: str) -> None:
-    if name not in ENGINES and not is_code(name):
-        wanted = f"{', '.join(ENGINES)}, FILE.py:CLASS or package.module:CLASS"
-        raise InputError(f"--rollout must be {wanted}, got {name!r}")
 
 
 def default_cache_bytes(device: torch.device) -> int:

@@ -3,14 +3,13 @@
 import ast
 from pathlib import Path
 
-from maxrl_fast.errors import InputError, nearest
+from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.loading import is_code, is_file
 from maxrl_fast.tasks.dataset_specs import DATASETS, DatasetSpec
 
 GYM = "gym:"
 # of a task or a reward that was given to maxrl_fast.run as a Python object, and has no other name
 OBJECT = "python:"
-TASKS = ("maze", *DATASETS)
 
 
 def is_plugin(name: str) -> bool:
@@ -58,10 +57,3 @@ def lost_object(option: str, name: str) -> str:
         "caller has"
     )
     return f"{what}; give it there again, as {option}=..."
-
-
-def check_known(name: str) -> None:
-    if name not in TASKS and not name.startswith((GYM, OBJECT)) and not is_code(name):
-        wanted = f"{', '.join(TASKS)}, gym:NAME, FILE.py:CLASS, package.module:CLASS"
-        said = f"--task must be {wanted} or FILE.py:FUNCTION, got {name!r}{nearest(name, TASKS)}"
-        raise InputError(said, "task")

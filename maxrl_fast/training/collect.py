@@ -145,8 +145,8 @@ class Drawn(Ragged):
         """Return a sample that was not drawn: without tokens."""
         one = self.select(torch.zeros_like(self.ends[:1]))
         none = Rollouts.given([[]]).to(self.rewards.device)
-        own = {"rewards": one.rewards * torch.nan, "components": ({},), "ends": 0 * one.ends}
-        return replace(one, raw_rollouts=none, rollouts=none, **own)
+        one = replace(one, raw_rollouts=none, rollouts=none, components=({},), ends=0 * one.ends)
+        return replace(one, rewards=one.rewards * torch.nan)
 
 
 @dataclass

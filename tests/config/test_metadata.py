@@ -6,7 +6,7 @@ import pytest
 
 from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.changes import FREE, ROUNDING, changes
-from maxrl_fast.config.options import SHAPE, Config, fields_of
+from maxrl_fast.config.options import SHAPE, Config
 from maxrl_fast.config.read import ELSEWHERE, hint, parse
 from maxrl_fast.config.rules import unused_options
 from tests.tables import refused
@@ -62,7 +62,7 @@ def test_what_a_resumed_run_may_change():
     assert ROUNDING < FREE
     assert {"lr", "eval_prompts", "seed"}.isdisjoint(FREE)
     assert "layers" in SHAPE
-    assert fields_of(Config) >= SHAPE | (FREE - {"vllm_url", "vllm_tensor_parallel"})
+    assert Config.names() >= SHAPE | (FREE - {"vllm_url", "vllm_tensor_parallel"})
 
 
 def test_another_objective_takes_its_own_defaults_on_resume(tmp_path):
@@ -79,6 +79,6 @@ def test_another_objective_takes_its_own_defaults_on_resume(tmp_path):
 
 def test_a_misspelled_option_is_found_by_its_spelling():
     assert hint("maze_sise", {"maze_size"}) == "; did you mean --maze-size?"
-    assert hint("xyzzy", fields_of(Config)) == ""
-    assert hint("use_vllm", fields_of(Config)) == "; did you mean --rollout vllm?"
+    assert hint("xyzzy", Config.names()) == ""
+    assert hint("use_vllm", Config.names()) == "; did you mean --rollout vllm?"
     assert ELSEWHERE["num_generations"] == "rollouts"

@@ -9,7 +9,7 @@ import pytest
 from maxrl_fast import train
 from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config import evaluation
-from maxrl_fast.config.options import Config, fields_of
+from maxrl_fast.config.options import Config
 from maxrl_fast.config.parts import SECTIONS, owners_by_option
 from maxrl_fast.config.read import parse, parse_options
 from maxrl_fast.config.resolve import evaluation_schedule, resolve, tensor_parallel
@@ -95,7 +95,7 @@ def test_the_tasks_response_limit_is_lowered_to_the_positions_with_a_warning(che
     with refused("--max-new-tokens must be at most 418, got 419"):
         limit("--max-new-tokens", "419")
     task.prompt_length = 512
-    with refused(r"more than the tokens of the longest prompt, got 512 \(--max-prompt-tokens"):
+    with refused(r"at most 0, got .* up to 512 tokens \(a lower --max-prompt-tokens"):
         limit()
 
 
@@ -143,12 +143,6 @@ def test_hostile_options_are_refused_at_once(flags, message, tmp_path, monkeypat
     assert len(error) < 300, error
 
 
-def test_a_run_with_unknown_options_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"steps": 5, "estimator_options": "eps=1"}')
-    with refused(r"config\.json: unknown option estimator_options"):
-        parse(["--resume", str(tmp_path)])
-
-
 def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_path):
     options = {"objective": "maxrl", "task": "gsm8k", "data": "/d", "max_new_tokens": 7, "seed": 3}
     (tmp_path / "config.json").write_text(json.dumps(options))
@@ -179,11 +173,11 @@ def test_vllm_engines_divide_the_processes():
 
 
 def test_every_option_has_help_and_every_name_is_used_once():
-    taken, names = fields_of(Config), [x for g in Config.groups().values() for x in options_of(g)]
+    taken, names = Config.names(), [x for g in Config.groups().values() for x in options_of(g)]
     assert len(names) == len(taken)
     owners = {name: ["group"] for name in taken}
     for section in SECTIONS:
-        for name in owners_by_option(section, taken):
+        for name in owners_by_option(section):
             owners.setdefault(name, []).append(section)
     assert {name: x for name, x in owners.items() if len(x) > 1} == {}
     for group in Config.groups().values():

@@ -146,7 +146,7 @@ def test_a_waiting_batch_is_read_as_it_was_written(tmp_path):
 
 def test_what_needs_the_policy_while_it_trains_is_refused():
     for flags, message in (
-        ("--rollout vllm", "needs an engine that samples while the policy trains"),
+        ("--rollout vllm", "needs --rollout native or --vllm-url, to sample while it trains"),
         ("--objective verifree", "cannot be used for verifree"),
         ("--ahead 5", "ahead must be 0 to 4, got 5"),
     ):

@@ -81,7 +81,7 @@ def test_samples_without_a_reward_have_no_advantage(file):
         ("two_ratios", "two_ratios may ask for one kind of log-ratios, got log_ratios, ref_log"),
         ("fails", "fails fails on a small example: KeyError: 'no idea'"),
         ("raw --k 3", "--k is not used by objective .*raw"),
-        ("raw --dynamic-sampling 2", "rewards are equal, from which .*raw learns"),
+        ("raw --dynamic-sampling 2", "equal rewards, from which .*raw learns"),
     ],
 )
 def test_a_bad_function_is_refused_before_any_work(file, function, message):

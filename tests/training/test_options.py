@@ -95,7 +95,7 @@ def test_options_choose_the_correction():
 def test_only_objectives_that_learn_nothing_from_equal_rewards_take_dynamic_sampling():
     learning = "nsr reinforce_raw unlikeliness maxrl_conditional bon_off_policy ppo rl_zvp verifree"
     for name in learning.split():
-        with refused(f"leaves out groups whose rewards are equal, from which {name} learns"):
+        with refused(f"leaves out groups of equal rewards, from which {name} learns"):
             checked(f"--objective {name} --dynamic-sampling 2")
     for name in "maxpo maxrl grpo pkpo qae opo self passk_training pacs maxpo_off_policy".split():
         checked(f"--objective {name} --dynamic-sampling 2")

@@ -121,7 +121,6 @@ def right(t, *, tau: float = 1.0): return -t.advantages * tau * t.logprobs
 @pytest.mark.parametrize(
     ("flags", "message"),
     table(r"""
-    constant | loss constant must have a gradient in the logprobs or the entropy
     right --tauu 2 | unknown option --tauu; did you mean --tau\?
     right --clip-low .1 | --clip-low is not used by loss .*right, but by ppo, cispo
     """),

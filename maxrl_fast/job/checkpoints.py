@@ -54,11 +54,8 @@ def progress_record(
     ranks: Ranks,
 ) -> str:
     """Return the content of progress.json."""
-    parts: dict[str, Any] = {
-        "progress": dataclasses.asdict(progress),
-        "decoder": dataclasses.asdict(sizes),
-    }
-    parts |= {"logs": logs, "random": random_states(), "options": options}
+    parts: dict[str, Any] = {"progress": dataclasses.asdict(progress), "logs": logs}
+    parts |= {"decoder": dataclasses.asdict(sizes), "random": random_states(), "options": options}
     return json.dumps(parts | {"fingerprints": fingerprints, "machine": machine_of(ranks)})
 
 

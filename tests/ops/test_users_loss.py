@@ -177,7 +177,9 @@ def test_a_function_may_ask_for_logits_and_for_statistics():
     logp, mask = log_p.gather(1, e["targets"][:, None])[:, 0], e["mask"]
     entropy, lengths = -(log_p.exp() * log_p).sum(-1).detach(), e["cu_seqlens"].diff()
     sums = torch.stack([x.sum() for x in torch.where(mask, logp, 0).split(lengths.tolist())])
-    found = 0.3 * (entropy > entropy[mask].mean()) + sums.detach().repeat_interleave(lengths)
+    found = 0.3 * (entropy > entropy[mask].mean()).double() + sums.detach().repeat_interleave(
+        lengths
+    )
     a = (e["advantages"] * e["importance_weights"]).repeat_interleave(lengths)
     per_token = -a * found * ((logp - e["old_logprobs"]).exp() + 0.3 * log_p.amax(-1))
     expected = per_token[mask].sum() / mask.sum()

@@ -1,7 +1,6 @@
 """Collects a step's samples and rewards, in rounds where a schedule asks for them."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Annotated
@@ -46,11 +45,8 @@ class Needs:
 
 @dataclass(frozen=True)
 class LengthPenalty:
-    """DAPO's length penalty (Yu et al. 2025, section 3.4, eq. 13), as in verl's reward manager:
-
-        min(0, factor (limit - buffer - length) / buffer)
-
-    It falls linearly to -factor at the limit, the length of the longest response."""
+    """DAPO's length penalty (Yu et al. 2025, eq. 13), as in verl's reward manager; `limit` is the
+    length of the longest response: min(0, factor (limit - buffer - length) / buffer)."""
 
     limit: int
     buffer: int
@@ -58,9 +54,8 @@ class LengthPenalty:
 
     def __call__(self, lengths: Tensor) -> Tensor:
         """Return the penalty (<= 0) of each length, float32 of the same shape."""
-        return (self.factor / self.buffer * (self.limit - self.buffer - lengths).float()).clamp_max(
-            0.0
-        )
+        left = (self.limit - self.buffer - lengths).float()
+        return (self.factor / self.buffer * left).clamp_max(0.0)
 
 
 @dataclass(frozen=True)
@@ -306,12 +301,9 @@ class RolloutCollector:
         clock, ranks, scorer, needs = self.clock, self.ranks, self.scorer, self.needs
         first, own = ranks.part(len(prompts))  # the prompts that this rank samples
         scorer.pop_metrics()  # drop those of an evaluation, or of greedy responses
-        part = prompts.take(first, own)
-        asked = part, count, self.sampling, self.seed, step
-        has_more = begun + count < self.num_rollouts
-        request = RolloutRequest(
-            *asked, first_sample=begun, beat=clock.beat, keeps_prompts=has_more
-        )
+        asked = prompts.take(first, own), count, self.sampling, self.seed, step
+        more = begun + count < self.num_rollouts
+        request = RolloutRequest(*asked, beat=clock.beat, first_sample=begun, keeps_prompts=more)
         sampled = self._sample_and_score(request)
         with clock("rollout"):
             rollouts = ranks.gather(sampled.rollouts)
@@ -327,7 +319,11 @@ class RolloutCollector:
                     totals.rewards.add(f"reward/{name}", value)
             else:
                 rewards, components = ranks.concatenate(sampled.rewards), sampled.components
-        terms = self._each_reward(rewards, components) if needs.parts else None
+        terms = None
+        if needs.parts:  # [S, R], NaN where one does not apply
+            own_terms = [[x.get(name, torch.nan) for name in scorer.weights] for x in components]
+            terms = torch.tensor(own_terms, dtype=torch.float32).to(rewards.device)
+            terms = ranks.concatenate(terms)
         totals.rewards.update(scorer.pop_metrics())
         if needs.greedy:
             one = replace(request, num_samples=1, sampling=self.sampling.greedy, first_sample=0)
@@ -352,11 +348,6 @@ class RolloutCollector:
         scorer = self.scorer if self.policy_reward is None else None
         how = self.clock, self.shares_engine, self.truncated == "zero"
         return sample_and_score(self.engine, self.task, scorer, request, *how)
-
-    def _each_reward(self, rewards: Tensor, components: Sequence[dict[str, float]]) -> Tensor:
-        """Return the values [S, R] of each reward; NaN if it does not apply."""
-        own = [[parts.get(name, torch.nan) for name in self.scorer.weights] for parts in components]
-        return self.ranks.concatenate(torch.tensor(own, dtype=torch.float32).to(rewards.device))
 
 
 def check_binary(rewards: Tensor, prompts: Prompts, when: str) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.records import Prompts, Rollouts, Samples, ranges, sequence_sums
+from maxrl_fast.records import Prompts, Rollouts, Samples, ranges, sequence_sums, unpack
 from maxrl_fast.runtime.device import to_device
-from maxrl_fast.tasks import AnsweredTask, ReferenceAnswer, Task
+from maxrl_fast.tasks import AnsweredTask, Task
 from maxrl_fast.training.learner import Learner
 
 LIKELIHOODS = ("logprob", "mean_logprob", "rlpr")  # of --reward-source
@@ -65,85 +65,55 @@ class PolicyReward:
     def score(self, prompts: Prompts, rollouts: Rollouts) -> AnswerScores:
         """Return the rewards of N responses to each prompt, the same on all ranks, which must all
         call this."""
-        responses = [
-            part.tolist() for part in rollouts.tokens.cpu().split(rollouts.lengths.tolist())
-        ]
-        references = self._references(prompts, rollouts)
-        answered = [self._answered(*pair) for pair in zip(references, responses, strict=True)]
-        if self.kind == PROBABILITY:
-            pairs = zip(answered, responses, strict=True)
-            return self._probabilities(
-                prompts, rollouts, [a if a.leads else Answered(own, 0, False) for a, own in pairs]
-            )
-        logprobs, lengths, _ = self._answer_logprobs(prompts, answered)
+        answered = self._answered(prompts, rollouts)
+        logprobs, lengths, continued = self._answer_logprobs(prompts, answered)
         sums = sequence_sums(logprobs, lengths)
         leads = torch.tensor([float(a.leads) for a in answered], device=sums.device)
         parts = {"answer_logprob": sums, "answer_leads": leads}
-        if self.kind != "rlpr":
-            rewards = sums if self.kind == "logprob" else sums / lengths
-            return AnswerScores(rewards, _components(parts), rollouts)
-        probability = sequence_sums(logprobs.exp(), lengths) / lengths
-        alone = self._alone(prompts).repeat_interleave(len(rollouts) // len(prompts))
-        rewards = (1 - _FORMAT_SHARE) * (probability - alone).clamp_min(0.0) + _FORMAT_SHARE * leads
-        parts |= {"answer_prob": probability, "answer_prob_alone": alone}
+        if self.kind == PROBABILITY:
+            parts["answer_logprob"] = sums = torch.where(lengths > 0, sums, -torch.inf)
+            # z + y* with the sampler's log-probs of z and the policy's of y*
+            reasoning = continued.lengths - lengths
+            own = ranges(rollouts.cu_seqlens[:-1], reasoning)  # positions of z in the samples
+            kept = ranges(continued.cu_seqlens[:-1], reasoning)
+            whole = torch.zeros_like(continued.logprobs)
+            whole[kept] = rollouts.logprobs[own]
+            whole[_answer_positions(continued, lengths)] = logprobs
+            continued = replace(continued, logprobs=whole)
+            return AnswerScores(sums.exp(), _components(parts), continued, lengths)
+        rewards = sums if self.kind == "logprob" else sums / lengths
+        if self.kind == "rlpr":
+            probability = sequence_sums(logprobs.exp(), lengths) / lengths
+            nothing = self._answered(prompts, Rollouts.given([[]] * len(prompts)))
+            alone, sizes, _ = self._answer_logprobs(prompts, nothing)
+            alone = sequence_sums(alone.exp(), sizes) / sizes  # [G]
+            alone = alone.repeat_interleave(len(rollouts) // len(prompts))
+            gain = (probability - alone).clamp_min(0.0)
+            rewards = (1 - _FORMAT_SHARE) * gain + _FORMAT_SHARE * leads
+            parts |= {"answer_prob": probability, "answer_prob_alone": alone}
         return AnswerScores(rewards, _components(parts), rollouts)
 
-    def _alone(self, prompts: Prompts) -> Tensor:
-        """Return the mean token probability [G] of each prompt's answer without any reasoning."""
-        references = self._references(prompts, Rollouts.given([[]] * len(prompts)))
-        logprobs, lengths, _ = self._answer_logprobs(
-            prompts, [self._answered(reference, []) for reference in references]
-        )
-        return sequence_sums(logprobs.exp(), lengths) / lengths
-
-    def _probabilities(
-        self, prompts: Prompts, rollouts: Rollouts, answered: list[Answered]
-    ) -> AnswerScores:
-        """Return pi(y* | x, z), and the responses z + y* with the sampler's log-probs of z and the
-        policy's of y*."""
-        # [answer tokens], [S]
-        logprobs, lengths, continued = self._answer_logprobs(prompts, answered)
-        has_answer = lengths > 0
-        sums = torch.where(has_answer, sequence_sums(logprobs, lengths), -torch.inf)
-        reasoning = continued.lengths - lengths
-        own = ranges(rollouts.cu_seqlens[:-1], reasoning)  # positions of z in the sampled tokens
-        # in z + y*
-        kept = torch.cat(
-            [ranges(continued.cu_seqlens[:-1], reasoning), _answer_positions(continued, lengths)]
-        )
-        values = torch.cat([rollouts.logprobs[own], logprobs])
-        continued = replace(
-            continued, logprobs=torch.zeros_like(values).index_copy(0, kept, values)
-        )
-        parts = {"answer_logprob": sums, "answer_leads": has_answer.float()}
-        return AnswerScores(sums.exp(), _components(parts), continued, lengths)
-
-    def _references(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        references = self.task.reference_answers(prompts, rollouts)
-        num_rollouts = len(rollouts) // len(prompts)
-        for s, reference in enumerate(references):
+    def _answered(self, prompts: Prompts, rollouts: Rollouts) -> list[Answered]:
+        references, found = self.task.reference_answers(prompts, rollouts), list[Answered]()
+        responses = unpack(rollouts.tokens, rollouts.lengths)
+        for reference, response in zip(references, responses, strict=True):
             if not reference.answer:
-                index = int(prompts.ids[s // num_rollouts])
+                index = int(prompts.ids[len(found) * len(prompts) // len(responses)])
                 raise InputError(
                     f"a reference answer must have at least 1 token, got none for prompt {index}"
                 )
-        return references
-
-    def _answered(self, reference: ReferenceAnswer, response: list[int]) -> Answered:
-        answer = reference.answer[: self.limit]
-        room = self.limit - len(answer)
-        if (
-            reference.length is not None
-            and reference.length <= room
-            and len(answer) == len(reference.answer)
-        ):
-            return Answered(response[: reference.length] + answer, len(answer), True)
-        lead = reference.lead[:room]
-        is_stopped = bool(response) and response[-1] in self.task.stop_ids
-        reasoning = response[
-            : len(response) - is_stopped if reference.length is None else reference.length
-        ]
-        return Answered(reasoning[: room - len(lead)] + lead + answer, len(answer), False)
+            answer, end = reference.answer[: self.limit], reference.length
+            room, is_whole = self.limit - len(answer), len(answer) == len(reference.answer)
+            leads = end is not None and end <= room and is_whole
+            if self.kind == PROBABILITY and not leads:
+                found.append(Answered(response, 0, False))
+                continue
+            if end is None:  # without its stop token
+                end = len(response) - (response[-1:] != [] and response[-1] in self.task.stop_ids)
+            lead = [] if leads else reference.lead[:room]
+            tokens = response[:end][: room - len(lead)] + lead + answer
+            found.append(Answered(tokens, len(answer), leads))
+        return found
 
     def _answer_logprobs(
         self, prompts: Prompts, answered: list[Answered]

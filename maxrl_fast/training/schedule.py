@@ -2,11 +2,10 @@
 
 A schedule is asked for the rollouts of a step in rounds:
 
-    more(step, rewards, drawn)  how many each prompt gets in the next round, int64, multiples of
-                                `block`, the same on all ranks; 0 for all: none. Given the rewards
-                                [n, N] of the n prompts so far, NaN where not drawn or not known,
-                                and how many each has, `drawn` [n]; it asks for further prompts by
-                                more than n numbers.
+    more(step, rewards, drawn)  how many each prompt gets in the next round, int64, the same on all
+                                ranks; 0 for all: none. Given the rewards [n, N] of the n prompts so
+                                far, NaN where not drawn or not known, and how many each has,
+                                `drawn` [n]; it asks for further prompts by more than n numbers.
     metrics(...)                of the step, which replace those of the same name
     chosen(step, rewards)       the indices of the prompts that are learned from, ascending [G]
 """
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from maxrl_fast.algorithms.group import Group
 
@@ -42,13 +42,10 @@ class StdFilter:
 @dataclass(frozen=True)
 class DynamicSampling:
     """Replaces groups whose known rewards are all equal (DAPO, Yu et al. 2025), in at most
-    `max_batches` batches of prompts. At this limit some of them fill up the step.
-
-    block: N, all rollouts of a prompt.
-    """
+    `max_batches` batches of prompts. At this limit some of them fill up the step."""
 
     num_prompts: int  # G
-    block: int
+    num_rollouts: int  # N
     max_batches: int
     std_filter: StdFilter | None = None
 
@@ -59,8 +56,7 @@ class DynamicSampling:
         is_full = int(self.is_mixed(step, rewards).sum()) >= self.num_prompts
         if is_full or len(rewards) >= self.num_prompts * self.max_batches:
             return torch.zeros_like(drawn)
-        further = drawn.new_full((self.num_prompts,), self.block)
-        return torch.cat([torch.zeros_like(drawn), further])
+        return pad(torch.zeros_like(drawn), (0, self.num_prompts), value=self.num_rollouts)
 
     def chosen(self, step: int, rewards: Tensor) -> Tensor:
         # Mixed groups are preferred, then earlier ones; they stay in the order of sampling.
@@ -77,12 +73,11 @@ class DynamicSampling:
 @dataclass
 class Stopping:
     """Draws rollouts of a prompt until it has `stop_at` successes, or `most` rollouts
-    (algorithms/stopping.py): `block`, then each time as many as before.
+    (algorithms/stopping.py): `block`, then each time as many as before, so that batches stay large.
 
-    So the few prompts that are left have many rollouts in a round, and its batch stays large. A
-    class of --schedule has another `more`: a rule without bias sees of a prompt's own rollouts only
-    the rewards, and does not stop before the first success. `state`, tensors by name that change in
-    place, is kept in checkpoints.
+    A class of --schedule has another `more`: a rule without bias sees of a prompt's own rollouts
+    only the rewards, and does not stop before the first success. Checkpoints keep `state`, tensors
+    by name that change in place.
     """
 
     num_prompts: int
@@ -126,7 +121,6 @@ def deviations(rewards: Tensor) -> Tensor:
 
 def is_mixed(rewards: Tensor, bound: float = 0.0) -> Tensor:
     """Return the groups [G] whose known rewards [G, N] differ, with this standard deviation."""
-    known = ~rewards.isnan()
-    largest, smallest = (rewards.masked_fill(~known, fill) for fill in (-torch.inf, torch.inf))
-    mixed = known.any(1) & (largest.amax(1) > smallest.amin(1))
+    group = Group(rewards.double().nan_to_num(), ~rewards.isnan())
+    mixed = (group.largest(group.rewards) > group.smallest(group.rewards))[:, 0]
     return mixed & ~(deviations(rewards) < bound) if bound else mixed

@@ -1,4 +1,5 @@
-"""What a step collects: dynamic sampling, each of several rewards, and the overlong punishment."""
+"""What a step collects: dynamic sampling, RLPR's filter, each of several rewards, and the overlong
+punishment."""
 
 import dataclasses
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 from maxrl_fast import ops
+from maxrl_fast.config.read import parse
 from maxrl_fast.records import Rollouts, Samples, pack
 from maxrl_fast.rewards import Outcome, RewardSource
 from maxrl_fast.rewards.combined import WeightedRewards
@@ -14,10 +16,11 @@ from maxrl_fast.tasks.maze import DONE, UP, MazeTask
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.collect import LengthPenalty, Needs, RolloutCollector
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.schedule import DynamicSampling, is_mixed
+from maxrl_fast.training.schedule import DynamicSampling, StdFilter, is_mixed
 from tests import batches
 from tests.job.test_resume import resumes_bitwise
 from tests.runs import CHAIN_TASK
+from tests.tables import refused
 from tests.test_train import base, read
 
 NAN = float("nan")
@@ -50,13 +53,13 @@ class NumberedEngine:
         return Rollouts(tokens, cu_seqlens, logprobs, torch.zeros(len(responses), dtype=torch.bool))
 
 
-def collected(table, max_batches, source=None, **options):
+def collected(table, max_batches, source=None, step=3, **options):
     task = NumberedTask(5)
     task.table = table
     scorer, sampling = Scorer(task, source), Sampling(1.0, 32, task.stop_ids)
     schedule = DynamicSampling(2, 2, max_batches) if max_batches > 1 else None
     options = {"num_prompts": 2, "num_rollouts": 2, "schedule": schedule} | options
-    return RolloutCollector(task, NumberedEngine(), scorer, sampling, **options).collect(3, 0)
+    return RolloutCollector(task, NumberedEngine(), scorer, sampling, **options).collect(step, 0)
 
 
 ALL_WRONG, MIXED, ALL_RIGHT = [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]
@@ -93,6 +96,29 @@ def test_the_first_mixed_groups_are_taken(table, num_batches, ids, num_sampled):
     share = sum(row == MIXED for row in table[:num_sampled]) / num_sampled
     metrics = {"num_prompts_sampled": num_sampled, "frac_prompts_alive": share}
     assert step.metrics == (metrics if num_batches > 1 else {})
+
+
+def test_the_average_is_a_mean_and_then_moves():
+    std_filter = StdFilter(0.5, torch.tensor([NAN]).double())
+    means = [*[NAN] * 5, 3.0, 3.25, 3.5, 3.75, 4.0, 0.99 * 4 + 0.01 * 5.5]
+    for step, mean in enumerate(means, start=1):
+        assert std_filter.bound(step) == pytest.approx(0.5 * 4 / 2**0.5 if step == 11 else 0)
+        # deviations: step / sqrt(2) of the first group, 0 of the second, none of the third
+        std_filter.observe(torch.tensor([[step, 0.0], [2.0, 2.0], [1.0, NAN]]), step)
+        assert float(std_filter.average) == pytest.approx(mean / 2**0.5, nan_ok=True)
+
+
+def test_groups_below_the_bound_are_replaced():
+    table = [[0.0, 1.0], [0.0, 0.1], [3.0, 3.0], [0.0, 2.0]]
+    std_filter = StdFilter(0.5, torch.tensor([0.7]).double())
+    schedule = DynamicSampling(2, 2, 3, std_filter)
+    batch = collected(table, 1, step=11, schedule=schedule)
+    assert batch.prompts.ids.tolist() == [0, 3]
+    assert batch.metrics["frac_prompts_alive"] == 0.5
+    assert float(std_filter.average) == pytest.approx(0.99 * 0.7 + 0.01 * 3.1 / 4 / 2**0.5)
+    assert collected(table, 1, step=10, schedule=schedule).prompts.ids.tolist() == [0, 1]
+    with refused("std-filter needs --dynamic-sampling of 2 or more"):
+        parse(["--std-filter", "0.5"])
 
 
 class CountingSource(RewardSource):
@@ -188,19 +214,13 @@ def test_the_penalty_is_that_of_dapo(limit, buffer):
     assert expected[-1] == -1
 
 
-def test_only_the_rewards_of_the_objective_are_punished():
-    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
-    valid = torch.tensor([[True, True], [False, True]])
-    rollouts = Rollouts.given([[1] * length for length in (2, 8, 10, 9)])
-    samples = Samples(batches.make_prompts([[1], [2]]), rollouts)
-    before = batches.collected(samples, rewards, valid)
-    collector = RolloutCollector(None, None, None, None, 2, 2, length_penalty=LengthPenalty(10, 4))
-    batch = collector._finished(before)
-    # where the reward is not known it stays 0
-    assert batch.rewards.tolist() == [[1.0, -0.5], [0.0, -0.75]]
-    assert batch.metrics["overlong_penalty"] == pytest.approx(-(0.5 + 1 + 0.75) / 4)
-    assert torch.equal(batch.task_rewards, rewards)  # kept rollouts
-    assert batch.all_rewards.nan_to_num().equal(rewards)  # metrics and dynamic sampling
+def test_a_reward_that_is_not_known_stays_0_with_a_penalty():
+    rewards, valid = torch.tensor([[1.0, 0.0]]), torch.tensor([[True, False]])
+    samples = Samples(batches.make_prompts([[1]]), Rollouts.given([[1] * 8, [1] * 10]))
+    collector = RolloutCollector(None, None, None, None, 1, 2, length_penalty=LengthPenalty(10, 4))
+    batch = collector._finished(batches.collected(samples, rewards, valid))
+    assert batch.rewards.tolist() == [[0.5, 0.0]]
+    assert batch.metrics["overlong_penalty"] == pytest.approx(-(0.5 + 1) / 2)
 
 
 @pytest.mark.parametrize("truncated", ["keep", "zero", "mask"])

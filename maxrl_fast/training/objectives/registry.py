@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.algorithms.estimator import RATIOS, TRAINING_ESTIMATORS, Size
+from maxrl_fast.algorithms.estimator import RATIOS, TRAINING_ESTIMATORS
 from maxrl_fast.algorithms.estimators import ALIASES, ESTIMATORS, Estimator, find_estimator
 from maxrl_fast.algorithms.known import method_hint
 from maxrl_fast.algorithms.method import Method
-from maxrl_fast.algorithms.options import Option, check_options
+from maxrl_fast.algorithms.options import check_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops.register import try_out
 from maxrl_fast.runtime.loading import is_code, load_code, place_of
@@ -52,25 +52,16 @@ def find_objective(name: str) -> Method:
     )
 
 
-def _size(name: str) -> Size | None:
-    return getattr(find_objective(name), "size", None)
-
-
-def objective_options(name: str) -> dict[str, Option]:
-    """Return an objective's options: the ones in the signature of its function."""
-    size = _size(name)
-    return ({} if size is None else {size.name: size.option}) | dict(find_objective(name).options)
-
-
 def objective_defaults(name: str, num_rollouts: int) -> dict[str, Any]:
     """Return the defaults of an objective's options at N rollouts; None where one must be given or
     the configuration works it out."""
-    defaults = {option: row.default for option, row in objective_options(name).items()}
-    if (size := _size(name)) is not None:
+    row = find_objective(name)
+    defaults = {option: x.default for option, x in row.options.items()}
+    if isinstance(row, Estimator) and (size := row.size) is not None:
         largest = num_rollouts - size.below_n
         if size.name == "k":
             largest = max(size.smallest, min(DEFAULT_K, largest))
-        defaults[size.name] = largest
+        defaults = {size.name: largest, **defaults}
     return defaults
 
 

@@ -207,7 +207,7 @@ RIGHT = {
     "temperature": [None, 3, 0, 1.5],
     "max_new_tokens": [None, 3],
 }
-RIGHT |= {"loss": [None], "lr": [None, 3, 0, 1.5], "lr of tiny": [None, 3, 1.5]}
+RIGHT |= {"loss": [None, len], "lr": [None, 3, 0, 1.5], "lr of tiny": [None, 3, 1.5]}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
+from typing_extensions import Self
 
 from maxrl_fast.algorithms.arguments import check_choice, check_finite, check_number
 from maxrl_fast.algorithms.losses.registry import TokenLoss, find_loss

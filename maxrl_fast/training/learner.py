@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -146,17 +146,17 @@ class Learner:
         own = {name: value.item() for name, value in zip(of_loss, read[2:], strict=True)}
         if "siren_anchor" in own:
             self.objective_state["siren_anchor"].fill_(own["siren_anchor"])
-        total = LossSums(*of_tokens)
+        total = dict(zip(LossSums._fields, of_tokens, strict=True))
         return UpdateMetrics(
-            loss=total.loss,
+            loss=total["loss"],
             grad_norm=grad_norm,
             num_sequences=sum(len(x.sequences) for x in plans),
             num_tokens=int(num_tokens),
             num_tokens_alone=sum(
                 int(x.packer.rows.lengths[x.sequences.numpy()].sum()) for x in plans
             ),
-            num_targets=int(total.tokens - total.dropped_tokens),
-            **{name: getattr(total, name) for name in TOKEN_METRICS},
+            num_targets=int(total["tokens"] - total["dropped_tokens"]),
+            **{name: total[name] for name in TOKEN_METRICS},
             own=own,
         )
 
@@ -169,7 +169,7 @@ class Learner:
     ) -> Plan:
         """All ranks must call this."""
         sequences, settings = sequences.cpu(), self.settings
-        found, own = dict[str, Tensor](), dict[str, Tensor]()
+        found, own = dict[str, Any](), dict[str, Tensor]()
         if settings.over_batch:
             samples, advantages, found, own = self._compare(samples, advantages, sequences, draw)
             settings = settings.of_masked if settings.spec.masks else settings

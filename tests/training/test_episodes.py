@@ -78,14 +78,11 @@ LOSSES = {
     "reinforce": LossSettings("reinforce", "token_mean"),
     "sequences": LossSettings("reinforce", "seq_mean_token_mean", temperature=0.8),
     "constant": LossSettings("reinforce", "seq_sum_constant", max_new_tokens=24),
-    # over the whole batch: log-probs are computed first, and gradients injected
-    "siren": LossSettings("reinforce", "token_mean", siren=1e-9),
 }
 
 
 @pytest.mark.parametrize(
-    ("loss", "budget"),
-    [("reinforce", 30), ("sequences", 1), ("constant", 10_000), ("siren", 30)],
+    ("loss", "budget"), [("reinforce", 30), ("sequences", 1), ("constant", 10_000)]
 )
 def test_updates_learn_from_sampled_tokens_alone(loss, budget):
     """The gradient is that of the loss of dense log-probs, whose averages count sampled tokens."""
@@ -103,18 +100,16 @@ def test_updates_learn_from_sampled_tokens_alone(loss, budget):
     terms = [-a * x.sum() / size for a, x, size in zip(advantages, own, sizes, strict=True)]
     parameters = dict(model.named_parameters())
     expected = torch.autograd.grad(torch.stack(terms).sum(), [*parameters.values()])
-    state = {"siren_anchor": torch.zeros(1, dtype=torch.float64)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    learner = Learner(model, optimizer, settings, 1e9, budget, torch.float32, objective_state=state)
+    learner = Learner(model, optimizer, settings, 1e9, budget, torch.float32)
     metrics = updated(learner, samples, advantages, samples.sequences, when="step 1", lr=0.0)
     for (name, parameter), gradient in zip(parameters.items(), expected, strict=True):
         assert gradient.abs().max() > 1e-4
         assert (parameter.grad - gradient).abs().max() < 2e-4 * gradient.abs().max(), name
-    if loss != "siren":
-        assert metrics.num_targets == sum(lengths) - lengths[2]
-        rows = [sum(map(len, parts)) - 1 for parts in episodes]
-        alone = sum(len(prompts[s // NUM_ROLLOUTS]) + row for s, row in enumerate(rows) if s != 2)
-        assert metrics.num_tokens_alone == alone
+    assert metrics.num_targets == sum(lengths) - lengths[2]
+    rows = [sum(map(len, parts)) - 1 for parts in episodes]
+    alone = sum(len(prompts[s // NUM_ROLLOUTS]) + row for s, row in enumerate(rows) if s != 2)
+    assert metrics.num_tokens_alone == alone
     logprobs = learner.passes.logprobs(model, samples, torch.tensor([1, 5, 6]))
     wanted = torch.cat([own[s] for s in (1, 5, 6)]).detach()
     torch.testing.assert_close(logprobs, wanted, rtol=1e-4, atol=1e-4)

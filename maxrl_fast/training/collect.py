@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -145,8 +145,8 @@ class Drawn(Ragged):
         """Return a sample that was not drawn: without tokens."""
         one = self.select(torch.zeros_like(self.ends[:1]))
         none = Rollouts.given([[]]).to(self.rewards.device)
-        one = replace(one, raw_rollouts=none, rollouts=none, components=({},), ends=0 * one.ends)
-        return replace(one, rewards=one.rewards * torch.nan)
+        own: dict[str, Any] = {"rewards": one.rewards * torch.nan, "components": ({},)}
+        return replace(one, raw_rollouts=none, rollouts=none, ends=0 * one.ends, **own)
 
 
 @dataclass

@@ -308,7 +308,7 @@ def print_host_time(
                 function()
             times[side] = min(times[side], (time.thread_time() - start) / 12 * 1e6)
     ratios = {side: times[side] / times[floor] for side, floor in floors.items()}
-    result = {"benchmark": name, "machine": machine(torch.device("cpu"))}
+    result: dict[str, Any] = {"benchmark": name, "machine": machine(torch.device("cpu"))}
     print(describe(result["machine"]))
     for side, number in times.items():
         of_floor = f", {ratios[side]:.2f} times: {floors[side]}" if side in ratios else ""

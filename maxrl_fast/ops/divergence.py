@@ -87,6 +87,7 @@ def linear_divergence(
         check_values("coefficients", c, "finite", ~c.double().isfinite(), None)
     tau = token_temperature(temperature, size, device, mask).to(real)
     divisor = loss_denominator(denominator, "token_mean", size, 0, mask, device)
+    is_enabled = torch.is_grad_enabled()
     compute = partial(
         linear_divergences,
         teacher_hidden=teacher_hidden.detach(),
@@ -99,7 +100,7 @@ def linear_divergence(
         softcap=softcap,
         teacher_softcap=teacher_softcap,
         chunk=chunk,
-        needed=[torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)],
+        needed=(is_enabled and hidden.requires_grad, is_enabled and weight.requires_grad),
     )
     values = c.new_zeros(size, dtype=torch.float64)
     loss = _Divergence.apply(hidden, weight, values, compute)
@@ -130,7 +131,7 @@ def linear_divergences(
     softcap: float,
     teacher_softcap: float,
     chunk: int,
-    needed: list[bool],
+    needed: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the loss [] float64 and the needed gradients of hidden and weight, and write all D
     [T] `to`."""

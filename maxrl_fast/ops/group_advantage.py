@@ -87,22 +87,9 @@ def group_advantage(
 
     Raises ValueError and TypeError. On the CPU numbers that are not finite, not allowed for the
     estimator or beyond 1e150 are errors; a GPU would wait, and the group, or the batch, is NaN."""
-    given: tuple[Any, ...] = (
-        lengths,
-        logprobs,
-        greedy_correct,
-        greedy_rewards,
-        reward_parts,
-        prompts,
-        log_ratios,
-    )
-    given += texts, components, truncated
-    if (
-        group_ids is None
-        and valid is None
-        and reward_weights is None
-        and not any(x is not None for x in given)
-    ):
+    given: tuple[Any, ...] = (lengths, logprobs, greedy_correct, greedy_rewards, reward_parts)
+    given += prompts, log_ratios, texts, components, truncated
+    if all(x is None for x in (group_ids, valid, reward_weights, *given)):
         advantages = _of_full_groups(rewards, estimator, k, order, options)
         if advantages is not None:
             return advantages

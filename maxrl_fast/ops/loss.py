@@ -295,7 +295,8 @@ def loss_of_hidden(
     if has_kernels(hidden.device) and spec.fused:
         if hidden.dtype is torch.float16:
             hidden, weight = hidden.float(), weight.float()
-        needed = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
+        is_enabled = torch.is_grad_enabled()
+        needed = is_enabled and hidden.requires_grad, is_enabled and weight.requires_grad
         sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
         return _LinearLoss.apply(hidden, weight, inputs, sums, chunk, softcap, needed), sums
     batch = inputs.batch()
@@ -327,7 +328,7 @@ class _LinearLoss(LossFunction):
         total: Tensor,
         chunk: int,
         softcap: float,
-        needed: list[bool],
+        needed: tuple[bool, bool],
     ) -> Tensor:
         rows, index, mask = hidden, None, inputs.mask
         # On a GPU the host waits for the number of rows that are left out.
@@ -411,8 +412,8 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         check_first_order("linear_token_logprobs")
         hidden, weight, *_ = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:2]
-        chunks = Chunks(hidden, weight, ctx.chunk, needed[0], needed[1], ctx.softcap)
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        chunks = Chunks(hidden, weight, ctx.chunk, needs_hidden, needs_weight, ctx.softcap)
         for start, stop, logits in chunks:
             gradient = chunks.gradient(start, stop)
             write_logprobs_gradient(ctx.rows, logits, grads, gradient, start)

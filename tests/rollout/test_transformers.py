@@ -2,16 +2,20 @@
 engine.
 """
 
+import random
+
 import pytest
 import torch
 
 from maxrl_fast.model.linear import LoraLinear, add_adapters
 from maxrl_fast.ops import linear_token_logprobs
+from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts, one_batch
 from tests.model.test_huggingface import tiny_policy
+from tests.rollout.test_episodes import Game, episodes_of
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7, 12, 13, 14], [9, 9], [30, 2, 4]])
 SAMPLING = Sampling(1.3, 20, (3, 17))
@@ -52,6 +56,20 @@ def test_samples_do_not_depend_on_the_size_of_a_pass():
         actual = generate(policy, **options)
         assert torch.equal(actual.tokens, expected.tokens)
         torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
+def test_a_sample_that_waits_for_a_reply_keeps_its_state(family):
+    policy, game = tiny_policy(family), Game((1, 2, 5), late=random.Random(0), vocab=40)
+    sampling = Sampling(1.3, 30, (3, 17, 9, 30), max_turns=4)
+    request = RolloutRequest(PROMPTS, 6, sampling, 4, 2, game)
+    rollouts = native_engine(policy, torch.float32).generate(request)
+    parts = [part for episode in episodes_of(rollouts) for part in episode]
+    is_sampled = torch.tensor([p is not None for part, p in parts for _ in part])
+    episodes = Rollouts.given([[t for x, _ in e for t in x] for e in episodes_of(rollouts)])
+    assert int((~is_sampled).sum()) > 10
+    difference = rollouts.logprobs - logprobs(policy, episodes)[is_sampled]
+    assert float(difference.abs().max()) < 1e-4
 
 
 def test_load_weights_copies_and_merges_adapters():

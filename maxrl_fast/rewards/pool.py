@@ -21,6 +21,7 @@ from maxrl_fast.rewards import PROGRESS_INTERVAL, Outcome, Outcomes, RewardSourc
 from maxrl_fast.rewards.environment import EnvironmentHost
 from maxrl_fast.rewards.function import LISTS, ROW, STYLES, Caller, LateCall, Signature, outcome_of
 from maxrl_fast.rewards.output import RewardOutput
+from maxrl_fast.rewards.worker import close_memory
 from maxrl_fast.runtime.loading import LoadError
 
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
@@ -240,6 +241,7 @@ class RewardPool(UserCode):
             )
         self.name, self.concurrency, self.output = name, concurrency, output
         self.place, self.signature = f"in {workers} worker processes, which are no sandbox", {}
+        close_memory()
         seen = {x: os.environ[x] for x in os.environ if x in environment or VARIABLES.fullmatch(x)}
         self._variables = {**SETTINGS, **seen}
         limits = {"time_limit": time_limit, "memory_limit": memory_limit}

@@ -6,6 +6,7 @@ The first line is the worker's, and has the signature of what it has loaded as i
 """
 
 import contextlib
+import ctypes
 import fcntl
 import io
 import json
@@ -72,8 +73,16 @@ def contain() -> None:
         signal.signal(number, lambda *_: None)
     with contextlib.suppress(OSError):  # out of memory, the kernel kills a worker, not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
+    close_memory()  # after oom_score_adj, which only root may write from here on
     # whole lines, which are there if the process is killed
     cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
+
+
+def close_memory() -> None:
+    """Close memory, environment and descriptors of this process to other programs of its user, root
+    excepted."""
+    with contextlib.suppress(AttributeError):  # only Linux has it
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
 
 
 def limit_memory(size: int) -> None:

@@ -148,6 +148,16 @@ def test_a_deleted_working_directory_fails_no_other_call(tmp_path, monkeypatch):
     assert not (tmp_path / "work").exists()
 
 
+def test_memory_is_closed_to_other_programs_of_the_user(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import ctypes\ndef f(prompt, response): return float(ctypes.CDLL(None).prctl(3))\n"
+    )
+    with pool("f", file=file) as workers:
+        assert [x.reward for x in workers.score([{"prompt": "", "response": ""}])] == [0.0]
+    assert ctypes.CDLL(None).prctl(3) == 0  # PR_GET_DUMPABLE: nor of this process
+
+
 def test_secrets_are_not_in_the_environment_unless_they_are_named(monkeypatch):
     names = ["OPENAI_API_KEY", "HF_TOKEN", "HTTPS_PROXY", "JUDGE_KEY", "PATH", "HOME"]
     for name in names[:4]:

@@ -3,6 +3,7 @@ process outlives its call, its pool or the trainer.
 """
 
 import ast
+import ctypes
 import os
 import signal
 import subprocess

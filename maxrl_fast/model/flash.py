@@ -325,10 +325,10 @@ def _upcast(*tensors: Tensor) -> list[Tensor]:
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor, softcap: float) -> Tensor:
     """Return [B, Hkv, R, Lq, Lk], for q [B, Hkv, R, Lq, D] and k [B, Hkv, 1, Lk, D]."""
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    scores = (q @ k.transpose(-1, -2)).mul_(q.shape[-1] ** -0.5)
     if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    return scores.masked_fill(~mask[:, None, None], float("-inf"))
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    return scores.masked_fill_(~mask[:, None, None], float("-inf"))
 
 
 def attend(
@@ -339,7 +339,7 @@ def attend(
     wide_q, wide_k, wide_v = (_by_head(x, k.shape[2]) for x in _upcast(q, k, v))
     scores = _scores(wide_q, wide_k, mask, softcap)
     lse = scores.logsumexp(-1).clamp_min(torch.finfo(scores.dtype).min)
-    o = (scores - lse[..., None]).exp() @ wide_v
+    o = scores.sub_(lse[..., None]).exp_() @ wide_v
     return _by_token(o).to(v.dtype), _by_token(lse)
 
 
@@ -363,11 +363,12 @@ def _reference_backward(
         grad_o, own_q, own_o = (_by_head(x[tile.q], heads) for x in _upcast(grad, q, o))
         own_k, own_v = (_by_head(x[tile.k], heads) for x in _upcast(k, v))
         scores = _scores(own_q, own_k, tile.mask, spec.softcap)
-        p = (scores - _by_head(lse[tile.q], heads)[..., None]).exp()
-        grad_p = grad_o @ own_v.transpose(-1, -2) - (grad_o * own_o).sum(-1, keepdim=True)
-        grad_s = p * grad_p * scale
-        if spec.softcap:  # masked scores are -inf
-            grad_s = grad_s * (1 - (scores / spec.softcap).clamp_min(-1).square())
+        slope: Any = scale
+        if spec.softcap:
+            slope = scale * (1 - (scores / spec.softcap).clamp_min(-1).square())
+        p = scores.sub_(_by_head(lse[tile.q], heads)[..., None]).exp_()  # masked scores are -inf
+        grad_s = grad_o @ own_v.transpose(-1, -2)
+        grad_s.sub_((grad_o * own_o).sum(-1, keepdim=True)).mul_(p).mul_(slope)
         grad_k = (grad_s.transpose(-1, -2) @ own_q).sum(2, keepdim=True)
         grad_v = (p.transpose(-1, -2) @ grad_o).sum(2, keepdim=True)
         parts, places = (grad_s @ own_k, grad_k, grad_v), (tile.of_q, tile.of_k, tile.of_k)

@@ -1,12 +1,8 @@
-"""`python -m bench.advantages`: every group advantage, against other implementations and the
-cost of any operator.
+"""`python -m bench.advantages`: every group advantage, beside view, mean and std as in TRL.
 
-The others are the MaxPO paper's O(N^2) matrix form, and view, mean and std as in TRL. All are timed
-in turn, in one process, after their results were compared. There are two floors: an operator with
-the same arguments that does nothing, and a copy of the rewards. With --device cuda some are timed
-in a CUDA graph too; the floor is an empty kernel. The last line is one JSON document.
-
-It takes some minutes on two cores, and `make gpu` gives it 40 seconds.
+All are timed in turn, in one process, after the results were compared; the floor is a copy of the
+rewards. With --device cuda some are timed in a CUDA graph too; there the floor is an empty kernel.
+The last line is one JSON document. It takes some minutes on two cores.
 """
 
 import json
@@ -29,7 +25,6 @@ from bench.measure import (
     print_host_time,
     run_command,
 )
-from maxrl_fast.algorithms.estimators.max_at_k import subset_ratios
 from maxrl_fast.ops import ESTIMATORS, group_advantage, log_ratio_reward
 
 SHAPES = ((1024, 16), (256, 128), (32, 1024))
@@ -45,30 +40,6 @@ def view_mean_std(rewards: Tensor, n: int) -> Tensor:
     mean = rewards.view(-1, n).mean(dim=1).repeat_interleave(n, dim=0)
     deviation = rewards.view(-1, n).std(dim=1).repeat_interleave(n, dim=0)
     return (rewards - mean) / (deviation + 1e-6)
-
-
-def matrix_weights(n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return the weights of `matrix_form`: [n], of each rank as the maximum of k - 1 others; [n,
-    n], of rank j without i.
-    """
-    # nothing exceeds the largest
-    weights = torch.cat([subset_ratios(n - 1, k - 1).diff(), torch.zeros(1)])
-    fewer = torch.cat([subset_ratios(n - 2, k - 1).diff(), torch.zeros(2)])
-    j, i = torch.arange(n), torch.arange(n)[:, None]
-    return weights, fewer[(j - (i < j).long()).clamp_min(0)] * (i != j)
-
-
-def matrix_form(rewards: Tensor, weights: Tensor, without: Tensor) -> Tensor:
-    """Return EI - L2O by the MaxPO paper's appendix E: weighted sums over the [G, N, N] matrix of
-    reward differences.
-    """
-    ordered, order = rewards.sort(-1)
-    # row i, column j: (r_i - r_j)_+
-    differences = (ordered[:, :, None] - ordered[:, None, :]).clamp_min(0)
-    improvement = differences @ weights
-    others = differences.sum(1, keepdim=True) - differences
-    baseline = (without * others).sum(-1) / (rewards.shape[1] - 1)
-    return torch.zeros_like(rewards).scatter(-1, order, improvement - baseline)
 
 
 def estimator_calls(rewards: Tensor) -> dict[str, Callable[[], Tensor]]:
@@ -96,33 +67,23 @@ def estimator_calls(rewards: Tensor) -> dict[str, Callable[[], Tensor]]:
 
 
 def check_agreement(rewards: Tensor) -> None:
-    """Raise RuntimeError if an implementation differs from group_advantage, or the comparison is
-    empty.
-    """
+    """Raise RuntimeError if the other implementation differs from group_advantage, or the
+    comparison is empty."""
     exact = rewards.double()
-    n = rewards.shape[1]
-    pairs = {
-        "matrix form": (
-            matrix_form(exact, *matrix_weights(n, K)),
-            group_advantage(exact, "maxpo", k=K),
-        ),
-        "view": (view_mean_std(exact.flatten(), n), group_advantage(exact, "grpo").flatten()),
-    }
-    for name, (theirs, ours) in pairs.items():
-        error = float((theirs - ours).abs().max())
-        if not error < 1e-6 or not float(ours.abs().max()) > 0.1:
-            raise RuntimeError(f"{name}: the advantages differ by {error}")
+    theirs = view_mean_std(exact.flatten(), rewards.shape[1])
+    ours = group_advantage(exact, "grpo").flatten()
+    error = float((theirs - ours).abs().max())
+    if not error < 1e-6 or not float(ours.abs().max()) > 0.1:
+        raise RuntimeError(f"view: the advantages differ by {error}")
 
 
 def even_groups(rewards: Tensor, rounds: int) -> dict[str, float]:
     n = rewards.shape[1]
     flat = rewards.flatten()
-    weights = [table.to(rewards) for table in matrix_weights(n, K)]
     functions: dict[str, Callable[[], object]] = {
         "floor: a copy of the rewards": rewards.clone,
         **estimator_calls(rewards),
         "peer: grpo by view, mean, std": partial(view_mean_std, flat, n),
-        "peer: maxpo by matrix": partial(matrix_form, rewards, *weights),
     }
     return microseconds(functions, rounds, rewards.device)
 
@@ -169,11 +130,8 @@ def report(result: dict[str, Any]) -> None:
         print("  " + ", ".join(f"{name} {times[name]:.1f}" for name in times if name in ESTIMATORS))
         for name, time_of_peer in times.items():
             if name.startswith("peer: "):
-                ours = "maxpo" if "maxpo" in name else "grpo"
-                print(
-                    f"  {name[6:]}: {time_of_peer:,.1f}, {time_of_peer / times[ours]:,.1f} times "
-                    f"{ours} here"
-                )
+                ratio = time_of_peer / times["grpo"]
+                print(f"  {name[6:]}: {time_of_peer:,.1f}, {ratio:,.1f} times grpo here")
     if "gpu" in result:
         for name, figures in result["gpu"].items():
             print(f"  {name}, 1024x16: {figures}")

@@ -405,8 +405,11 @@ class LossInputs(TokenRows):
             importance = importance.detach().to(double)
             importance = importance if self.importance_by_token else self.repeated(importance)
             factors = factors * importance
-        divisor = torch.as_tensor(self.denominator, dtype=double, device=self.device)
-        weights = divisor.reciprocal().expand(self.num_tokens)
+        divisor = self.denominator
+        if isinstance(divisor, Tensor):
+            weights = divisor.reciprocal().expand(self.num_tokens)
+        else:  # without a copy from the host, which would wait for a GPU
+            weights = torch.full_like(factors, 1 / divisor)
         if self.terms.aggregation == "seq_mean_token_mean":
             weights = weights / self.repeated(self.counts().clamp_min(1))
         targets, tau, mask = self.targets, self.temperatures(), self.mask

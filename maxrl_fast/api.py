@@ -7,9 +7,12 @@ import signal
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from rich.console import Console
 
@@ -160,11 +163,12 @@ def _stored(option: str, value: Any, folder: Path) -> Any:
         return value
 
     def plain(x: Any) -> Any:  # as of files of Parquet
-        return None if isinstance(x, bytes) else getattr(x, "tolist", x.__str__)()
+        is_text = isinstance(x, (date, time, timedelta, Decimal, UUID))
+        return None if isinstance(x, bytes) else str(x) if is_text else x.tolist()
 
     try:
         content = "".join(json.dumps(row, default=plain) + "\n" for row in value)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{option} must be rows of JSON values: {error}") from error
     path = folder / f"data-{hashlib.sha256(content.encode()).hexdigest()[:12]}.jsonl"
     if Ranks.of_environment().is_first:

@@ -115,8 +115,7 @@ class KernelLaunch:
                 f"{self.device}, got {tensor.dtype} of shape {tuple(tensor.shape)} with strides "
                 f"{tensor.stride()} on {tensor.device}"
             )
-        # resolved: a view whose memory has the other sign
-        return self.keep(tensor.resolve_neg() if tensor.is_neg() else tensor)
+        return self.keep(tensor)
 
     def matrix(self, name: str, x: Tensor) -> tuple[int, int]:
         """Return Rows of csrc/token_loss.h."""
@@ -129,6 +128,8 @@ class KernelLaunch:
         return {name: self.address(name, x, dtype, shape) for name, x in tensors.items()}
 
     def keep(self, tensor: Tensor) -> int:
+        if tensor.is_neg():  # a view whose memory has the other sign
+            tensor = tensor.resolve_neg()
         self._kept.append(tensor)
         address = tensor.data_ptr()
         if not address and tensor.numel():  # as within torch.func.vmap or a FakeTensorMode

@@ -191,6 +191,7 @@ class TokenRows:
         )
         if row is not None and row >= 0:
             self.refuse()
+            raise ValueError(f"{kernel} refuses a value at row {row}, which Python's checks allow")
 
     def refuse(self) -> None:
         """Raise ValueError for a value that a kernel does not take."""

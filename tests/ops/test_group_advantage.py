@@ -214,6 +214,21 @@ def test_large_and_small_float64_rewards_have_the_advantages_of_ordinary_ones(na
         assert torch.equal(scaled, expected if is_free else expected * factor)
 
 
+def test_where_a_check_would_wait_bad_numbers_become_nan(monkeypatch):
+    module = sys.modules["maxrl_fast.ops.group_advantage"]
+    monkeypatch.setattr(module, "is_host_readable", lambda x: False)  # as of a GPU's tensors
+    rewards = torch.tensor([0.0, 1, torch.nan, 3, 1, 2, 0, 1, 4, 2])
+    ids = {"group_ids": torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 2])}
+    for name in ("qae", "maxrl"):
+        actual = ops.group_advantage(rewards, name, **ids)
+        assert actual[:3].isnan().all()
+        torch.testing.assert_close(actual[3:6], ops.group_advantage(rewards[None, 3:6], name)[0])
+        assert actual[6:].isfinite().all()
+    assert ops.group_advantage(rewards.nan_to_num(), "reinforce_pp", **ids).isfinite().all()
+    # it scales by the whole batch
+    assert ops.group_advantage(rewards, "reinforce_pp", **ids).isnan().all()
+
+
 def test_ranks_are_not_rounded_to_the_dtype_of_the_logprobs():
     logprobs = torch.tensor([[-0.5, -0.5, -0.5, -0.5, -1.0]])
     for dtype, other in ((torch.float32, torch.bfloat16), (torch.float64, torch.float32)):

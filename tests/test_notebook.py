@@ -1,5 +1,3 @@
-"""examples/notebook.ipynb runs in a kernel of Jupyter."""
-
 import json
 from pathlib import Path
 

@@ -27,7 +27,6 @@ WAITS_OF_BURST = 1
 
 
 def length_of(keys):
-    """The length of each sample's response, by its key."""
     return 1 + keys % LIMIT
 
 

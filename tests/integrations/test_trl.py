@@ -1,7 +1,3 @@
-"""TRL trains with our advantages: the ones that its loss sees are ours, from the rewards that it
-logged.
-"""
-
 import json
 import math
 import os
@@ -45,7 +41,6 @@ def ours(rows, estimator, weights=(1.0,), **options):
 
 
 def check(generated, seen, estimator, **options):
-    """Check that logged and seen advantages are ours; return how many were not 0."""
     wanted = {}
     for rows in generated:
         advantages = ours(rows, estimator, **options)

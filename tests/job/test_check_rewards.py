@@ -1,6 +1,3 @@
-"""What is wrong with a reward is found before the warm start, and a run that ended before its first
-step can be begun again."""
-
 import pytest
 
 from maxrl_fast import train

@@ -1,5 +1,3 @@
-"""Signals, clocks and the watchdog."""
-
 import fcntl
 import os
 import re
@@ -9,14 +7,11 @@ import subprocess
 import sys
 import termios
 import time
-from pathlib import Path
 
 import pytest
 
 from maxrl_fast.job.control import ECHO, StallWatchdog, StoppedNow, StopSignal, Stopwatch
-from tests.runs import SMALL, read
-
-ROOT = Path(__file__).parents[2]
+from tests.runs import ROOT, SMALL, read
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -1,6 +1,3 @@
-"""Runs whose policy transformers runs: they resume bitwise, and several ranks compute what one
-does."""
-
 import json
 
 import pytest
@@ -39,7 +36,6 @@ def start(lora):
 
 
 def test_a_stopped_run_resumes_bitwise(lora, start, tmp_path, monkeypatch):
-    """With windows, soft caps and adapters."""
     job = [*LORA, *ADAPTERS, "--model", start]
     stop_and_resume(monkeypatch, tmp_path / "stopped", job, "step 3")
     assert_same(lora, tmp_path / "stopped")

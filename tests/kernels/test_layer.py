@@ -15,7 +15,8 @@ from maxrl_fast.model import decoder, layer_kernels
 from maxrl_fast.model.layer_kernels import KERNELS, TORCH_OPS, HeadNorms, Rotary, choose_rows
 from maxrl_fast.records import Rollouts
 from maxrl_fast.training.passes import run_batch
-from tests.batches import make_prompts, one_batch
+from tests.batches import THREE_PROMPTS as PROMPTS
+from tests.batches import one_batch
 from tests.kernels.devices import CPU, Device, emulated_gpu
 from tests.models import adapted, tiny_decoder
 
@@ -65,7 +66,6 @@ def assert_rows_equal(actual, expected, dtype):
 
 
 def check(device, function, inputs, dtype):
-    """Compare a function of the layer's operations with itself in float64."""
     expected = with_gradients(function(TORCH_OPS), inputs, torch.float64)
     with device.running():
         actual = with_gradients(function(KERNELS), inputs, dtype, device.place)
@@ -76,7 +76,6 @@ def check(device, function, inputs, dtype):
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 8), (5, 256), (3, 896), (700, 40), (2, 1544), (3, 4096)])
 def test_addition_and_rms_norm(device, shape, dtype):
-    """Together, and the norm alone."""
     inputs = [numbers(*shape, seed=i, dtype=dtype) for i in range(2)]
     weight = (1 + numbers(shape[1], seed=2, dtype=dtype) / 2).to(dtype).double()
 
@@ -92,7 +91,6 @@ def test_addition_and_rms_norm(device, shape, dtype):
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 16), (7, 4, 2, 64), (37, 3, 1, 96), (5, 8, 2, 256)])
 def test_rotation_of_heads(device, shape, has_norms, dtype):
-    """With a table of positions and without."""
     rows, heads, kv_heads, dim = shape
     counts = heads, kv_heads, kv_heads
     inputs = [numbers(rows, sum(counts) * dim, dtype=dtype)]
@@ -197,7 +195,6 @@ def test_a_launch_refuses_what_it_cannot_read():
 
 # --- the decoder
 
-PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
 ROLLOUTS = Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8], [11, 12, 13, 14, 15], [2, 3]])
 # Of a CPU, whose kernels take any; those that a GPU's have in half precision too.
 ANY_SIZES = {"hidden_size": 33, "intermediate_size": 45, "head_dim": 6}
@@ -214,7 +211,6 @@ def policy(family, sizes=SIZES):
 
 
 def passes(model, dtype, place=CPU):
-    """Return the logits of a small batch, and the gradients of all trained weights."""
     batch = one_batch(PROMPTS.to(place), ROLLOUTS.to(place))
     logits = F.linear(run_batch(model, batch, dtype), model.output_matrix.to(dtype))
     model.zero_grad()

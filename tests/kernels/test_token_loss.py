@@ -62,7 +62,6 @@ def assert_rows_close(actual, expected, tolerance):
 
 
 def assert_same(actual, expected, tolerance, rel=1e-5, abs=5e-7):
-    """Compare loss, gradient and metrics."""
     assert actual[0].item() == pytest.approx(expected[0].item(), rel=rel, abs=abs)
     assert_rows_close(actual[1], expected[1], tolerance)
     for name, value in expected[2].items():
@@ -73,7 +72,6 @@ def assert_same(actual, expected, tolerance, rel=1e-5, abs=5e-7):
 
 
 def exact(logits, targets, weights, entropy_coef=0.0, temperature=1.0):
-    """Return the loss and its gradient by autograd."""
     z = logits.detach().double().requires_grad_()
     log_p = torch.log_softmax(z / temperature, -1)
     entropy = -(log_p.exp() * log_p.clamp_min(-1e300)).sum(-1)
@@ -107,7 +105,6 @@ def exact_rows(vocab, dtype, entropy_coef, temperature):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("vocab", [1, 2, 127, 50257])
 def test_every_row_is_close_to_float64(vocab, dtype):
-    """At its target and elsewhere, each within its own relative error."""
     logits, targets, weights = make_rows(vocab, dtype)
     at_target = torch.zeros_like(logits, dtype=torch.bool).scatter(1, targets[:, None], True)
     for entropy_coef, temperature in ((0.0, 1.0), (0.5, 0.7)):
@@ -421,7 +418,6 @@ def test_rows_may_be_more_than_32_bits_apart(around):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_log_ratio_reward(device, dtype):
-    """Against sums in float64."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, 300, (170,), generator=generator)
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

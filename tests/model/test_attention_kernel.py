@@ -1,7 +1,3 @@
-"""The CPU's attention over a forest against ordinary attention in float64, and against the path of
-FlashAttention calls.
-"""
-
 from functools import cache
 
 import hypothesis.strategies as st
@@ -28,7 +24,6 @@ def stream(lengths, parents, heads, key_heads, head_dim, dtype=torch.float64, se
 
 
 def answered(prompts, responses):
-    """Return the forest of prompts, each with responses of these lengths."""
     lengths, parents = [], []
     for prompt, own in zip(prompts, responses, strict=True):
         parents += [-1, *[len(lengths)] * len(own)]
@@ -37,7 +32,6 @@ def answered(prompts, responses):
 
 
 def results(function, qkv, grad):
-    """Return a function's output and the gradients of q, k and v."""
     leaves = [x.detach().requires_grad_() for x in qkv]
     out = function(*leaves)
     return out.detach(), *torch.autograd.grad(out, leaves, grad)

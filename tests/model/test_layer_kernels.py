@@ -35,7 +35,6 @@ def assert_close(actual, expected, tolerance=1e-12):
 
 
 def check(function, inputs):
-    """Compare a function of the layer's operations in float64."""
     expected, actual = (
         with_gradients(function(parts), inputs, torch.float64) for parts in (TORCH_OPS, KERNELS)
     )
@@ -100,7 +99,6 @@ def test_chosen_rows_have_pytorchs_gradient(num_rows, num_chosen, size, is_strid
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_results_are_bitwise_the_same_for_any_number_of_threads(dtype):
-    """Of rows that need several pieces and vectors of all kinds."""
     cases = [(norm_of, [numbers(700, 131), numbers(131, seed=1), numbers(700, 131, seed=2)])]
     for half in (8, 33):
         inputs, rotary = rotation_inputs(500, (4, 2, 2), half, True)

@@ -1,7 +1,3 @@
-"""The products of a linear layer in training on a CPU: against float64, for any sizes, instructions
-and numbers of threads.
-"""
-
 import itertools
 
 import pytest

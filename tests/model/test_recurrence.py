@@ -1,5 +1,3 @@
-"""Layers with a state over forests, against one pass for each path from a root."""
-
 import pytest
 import torch
 from torch import nn

@@ -61,7 +61,6 @@ THIN = {
 
 
 def groups_of(shape, group_ids, valid):
-    """Return the indices of each group's rollouts in the flattened rewards."""
     if group_ids is not None:
         ids = whole(group_ids)
         rows = [[i for i, x in enumerate(ids) if x == group] for group in sorted(set(ids))]

@@ -1,7 +1,3 @@
-"""The packed copy of the policy that decodes on a device: its hidden states, and the weights under
-every name.
-"""
-
 import contextlib
 
 import pytest
@@ -26,9 +22,6 @@ def causal(layer, q, k, v):
 
 
 def check_hidden_states(model, tolerance, around_decoding=contextlib.nullcontext):
-    """Compare hidden states and logits of the copy with the decoder's, for all rows and for
-    some.
-    """
     for rows in (torch.arange(6), torch.tensor([5, 2])):
         with torch.no_grad():
             expected = model(TOKENS, POSITIONS, causal, rows)

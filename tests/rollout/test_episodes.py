@@ -1,5 +1,3 @@
-"""Episodes of several turns, against the full forward pass."""
-
 import itertools
 import json
 import random
@@ -312,7 +310,6 @@ PLAYED = Sampling(1.0, 24, STOPS, max_turns=4)
 
 
 def test_a_turn_is_a_request_to_the_server(of_turns):
-    """Each turn is what the stand-in samples after everything before it."""
     engine = VllmServerEngine(tiny_decoder(vocab_size=VOCAB), torch.float32, of_turns.url)
     game = Game(late=random.Random(0))
     rollouts = sampled(engine, 4, PLAYED, 1, 2, game)

@@ -1,7 +1,3 @@
-"""The native engine: log-probs against the full forward pass, the sampling distribution, and
-independence of the batch.
-"""
-
 import math
 from functools import partial
 
@@ -16,11 +12,11 @@ from maxrl_fast.rollout import RolloutRequest, Sampling, check_finite
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.random import sample_keys, uniforms
 from maxrl_fast.rollout.validation import find_wrong
+from tests.batches import FIVE_PROMPTS as PROMPTS
 from tests.batches import Chosen, make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
 from tests.tables import refused
 
-PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7], [9, 9], [30, 2, 4]])
 STOPS = (3, 17)
 # The expected keys and bits, computed with Python's integers.
 KEYS, BITS = [-3072355124115617029, 4574412018458654984], [2083381, 13143039]

@@ -1,5 +1,3 @@
-"""Corrections for a rollout engine that is not the policy."""
-
 import copy
 import dataclasses
 import math
@@ -30,7 +28,6 @@ BOUNDS = {
 
 
 def sampled(model):
-    """Return four responses to each prompt, of different lengths."""
     sampling = Sampling(1.0, 9, (3, 8, 12, 20, 25))
     request = RolloutRequest(PROMPTS, 4, sampling, 1, 1)
     rollouts = native_engine(model, torch.float32).generate(request)
@@ -95,8 +92,6 @@ def test_weights_that_are_all_0_have_no_sample_size():
 
 
 class Collector:
-    """What a step has sampled."""
-
     def __init__(self, batch):
         self.batch = batch
 

@@ -1,7 +1,3 @@
-"""Packing: which position predicts which target, what responses share, and which rank gets which
-groups.
-"""
-
 from dataclasses import replace
 
 import pytest

@@ -74,3 +74,14 @@ def response_logits(model: Decoder, batch: MicroBatch, dtype: torch.dtype) -> Te
 def updated(learner, samples, advantages, sequences, *, when="step 1", lr, draw=(0, 0)):
     learner.forward_backward(samples, advantages, sequences, draw)
     return learner.optim_step(when=when, lr=lr)
+
+
+def on_threads(*counts):
+    """Yield for each number of threads, which PyTorch uses meanwhile."""
+    threads = torch.get_num_threads()
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            yield count
+    finally:
+        torch.set_num_threads(threads)

@@ -125,7 +125,6 @@ def stop_and_resume(monkeypatch, out, job, *stops):
 
 
 def resumes_bitwise(monkeypatch, folder, job, *stops):
-    """Compare a whole run of a job with one that is stopped during each of these updates."""
     assert train.main([*job, "--out", str(folder / "whole")]) == 0
     stop_and_resume(monkeypatch, folder / "stopped", job, *stops)
     assert_same(folder / "whole", folder / "stopped")

@@ -61,7 +61,6 @@ def samples_of(out):
 
 
 def test_evaluating_a_run_reproduces_its_last_evaluation(maze_run, finished):
-    """The task, its seed, the length limit and the random numbers are the run's."""
     *_, last = read_lines(maze_run / "eval.jsonl")
     results = read(finished)
     for k in ("1", "2", "4"):

@@ -155,7 +155,6 @@ def test_every_config_of_the_examples_is_tested():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_its_papers_settings(name, tmp_path, capsys):
-    """A tiny checkpoint and a file of a few lines replace the model and the data set of the hub."""
     recipe, policy = RECIPES[name], save_byte_level_policy(tmp_path, positions=2**17)
     folders = ["--model", str(policy)]
     if recipe.objective == "distill":

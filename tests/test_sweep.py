@@ -80,7 +80,6 @@ def test_the_interval_of_a_mean_over_seeds_is_of_students_t_distribution():
 
 
 def finish(folder, steps, **options):
-    """Make the folder of a finished run, whose pass@1 rises by its seed in tenths, and .1."""
     (folder / "checkpoints" / f"step-{steps:06d}").mkdir(parents=True)
     (folder / "latest").symlink_to(f"checkpoints/step-{steps:06d}")
     rise = 0.1 + 0.1 * options["seed"]

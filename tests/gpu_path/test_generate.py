@@ -31,7 +31,6 @@ def length_of(keys):
 
 
 def append(length, done, keys, rows):
-    """Do to the state of a sampling step what the kernel would do."""
     length, done, keys = (x.known for x in (length, done, keys))
     rows = torch.arange(len(length)) if rows is None else rows.known
     length[rows] += (~done[rows]).long()

@@ -75,7 +75,6 @@ def test_the_loss_sees_our_advantages(job, tmp_path, name, arguments, estimator,
 
 
 def test_a_mixin_behind_the_trainer_is_refused(job):
-    """TRL's methods would be called, not ours."""
     with pytest.raises(
         TypeError, match="the bases of Behind must have the mixin before GRPOTrainer"
     ):

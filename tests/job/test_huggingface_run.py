@@ -101,7 +101,6 @@ def test_adapters_are_saved_as_peft_reads_them(lora, start, tmp_path, capsys):
 
 
 def test_two_ranks_compute_what_one_does(shared_run, tmp_path):
-    """With experts, whose weights are sharded over the ranks."""
     together, alone = shared_run("ranks"), tmp_path / "alone"
     model = str(together.with_name("qwen3_moe"))
     assert train.main([*RANKS, "--model", model, "--out", str(alone)]) == 0

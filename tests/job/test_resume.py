@@ -383,8 +383,6 @@ def test_the_first_line_says_that_a_strangers_run_executes_code(tmp_path, capfd,
 
 
 def test_the_newest_the_best_and_the_first_checkpoints_are_kept(tmp_path, monkeypatch):
-    """Also where an old one cannot be removed."""
-
     rmtree = shutil.rmtree
 
     def refused(path, ignore_errors=False):

@@ -73,14 +73,28 @@ def check(device, function, inputs, dtype):
     return actual
 
 
+def norm_of(parts):
+    return lambda x, weight, *delta: parts.add_rms_norm(x, *(delta or (None,)), weight, 1e-2)
+
+
+def rotation_of(parts, rotary, counts):
+    """Return a function of [q | k | v] and norms."""
+
+    def function(packed, *norms):
+        own = rotary
+        if parts is TORCH_OPS:
+            angles = (x.to(packed) for x in rotary[:2])
+            own = Rotary(*(x if own.positions is None else x[own.positions] for x in angles))
+        return parts.rotate_heads(packed, counts, HeadNorms(*norms, 1e-2) if norms else None, own)
+
+    return function
+
+
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 8), (5, 256), (3, 896), (700, 40), (2, 1544), (3, 4096)])
 def test_addition_and_rms_norm(device, shape, dtype):
     inputs = [numbers(*shape, seed=i, dtype=dtype) for i in range(2)]
     weight = (1 + numbers(shape[1], seed=2, dtype=dtype) / 2).to(dtype).double()
-
-    def norm_of(parts):
-        return lambda x, weight, *delta: parts.add_rms_norm(x, *(delta or (None,)), weight, 1e-2)
 
     for x, *delta in (inputs, inputs[:1]):
         check(device, norm_of, [x, weight, *delta], dtype)
@@ -100,19 +114,11 @@ def test_rotation_of_heads(device, shape, has_norms, dtype):
     positions = (torch.arange(rows) * 5) % (rows + 4)
     table = angles.cos(), angles.sin()
     chosen = [x[positions] for x in table]
-    exact = Rotary(*(x.double() for x in chosen))
     for given in ((*table, positions), chosen):
-        rotary = Rotary(*map(device.put, given))
-
-        def rotated(parts, rotary=rotary):
-            def function(packed, *norms):
-                own = exact if parts is TORCH_OPS else rotary
-                norms = HeadNorms(*norms, 1e-2) if norms else None
-                return parts.rotate_heads(packed, counts, norms, own)
-
-            return function
-
-        actual = check(device, rotated, inputs, dtype)
+        both = {TORCH_OPS: Rotary(*given), KERNELS: Rotary(*map(device.put, given))}
+        actual = check(
+            device, lambda parts, x=both: rotation_of(parts, x[parts], counts), inputs, dtype
+        )
         v = inputs[0].to(dtype).unflatten(1, (-1, dim))[:, -kv_heads:]
         assert torch.equal(actual[2], v)  # copied, bitwise
 

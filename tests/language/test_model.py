@@ -151,7 +151,6 @@ def test_an_update_is_that_of_transformers_gradients(two_steps, peer):
 
 
 def check_saved(run, prompts, rollouts):
-    """transformers computes the policy's log-probs with the checkpoint."""
     with torch.no_grad():
         theirs = peers_logprobs(load(run.out / "latest"), prompts, rollouts)
     ours = logprobs(run.policy, prompts, rollouts)
@@ -172,7 +171,6 @@ def test_lora_is_merged_into_the_checkpoint(two_steps, tmp_path):
 
 
 def vllms_logprobs(folder, dtype, *step):
-    """Log-probs by vLLM, which loads the checkpoint itself."""
     import vllm
 
     options = {"enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 2**28}

@@ -16,7 +16,6 @@ FAMILIES = [
 
 
 def causal(layer, q, k, v):
-    """Attend within the stream, differently in every layer."""
     seen = torch.ones(1, len(q), len(q), dtype=torch.bool).tril()
     return flash.attend(q[None], k[None] * (1 + layer), v[None], seen)[0][0]
 

@@ -34,7 +34,6 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def make(policy, data):
-    """Make tasks, or return those of the same options, whose workers have started already."""
     made = {}
 
     def make(environment, lines=data, **options):

@@ -112,7 +112,6 @@ def step(model, rollouts, correction, updates=1, lr=0.0, **options):
 
 
 def distances_of(model, rollouts):
-    """Return mean_t(log pi_old - log pi) of each response, in float64."""
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
     own = logits.log_softmax(-1).gather(1, rollouts.tokens[:, None])[:, 0].double()
     parts = (rollouts.logprobs.double() - own).split(rollouts.lengths.tolist())

@@ -25,13 +25,16 @@ def make_prompts(token_lists: list[list[int]]) -> Prompts:
     return Prompts(tokens, cu_seqlens, torch.arange(len(token_lists)))
 
 
+THREE_PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
+FIVE_PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7], [9, 9], [30, 2, 4]])
+
+
 def one_batch(
     prompts: Prompts,
     rollouts: Rollouts,
     advantages: torch.Tensor | None = None,
     shares_all: bool = True,
 ) -> MicroBatch:
-    """Pack all rollouts into one micro-batch."""
     num_sequences = len(rollouts)
     if advantages is None:
         advantages = torch.ones(num_sequences, device=rollouts.tokens.device)

@@ -58,7 +58,6 @@ def tiny_decoder(seed: int = 0, **changes: object) -> Decoder:
 
 
 def adapted(model: Decoder, targets: str = ADAPTED) -> Decoder:
-    """Return the decoder with adapters whose update is not zero."""
     add_adapters(model, 3, 6.0, targets, seed=0)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -73,6 +72,16 @@ def response_logits(model: Decoder, batch: MicroBatch, dtype: torch.dtype) -> Te
 
 
 def updated(learner, samples, advantages, sequences, *, when="step 1", lr, draw=(0, 0)):
-    """Take one optimizer step on some of the samples, and return its metrics."""
     learner.forward_backward(samples, advantages, sequences, draw)
     return learner.optim_step(when=when, lr=lr)
+
+
+def on_threads(*counts):
+    """Yield for each number of threads, which PyTorch uses meanwhile."""
+    threads = torch.get_num_threads()
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            yield count
+    finally:
+        torch.set_num_threads(threads)

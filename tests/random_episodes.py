@@ -27,7 +27,6 @@ def random_parts(generator: torch.Generator, vocabulary: int = 32, most_turns: i
 
 
 def rollouts_of(episodes: list[Parts], seed: int = 0) -> Rollouts:
-    """Return episodes as rollouts with log-probs, built token by token."""
     sampled, lengths, inserted, bounds = [], [], [], [0]
     for parts in episodes:
         start = len(sampled)
@@ -47,7 +46,6 @@ def rollouts_of(episodes: list[Parts], seed: int = 0) -> Rollouts:
 
 
 def naive_logprobs(model: Decoder, prompt: list[int], parts: Parts, temperature=1.0) -> Tensor:
-    """Return the log-probs of an episode's sampled tokens."""
     rows = naive_rows(model, prompt, parts, temperature)
     return rows.gather(1, torch.tensor([[x for part in parts[::2] for x in part]]).T)[:, 0]
 

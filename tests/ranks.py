@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.tokens import Tokens
-from maxrl_fast.model.linear import add_adapters, full_tensor
+from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Inserted, Rollouts, Samples, cumulative
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.correction import make_correction
@@ -20,7 +20,7 @@ from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.optimizer import make_optimizer
 from maxrl_fast.training.sharding import distribute, shard
 from tests.batches import collected, make_prompts
-from tests.models import tiny_decoder, updated
+from tests.models import adapted, tiny_decoder, updated
 
 # 4 responses to each of 5 prompts
 LENGTHS = [3, 9, 1, 12, 5, 5, 0, 7, 2, 20, 4, 4, 6, 1, 8, 3, 11, 2, 9, 9]
@@ -59,11 +59,7 @@ def one_update(
     """
     model = tiny_decoder()
     if options.get("lora"):
-        add_adapters(model, 3, 8.0, "q_proj,down_proj", seed=0)
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_b"):
-                generator = torch.Generator().manual_seed(0)
-                torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        adapted(model, "q_proj,down_proj")
     model.checkpoint_activations = options.get("checkpoint_activations", False)
     reference = tiny_decoder(seed=1).requires_grad_(False)
     dtype = torch.bfloat16 if options.get("bfloat16") else torch.float32

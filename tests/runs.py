@@ -31,7 +31,6 @@ WAITS = {"wait_seconds", "sampler_wait_seconds"}  # with --ahead
 
 
 def base():
-    """Return SMALL without --k, which only some objectives take."""
     at = SMALL.index("--k")
     return [*SMALL[:at], *SMALL[at + 2 :]]
 
@@ -86,7 +85,6 @@ def assert_same_run(one, two):
 
 
 def assert_same(one, two):
-    """Compare all that two runs have written, but for times, bitwise."""
     for log in "metrics eval eval_prompts pass_rates warnings".split():
         logs = [path / f"{log}.jsonl" for path in (one, two)]
         first, second = (without_timings(x) if x.exists() else None for x in logs)
@@ -127,7 +125,6 @@ def stop_and_resume(monkeypatch, out, job, *stops):
 
 
 def resumes_bitwise(monkeypatch, folder, job, *stops):
-    """Compare a whole run of a job with one that is stopped during each of these updates."""
     assert train.main([*job, "--out", str(folder / "whole")]) == 0
     stop_and_resume(monkeypatch, folder / "stopped", job, *stops)
     assert_same(folder / "whole", folder / "stopped")

@@ -15,8 +15,6 @@ class Listening(ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def serving(answer: Callable[[BaseHTTPRequestHandler, bytes], Answer]) -> Iterator[str]:
-    """Yield the URL of a server that answers a request and its body."""
-
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -1,7 +1,3 @@
-"""Training from Python: the same numbers as the command, objects as task and reward, and a process
-left as it was.
-"""
-
 import os
 import random
 import re

@@ -1,6 +1,3 @@
-"""The console script: it dispatches to its commands, and imports none of them before it is
-called."""
-
 import os
 import re
 import signal

@@ -1,7 +1,3 @@
-"""Tests of the documents: links resolve, examples print their output, commands parse, the options
-page is current.
-"""
-
 import ast
 import contextlib
 import importlib

@@ -1,5 +1,3 @@
-"""The examples run as printed."""
-
 import ast
 import dataclasses
 import re
@@ -12,9 +10,7 @@ import torch
 
 from maxrl_fast import train
 from maxrl_fast.config.read import parse
-from maxrl_fast.config.resolve import resolve
 from maxrl_fast.job.build_task import build_run_task
-from maxrl_fast.tasks.maze import MazeTask
 from tests.tasks.test_dataset import save_byte_level_policy, written
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -100,11 +96,6 @@ def test_grpo_loop(tmp_path, capsys, monkeypatch):
     assert words[:4] == "step 0: mean reward".split()
 
 
-def test_the_maze_config_is_valid():
-    config = parse(["--config", str(EXAMPLES / "maze.toml")])
-    resolve(config, MazeTask(config.parts["task"]["maze_size"]))
-
-
 def test_word_problems_have_answers_and_hold_out_numbers():
     file = runpy.run_path(str(EXAMPLES / "language/word_problems.py"))
     numbers = {"train": set(), "test": set()}
@@ -164,7 +155,6 @@ def test_every_config_of_the_examples_is_tested():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_its_papers_settings(name, tmp_path, capsys):
-    """A tiny checkpoint and a file of a few lines replace the model and the data set of the hub."""
     recipe, policy = RECIPES[name], save_byte_level_policy(tmp_path, positions=2**17)
     folders = ["--model", str(policy)]
     if recipe.objective == "distill":
@@ -190,7 +180,6 @@ def test_a_recipe_has_its_papers_settings(name, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_gym_tiny(tmp_path, capsys, monkeypatch):
-    """Run a short version. The whole example takes two minutes."""
     short = "--sft-steps 3 --steps 2 --eval-prompts 8 --eval-samples 2 --threads 1".split()
     lines = lines_of(capsys, monkeypatch, "gym_tiny.py", tmp_path / "out", *short)
     assert "spell_backward" in " ".join(lines[0])

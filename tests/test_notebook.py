@@ -1,5 +1,3 @@
-"""examples/notebook.ipynb runs in a kernel of Jupyter."""
-
 import json
 from pathlib import Path
 
@@ -11,7 +9,6 @@ NOTEBOOK = Path(__file__).parent.parent / "examples" / "notebook.ipynb"
 
 
 def test_the_notebook_is_stored_without_outputs():
-    """A diff of it then shows what was written, and no figure can be out of date."""
     cells = [
         cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
     ]

@@ -33,6 +33,5 @@ def test_the_build_asks_torch_whether_it_has_cuda(code, built, monkeypatch):
 
 
 def test_the_build_takes_no_instructions_that_only_some_machines_have():
-    """A wheel runs on any x86-64: csrc/cpu/dispatch.h chooses."""
     for file in (ROOT / "CMakeLists.txt", ROOT / "setup.py"):
         assert not re.search(r"[\s\"';:]-m(arch|tune|cpu|avx|fma|sse)", file.read_text()), file

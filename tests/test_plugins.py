@@ -1,10 +1,7 @@
-"""Tasks, objectives and engines of the user's: classes and functions of files and of modules."""
-
 import json
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +15,9 @@ from maxrl_fast.job.build_task import build_task
 from maxrl_fast.runtime.loading import load_code
 from maxrl_fast.tasks.maze import MazeTask
 from tests.models import tiny_decoder
-from tests.runs import base, read
+from tests.runs import ROOT, base, read
 from tests.tables import table
 
-ROOT = Path(__file__).parents[1]
 SORT, NAIVE = ROOT / "examples" / "sort_task.py", ROOT / "examples" / "naive_engine.py"
 ARGS = ("--length", "3")
 SIZES = [*base()[2:], "--objective", "maxrl"]  # without --maze-size
@@ -71,7 +67,6 @@ def test_a_class_is_a_task_and_a_function_a_reward_that_is_not_run_to_find_out(t
 
 
 def own_task(tmp_path, body):
-    """Return the flags of a task whose class is the example's with this body."""
     text = f"from examples.sort_task import SortTask\nclass Own(SortTask):\n    {body}\n"
     return ["--task", f"{written(tmp_path / 'own.py', text)}:Own"]
 
@@ -109,26 +104,6 @@ def test_a_task_gets_its_arguments_the_seed_and_the_model(tmp_path):
     task = build_task(file, {"length": 4}, seed=5, model=tmp_path)
     assert (task.seen, task.name) == ((tmp_path, {"length": 4}), "sort 4 digits")
     assert build_task(f"{SORT}:SortTask", {}, seed=5).seed == 5
-
-
-BAD = """
-def constant(t): return t.advantages * t.logprobs.detach()
-def right(t, *, tau: float = 1.0): return -t.advantages * tau * t.logprobs
-"""
-
-
-# what functions must return: tests/ops/test_users_loss.py
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    table(r"""
-    right --tauu 2 | unknown option --tauu; did you mean --tau\?
-    right --clip-low .1 | --clip-low is not used by loss .*right, but by ppo, cispo
-    """),
-)
-def test_a_function_that_is_no_loss_is_refused_before_any_work(tmp_path, capsys, flags, message):
-    file = written(tmp_path / "bad.py", BAD)
-    said = refused(capsys, "--loss", *f"{file}:{flags}".split())
-    assert re.search(message, said), said
 
 
 def engine_of(name, **options):

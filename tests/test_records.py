@@ -1,5 +1,3 @@
-"""Rollouts with what environments inserted: selected, concatenated, padded and as turns."""
-
 import dataclasses
 from itertools import chain
 

@@ -1,5 +1,3 @@
-"""What a run's folder says, read without PyTorch."""
-
 import json
 import shutil
 

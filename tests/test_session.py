@@ -1,5 +1,3 @@
-"""maxrl_fast.Session: the verbs are the trainer's own steps."""
-
 import re
 import sys
 from itertools import chain
@@ -123,31 +121,20 @@ def test_samples_their_log_probs_and_given_texts(tmp_path):
     assert one.texts == two.texts
 
 
-def test_gradients_add_up_and_an_interrupt_discards_them():
+def test_an_interrupt_discards_the_gradients():
     session = tiny_session(threads=1)
     samples = session.sample(PROMPTS, n=4, max_new_tokens=3)
-    advantages = torch.randn(2, 4, 4)
-
-    def gradient(*parts):
-        for x in parts:
-            session.forward_backward(samples, x, loss=lambda t: -t.advantages * t.logprobs)
-        found = session.learner.model.lm_head.weight.grad.clone()
-        session.learner.accumulated = []
-        return found
 
     def interrupted(t):
         if len(t.logprobs) > 15:  # when the loss is checked, it has fewer tokens
             raise KeyboardInterrupt
         return -t.advantages * t.logprobs
 
-    alone = [gradient(x) for x in advantages]
-    torch.testing.assert_close(gradient(*advantages), sum(alone))
-    session.forward_backward(samples, advantages[0])
+    session.forward_backward(samples, torch.ones(4, 4))
     with pytest.raises(KeyboardInterrupt):
-        session.forward_backward(samples, advantages[0], loss=interrupted)
+        session.forward_backward(samples, torch.ones(4, 4), loss=interrupted)
     with pytest.raises(InputError, match="needs a forward_backward"):
         session.optim_step()
-    assert torch.equal(gradient(advantages[1]), alone[1])
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,3 @@
-"""The sweep: its grid, what it refuses, a run that fails, Ctrl-C and resuming, the numbers over
-seeds.
-"""
-
 import itertools
 import json
 import shlex
@@ -9,16 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from maxrl_fast import sweep, train
 from maxrl_fast.sweep import mean_over_seeds
-from tests.runs import CHAIN_TASK, read
+from tests.runs import CHAIN_TASK, ROOT, read
 from tests.tables import table
 
-ROOT = Path(__file__).parents[1]
 FLAGS = [
     *f"--task {CHAIN_TASK} --prompts 4 --rollouts 4 --eval-prompts 1 --eval-samples 4".split(),
     *"--hidden-size 32 --intermediate-size 48 --layers 1 --heads 4 --kv-heads 2".split(),
@@ -27,7 +21,6 @@ FLAGS = [
 
 
 def printed(capsys, *flags):
-    """Return the commands that --dry-run prints, without the interpreter."""
     assert sweep.main([*flags, "--dry-run"]) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert all(line[:3] == [sys.executable, "-m", "maxrl_fast.train"] for line in lines)
@@ -87,7 +80,6 @@ def test_the_interval_of_a_mean_over_seeds_is_of_students_t_distribution():
 
 
 def finish(folder, steps, **options):
-    """Make the folder of a finished run, whose pass@1 rises by its seed in tenths, and .1."""
     (folder / "checkpoints" / f"step-{steps:06d}").mkdir(parents=True)
     (folder / "latest").symlink_to(f"checkpoints/step-{steps:06d}")
     rise = 0.1 + 0.1 * options["seed"]

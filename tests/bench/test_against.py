@@ -1,5 +1,3 @@
-"""The benchmark against another commit: its figures, and that it compares before it times."""
-
 import json
 import sys
 from dataclasses import asdict

@@ -1,5 +1,3 @@
-"""The benchmark of a whole step calls the trainer's own step."""
-
 from bench.whole_step import whole_step
 from maxrl_fast.config.read import parse_options
 

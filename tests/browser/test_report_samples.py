@@ -1,5 +1,3 @@
-"""The prompts and samples of the report's page in a real browser."""
-
 import pytest
 
 from tests.browser.made_up import HOSTILE, write_lines, write_run

@@ -57,8 +57,6 @@ FILES = {
     "bad_key.toml": "maze_sise = 9",
     "bad_table.toml": "seed = 1\n\n[task]\nmaze_size = 9",
     "bad_value.toml": "seed = 1\nlr = 'fast'",
-    "bad_place.toml": "objective = 'grpo'\nk = 4",
-    "bad_toml.toml": "lr = ",
     "bad_config.toml": "seed = 1\nresume = 'run'",
 }
 

@@ -1,5 +1,3 @@
-"""Any flags and any TOML file give a possible configuration, or a message and exit code 2."""
-
 import contextlib
 import io
 import json

@@ -1,5 +1,3 @@
-"""What options say: limits, the runs that use them, changes on resume, names of other libraries."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""Flags, TOML, defaults; bad input is refused in one sentence."""
-
 import json
 import re
 import time

@@ -18,7 +18,6 @@ METADATA = re.compile(r"PKG-INFO|setup\.cfg|maxrl_fast\.egg-info/.*")  # written
 
 
 def sources(*paths: str) -> set[str]:
-    """Return the files of the tree that git does not ignore."""
     command = ["git", "ls-files", *"--cached --others --exclude-standard --".split(), *paths]
     listed = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True
@@ -35,7 +34,6 @@ def compare(what: str, found: set[str], wanted: set[str]) -> None:
 
 
 def check(dist: Path) -> None:
-    """Exit with a sentence where a file is missing, or one is there that should not be."""
     (sdist,), (wheel,) = dist.glob("*.tar.gz"), dist.glob("*.whl")
     top = f"maxrl_fast-{VERSION}"
     if sdist.name != f"{top}.tar.gz" or not wheel.name.startswith(f"{top}-cp"):

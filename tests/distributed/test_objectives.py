@@ -40,9 +40,6 @@ OF_REWARDS = {  # with 6 prompts on each of two processes, a bundle is of both
 
 @pytest.mark.parametrize("name", OF_REWARDS)
 def test_steps_are_the_same_on_two_processes(name, tmp_path):
-    """Each process samples 6 prompts, and each update learns from 6 of the 12: prompts of both
-    processes.
-    """
     rewards, advantage = tmp_path / "rewards.py", tmp_path / "mine.py"
     rewards.write_text(REWARDS)
     advantage.write_text(ADVANTAGE)

@@ -1,7 +1,3 @@
-"""What each of 4 ranks holds before training: its shards of policy, reference and critic, and one
-layer.
-"""
-
 import sys
 
 import pytest

@@ -1,7 +1,3 @@
-"""Several processes on the CPU with gloo give the same result as one, and none hangs when another
-fails.
-"""
-
 import contextlib
 import io
 import json
@@ -25,14 +21,11 @@ from maxrl_fast.training.sharding import gradients_fit, is_sharded
 from tests.job.test_resume import assert_same
 from tests.models import tiny_decoder
 from tests.ranks import RUNS, one_update
-from tests.runs import CHAIN_TASK
+from tests.runs import CHAIN_TASK, ROOT, SMALL, TIMINGS, WAITS
 from tests.tasks.test_dataset import save_byte_level_policy, written
-from tests.test_train import SMALL
 from tests.tool_episodes import calculator_job
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
 
 
 def free_port():
@@ -54,7 +47,6 @@ def torchrun(num_ranks, *arguments, cwd=ROOT):
 
 
 def finished(process, limit):
-    """Return the output of the process, and end it in any case."""
     try:
         output, _ = process.communicate(timeout=limit)
     finally:
@@ -126,7 +118,6 @@ JOB += ["--dtype", "float32"]  # the tolerances below are for float32
 
 
 def run(num_ranks, *flags):
-    """Train in so many processes, a single one being this one, and return what they print."""
     if num_ranks == 1:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -152,14 +143,7 @@ def assert_same_metrics(alone, together, rel=1e-3, abs=1e-5):
 
 
 # prompts that begin alike share where they are on one rank
-OF_RANKS = {
-    "wait_seconds",
-    "sampler_wait_seconds",
-    "rollout_seconds",
-    "train_seconds",
-    "tokens_per_second",
-    "tokens_shared",
-}
+OF_RANKS = TIMINGS | WAITS | {"tokens_shared"}
 
 
 def test_rewards_from_the_policy_are_the_same_on_several_ranks_and_with_sharded_weights(tmp_path):
@@ -184,7 +168,6 @@ def test_rewards_from_the_policy_are_the_same_on_several_ranks_and_with_sharded_
 
 
 def test_episodes_are_the_same_on_four_ranks(tmp_path):
-    """One has more prompts, and one has none to evaluate."""
     job = [*calculator_job(tmp_path), *"--reward-workers 1 --steps 2".split()]
     run_job(tmp_path / "warm", 1, *job, "--steps", "0")
     more = ["--sft-steps", "0", "--model", str(tmp_path / "warm" / "latest")]
@@ -284,7 +267,6 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 def test_ranks_that_torchrun_restarts_reach_the_end_bitwise(tmp_path):
-    """One is killed before the first checkpoint, and the first one after it."""
     (tmp_path / "killed.py").write_text(KILLED)
     job = "--entropy-coef 0.1 --steps 5 --sft-steps 4 --save-every 3 --sharding full"
     job = [*SMALL, *job.split(), *"--resume auto --out".split()]

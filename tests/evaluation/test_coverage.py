@@ -1,5 +1,3 @@
-"""The coverage estimators equal an enumeration of all subsets."""
-
 from fractions import Fraction
 from itertools import combinations
 from math import comb

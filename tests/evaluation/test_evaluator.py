@@ -1,5 +1,3 @@
-"""Evaluation of an engine whose success rate is known, and the records of its samples."""
-
 import math
 
 import pytest

@@ -102,7 +102,6 @@ def rewards(gpu, num_prompts=4, num_rollouts=8, shape=None):
 
 
 def update(gpu, config=MAZE, num_prompts=4, num_rollouts=8, budget=131072):
-    """Count an update after the first, which allocates gradients and moments."""
     learning, batch = learner(gpu, config, budget), samples(gpu, num_prompts, num_rollouts)
     advantages = rewards(gpu, num_prompts, num_rollouts, (-1,))
     for _ in range(2):
@@ -179,7 +178,6 @@ def test_an_update_launches_the_same_for_any_number_of_sequences(gpu):
 OBJECTIVES = {"grpo": GroupObjective("grpo", {}), "pacs": make_objective("pacs", {}, 8)}
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
 def step(gpu, objective, learning, **options):
     """Run two steps, and count the second one: sampling itself waits for the device."""
     with gpu:

@@ -1,7 +1,3 @@
-"""The counter itself: what it takes for a kernel and for a wait, and that it finds what the budgets
-are there for.
-"""
-
 import pytest
 import torch
 

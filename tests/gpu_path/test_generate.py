@@ -27,12 +27,10 @@ WAITS_OF_BURST = 1
 
 
 def length_of(keys):
-    """The length of each sample's response, by its key."""
     return 1 + keys % LIMIT
 
 
 def append(length, done, keys, rows):
-    """Do to the state of a sampling step what the kernel would do."""
     length, done, keys = (x.known for x in (length, done, keys))
     rows = torch.arange(len(length)) if rows is None else rows.known
     length[rows] += (~done[rows]).long()

@@ -1,7 +1,3 @@
-"""The operators never wait for the device, whatever their options: checks of values are for tensors
-of the host.
-"""
-
 import pytest
 import torch
 
@@ -15,7 +11,6 @@ T, S, V = 24, 4, 32
 
 @pytest.fixture
 def tokens(gpu):
-    """The arguments that belong to T tokens in S responses."""
     return {
         "targets": gpu.put(torch.arange(T) % V),
         "advantages": gpu.put(torch.arange(1.0, S + 1)),

@@ -1,7 +1,3 @@
-"""TRL trains with our advantages: the ones that its loss sees are ours, from the rewards that it
-logged.
-"""
-
 import json
 import math
 import os
@@ -45,7 +41,6 @@ def ours(rows, estimator, weights=(1.0,), **options):
 
 
 def check(generated, seen, estimator, **options):
-    """Check that logged and seen advantages are ours; return how many were not 0."""
     wanted = {}
     for rows in generated:
         advantages = ours(rows, estimator, **options)
@@ -80,7 +75,6 @@ def test_the_loss_sees_our_advantages(job, tmp_path, name, arguments, estimator,
 
 
 def test_a_mixin_behind_the_trainer_is_refused(job):
-    """TRL's methods would be called, not ours."""
     with pytest.raises(
         TypeError, match="the bases of Behind must have the mixin before GRPOTrainer"
     ):

@@ -1,5 +1,3 @@
-"""TRL's gradient of PACS is the one of our trainer on the same batch."""
-
 import pytest
 import torch
 

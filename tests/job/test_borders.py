@@ -1,5 +1,3 @@
-"""What a run writes is finite, and goes into its own folder."""
-
 import shutil
 import time
 

@@ -1,6 +1,3 @@
-"""What is wrong with a reward is found before the warm start, and a run that ended before its first
-step can be begun again."""
-
 import pytest
 
 from maxrl_fast import train
@@ -53,7 +50,6 @@ def test_a_reward_that_cannot_work_ends_the_run_before_the_warm_start(
 def test_a_run_that_ended_before_its_first_step_is_begun_again_by_the_same_command_alone(
     reward, tmp_path, capsys
 ):
-    """Its evaluation had failed, after the checkpoint of the warm start."""
     assert train.main(job(reward, tmp_path / "whole")) == 0
     out = tmp_path / "run"
     reward.write_text(LATER)

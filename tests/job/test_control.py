@@ -1,5 +1,3 @@
-"""Signals, clocks and the watchdog."""
-
 import fcntl
 import os
 import re
@@ -9,14 +7,12 @@ import subprocess
 import sys
 import termios
 import time
-from pathlib import Path
 
 import pytest
 
 from maxrl_fast.job.control import ECHO, StallWatchdog, StoppedNow, StopSignal, Stopwatch
-from tests.runs import SMALL, read
-
-ROOT = Path(__file__).parents[2]
+from tests.distributed.test_torchrun import finished, torchrun
+from tests.runs import ROOT, SMALL, read
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -72,7 +68,6 @@ def start(out, *flags, **options):
 
 @pytest.mark.slow
 def test_a_run_whose_output_breaks_goes_on_to_its_end(tmp_path):
-    """On both streams; tests/test_console.py has a closed pipe."""
     out = tmp_path / "run"
     with open("/dev/full", "w") as full:
         # without a warm start there are warnings on stderr
@@ -130,11 +125,9 @@ def test_a_stuck_run_ends_with_its_stacks_and_ends_the_other_process(tmp_path):
     script = tmp_path / "stuck.py"
     script.write_text(STUCK)
     flags = ["--out", str(tmp_path / "run"), *"--stall-limit 12".split()]
-    launch = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launch, str(script), *SMALL, *flags]
-    process = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=200)
-    assert process.returncode == 1, process.stderr
+    process = torchrun(2, str(script), *SMALL, *flags)
+    output = finished(process, 200)
+    assert process.returncode == 1, output
     wanted = r"the run is stuck in rollout: no progress for 1[2-9] s, --stall-limit is 12 s"
-    assert re.search(wanted, process.stderr)
-    assert "in stuck_in_the_engine" in process.stderr
+    assert re.search(wanted, output)
+    assert "in stuck_in_the_engine" in output

@@ -1,5 +1,3 @@
-"""Warnings about training: each is given once, with its number, and a healthy run gets none."""
-
 import pytest
 
 from maxrl_fast.job.health import STEPS, Health, broken_rules, verdict

@@ -1,6 +1,3 @@
-"""Runs whose policy transformers runs: they resume bitwise, and several ranks compute what one
-does."""
-
 import json
 
 import pytest
@@ -39,7 +36,6 @@ def start(lora):
 
 
 def test_a_stopped_run_resumes_bitwise(lora, start, tmp_path, monkeypatch):
-    """With windows, soft caps and adapters."""
     job = [*LORA, *ADAPTERS, "--model", start]
     stop_and_resume(monkeypatch, tmp_path / "stopped", job, "step 3")
     assert_same(lora, tmp_path / "stopped")
@@ -105,7 +101,6 @@ def test_adapters_are_saved_as_peft_reads_them(lora, start, tmp_path, capsys):
 
 
 def test_two_ranks_compute_what_one_does(shared_run, tmp_path):
-    """With experts, whose weights are sharded over the ranks."""
     together, alone = shared_run("ranks"), tmp_path / "alone"
     model = str(together.with_name("qwen3_moe"))
     assert train.main([*RANKS, "--model", model, "--out", str(alone)]) == 0

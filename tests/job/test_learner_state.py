@@ -1,5 +1,3 @@
-"""The files of a learner's tensors."""
-
 import pytest
 import torch
 from safetensors.torch import save_file

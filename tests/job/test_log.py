@@ -1,5 +1,3 @@
-"""Logs as tables: columns and rows."""
-
 import numpy as np
 import pytest
 

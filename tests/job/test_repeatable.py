@@ -1,16 +1,10 @@
-"""The same job on the same machine has the same bits, whatever the clock, Python's hash seed and
-the order of directories."""
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.runs import SMALL, assert_same_run
-
-ROOT = Path(__file__).parents[2]
+from tests.runs import ROOT, SMALL, assert_same_run
 
 # Runs a job under a clock at a third of the speed, in uneven steps, and with all directories listed
 # backwards.

@@ -1,6 +1,3 @@
-"""A run that is stopped and resumed has bitwise the same samples, metrics and weights as a run that
-was not stopped."""
-
 import contextlib
 import functools
 import json
@@ -295,7 +292,6 @@ def test_a_run_without_a_whole_checkpoint_is_refused_and_keeps_its_metrics(
 def test_damaged_checkpoints_are_named_and_the_previous_one_is_used(
     maze_run, tmp_path, monkeypatch, capsys
 ):
-    """They do not displace good ones."""
     out = copied(maze_run, tmp_path)
     for name in ("step-000004", "step-000006"):
         flip_a_bit(out / "checkpoints" / name / STATE)
@@ -387,8 +383,6 @@ def test_the_first_line_says_that_a_strangers_run_executes_code(tmp_path, capfd,
 
 
 def test_the_newest_the_best_and_the_first_checkpoints_are_kept(tmp_path, monkeypatch):
-    """Also where an old one cannot be removed."""
-
     rmtree = shutil.rmtree
 
     def refused(path, ignore_errors=False):

@@ -1,5 +1,3 @@
-"""Which rollouts of a step are kept, and that each has its own reward, advantage and components."""
-
 import random
 import struct
 import zlib

@@ -1,6 +1,3 @@
-"""The files of a run beside its metrics: samples, diagnostics and timings. Trackers get the same
-numbers."""
-
 import json
 import sys
 import types
@@ -85,7 +82,6 @@ def installed(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_trackers_get_the_same_numbers_as_the_logs(tmp_path, installed, name):
-    """Where no rollouts are kept, their file is not made."""
     calls, functions = [], {"log": lambda numbers, step: calls.append(("log", step, numbers))}
     functions["init"] = lambda **options: calls.append(("init", options))
     installed(name, finish=lambda: calls.append(("finish",)), **functions)

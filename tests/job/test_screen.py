@@ -1,5 +1,3 @@
-"""What a run prints into a file."""
-
 from maxrl_fast.job.screen import Screen
 
 

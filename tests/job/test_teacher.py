@@ -1,5 +1,3 @@
-"""Runs with a teacher: they resume bitwise, and bad input is one sentence before any work."""
-
 import json
 import shutil
 
@@ -50,10 +48,7 @@ def change(path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     table("""
-    --objective maxrl --reference {} | needs --kl-coef
-    --objective distill | distill needs --kl-coef above 0 and a teacher
     --objective distill --task CHAIN --reference {} | a vocabulary of 8
-    --objective maxrl --kl-coef 1 --kl full | kl full needs another teacher
     --reference {} JSD --jsd-beta 1 | jsd_beta must be from 1e-7 to 1 - 1e-7, got 1
     --kl-coef 1 --kl full --loss kl_cov --reference {} | depends on other responses
     """),

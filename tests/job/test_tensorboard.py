@@ -1,5 +1,3 @@
-"""What TensorBoard itself shows of a run."""
-
 import json
 import re
 import types

@@ -1,5 +1,3 @@
-"""What a run says when code of the user's fails in it."""
-
 import pytest
 
 from maxrl_fast import train

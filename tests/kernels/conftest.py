@@ -48,14 +48,8 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield Device(name, is_reverse)
 
 
-@pytest.fixture
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    yield from chosen(request, monkeypatch)
-
-
-@pytest.fixture
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    yield from chosen(request, monkeypatch)
+device = pytest.fixture(chosen, name="device")
+gpu = pytest.fixture(chosen, name="gpu")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -22,7 +22,6 @@ def run(call: dispatch.KernelLaunch, kernel: str, **arguments: object) -> object
 
 @contextlib.contextmanager
 def emulated_gpu() -> Iterator[None]:
-    """Treat the CPU as a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "is_gpu", lambda device: True)
         patch.setattr(dispatch.KernelLaunch, "_run", run)
@@ -50,7 +49,6 @@ class Device:
         return (CLUSTERS, NO_CLUSTERS) if self.name == "emulated" else (CLUSTERS,)
 
     def put(self, x: Any) -> Any:
-        """Return a tensor, or a dictionary with tensors, on this device."""
         if isinstance(x, dict):
             return {name: self.put(value) for name, value in x.items()}
         return x.to(self.place) if isinstance(x, torch.Tensor) else x

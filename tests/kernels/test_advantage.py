@@ -1,7 +1,3 @@
-"""The kernels of group advantages against the functions that they replace, on every device; a GPU's
-also on side streams, in CUDA graphs, and without synchronization.
-"""
-
 import pytest
 import torch
 

@@ -26,7 +26,6 @@ if importlib.util.find_spec("flash_attn"):
 
 
 def run(case, q, k, v, grad):
-    """Return the output and its gradients."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
     forest = Forest(*map(torch.tensor, CASES[case]), q.device)
     out = tree_attention(q, k, v, forest)

@@ -1,7 +1,3 @@
-"""The kernels of a decoding step on a GPU and an emulated one: attention against float64, sampling
-against PyTorch, whole rollouts against the CPU's; on a GPU also CUDA graphs.
-"""
-
 import threading
 
 import pytest
@@ -13,7 +9,8 @@ from maxrl_fast.rollout.decode_attention import Groups, Step
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample, sample_and_append
-from tests.batches import make_prompts, one_batch
+from tests.batches import FIVE_PROMPTS as PROMPTS
+from tests.batches import one_batch
 from tests.kernels.devices import CPU
 from tests.models import response_logits, tiny_decoder
 
@@ -182,7 +179,6 @@ def test_rounding_never_draws_a_token_of_probability_0(gpu):
 
 # --- whole rollouts
 
-PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7], [9, 9], [30, 2, 4]])
 SAMPLINGS = [
     Sampling(1.3, 40, (3, 17)),
     Sampling(1.0, 40, (3,), top_k=12, top_p=0.9, min_p=0.05),

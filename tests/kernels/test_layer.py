@@ -15,7 +15,8 @@ from maxrl_fast.model import decoder, layer_kernels
 from maxrl_fast.model.layer_kernels import KERNELS, TORCH_OPS, HeadNorms, Rotary, choose_rows
 from maxrl_fast.records import Rollouts
 from maxrl_fast.training.passes import run_batch
-from tests.batches import make_prompts, one_batch
+from tests.batches import THREE_PROMPTS as PROMPTS
+from tests.batches import one_batch
 from tests.kernels.devices import CPU, Device, emulated_gpu
 from tests.models import adapted, tiny_decoder
 
@@ -65,7 +66,6 @@ def assert_rows_equal(actual, expected, dtype):
 
 
 def check(device, function, inputs, dtype):
-    """Compare a function of the layer's operations with itself in float64."""
     expected = with_gradients(function(TORCH_OPS), inputs, torch.float64)
     with device.running():
         actual = with_gradients(function(KERNELS), inputs, dtype, device.place)
@@ -73,15 +73,28 @@ def check(device, function, inputs, dtype):
     return actual
 
 
+def norm_of(parts):
+    return lambda x, weight, *delta: parts.add_rms_norm(x, *(delta or (None,)), weight, 1e-2)
+
+
+def rotation_of(parts, rotary, counts):
+    """Return a function of [q | k | v] and norms."""
+
+    def function(packed, *norms):
+        own = rotary
+        if parts is TORCH_OPS:
+            angles = (x.to(packed) for x in rotary[:2])
+            own = Rotary(*(x if own.positions is None else x[own.positions] for x in angles))
+        return parts.rotate_heads(packed, counts, HeadNorms(*norms, 1e-2) if norms else None, own)
+
+    return function
+
+
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 8), (5, 256), (3, 896), (700, 40), (2, 1544), (3, 4096)])
 def test_addition_and_rms_norm(device, shape, dtype):
-    """Together, and the norm alone."""
     inputs = [numbers(*shape, seed=i, dtype=dtype) for i in range(2)]
     weight = (1 + numbers(shape[1], seed=2, dtype=dtype) / 2).to(dtype).double()
-
-    def norm_of(parts):
-        return lambda x, weight, *delta: parts.add_rms_norm(x, *(delta or (None,)), weight, 1e-2)
 
     for x, *delta in (inputs, inputs[:1]):
         check(device, norm_of, [x, weight, *delta], dtype)
@@ -92,7 +105,6 @@ def test_addition_and_rms_norm(device, shape, dtype):
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 16), (7, 4, 2, 64), (37, 3, 1, 96), (5, 8, 2, 256)])
 def test_rotation_of_heads(device, shape, has_norms, dtype):
-    """With a table of positions and without."""
     rows, heads, kv_heads, dim = shape
     counts = heads, kv_heads, kv_heads
     inputs = [numbers(rows, sum(counts) * dim, dtype=dtype)]
@@ -102,19 +114,11 @@ def test_rotation_of_heads(device, shape, has_norms, dtype):
     positions = (torch.arange(rows) * 5) % (rows + 4)
     table = angles.cos(), angles.sin()
     chosen = [x[positions] for x in table]
-    exact = Rotary(*(x.double() for x in chosen))
     for given in ((*table, positions), chosen):
-        rotary = Rotary(*map(device.put, given))
-
-        def rotated(parts, rotary=rotary):
-            def function(packed, *norms):
-                own = exact if parts is TORCH_OPS else rotary
-                norms = HeadNorms(*norms, 1e-2) if norms else None
-                return parts.rotate_heads(packed, counts, norms, own)
-
-            return function
-
-        actual = check(device, rotated, inputs, dtype)
+        both = {TORCH_OPS: Rotary(*given), KERNELS: Rotary(*map(device.put, given))}
+        actual = check(
+            device, lambda parts, x=both: rotation_of(parts, x[parts], counts), inputs, dtype
+        )
         v = inputs[0].to(dtype).unflatten(1, (-1, dim))[:, -kv_heads:]
         assert torch.equal(actual[2], v)  # copied, bitwise
 
@@ -197,7 +201,6 @@ def test_a_launch_refuses_what_it_cannot_read():
 
 # --- the decoder
 
-PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
 ROLLOUTS = Rollouts.given([[1, 2], [3], [4, 5, 6], [7, 8], [11, 12, 13, 14, 15], [2, 3]])
 # Of a CPU, whose kernels take any; those that a GPU's have in half precision too.
 ANY_SIZES = {"hidden_size": 33, "intermediate_size": 45, "head_dim": 6}
@@ -214,7 +217,6 @@ def policy(family, sizes=SIZES):
 
 
 def passes(model, dtype, place=CPU):
-    """Return the logits of a small batch, and the gradients of all trained weights."""
     batch = one_batch(PROMPTS.to(place), ROLLOUTS.to(place))
     logits = F.linear(run_batch(model, batch, dtype), model.output_matrix.to(dtype))
     model.zero_grad()

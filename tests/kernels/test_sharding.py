@@ -1,5 +1,3 @@
-"""FSDP2 in a world of one rank, with gloo on a CPU and with NCCL on a GPU."""
-
 import pytest
 
 from tests.sharding import run_alone

@@ -13,6 +13,7 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.ops.loss_kernel import TokenRows, write_logprobs_gradient
 from tests.kernels.devices import NO_CLUSTERS, emulated_gpu
+from tests.models import on_threads
 from tests.ops.loss_definitions import computed, in_float32
 from tests.ops.loss_definitions import example as small_example
 
@@ -62,7 +63,6 @@ def assert_rows_close(actual, expected, tolerance):
 
 
 def assert_same(actual, expected, tolerance, rel=1e-5, abs=5e-7):
-    """Compare loss, gradient and metrics."""
     assert actual[0].item() == pytest.approx(expected[0].item(), rel=rel, abs=abs)
     assert_rows_close(actual[1], expected[1], tolerance)
     for name, value in expected[2].items():
@@ -73,7 +73,6 @@ def assert_same(actual, expected, tolerance, rel=1e-5, abs=5e-7):
 
 
 def exact(logits, targets, weights, entropy_coef=0.0, temperature=1.0):
-    """Return the loss and its gradient by autograd."""
     z = logits.detach().double().requires_grad_()
     log_p = torch.log_softmax(z / temperature, -1)
     entropy = -(log_p.exp() * log_p.clamp_min(-1e300)).sum(-1)
@@ -83,7 +82,6 @@ def exact(logits, targets, weights, entropy_coef=0.0, temperature=1.0):
 
 
 def ours(logits, targets, weights, **options):
-    """Return the same from the kernel, with one response per token."""
     options |= {"loss": "reinforce", "aggregation": "seq_sum_constant", "denominator": 1.0}
     cu_seqlens = torch.arange(len(targets) + 1)
     batch = {"targets": targets, "advantages": weights, "cu_seqlens": cu_seqlens}
@@ -107,7 +105,6 @@ def exact_rows(vocab, dtype, entropy_coef, temperature):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("vocab", [1, 2, 127, 50257])
 def test_every_row_is_close_to_float64(vocab, dtype):
-    """At its target and elsewhere, each within its own relative error."""
     logits, targets, weights = make_rows(vocab, dtype)
     at_target = torch.zeros_like(logits, dtype=torch.bool).scatter(1, targets[:, None], True)
     for entropy_coef, temperature in ((0.0, 1.0), (0.5, 0.7)):
@@ -200,14 +197,10 @@ def test_gradients_round_to_every_float16_number():
 def test_results_are_bitwise_repeatable_on_any_number_of_threads():
     e = in_float32(small_example(vocab=20_000))
     e |= {"kl_coef": 0.1, "entropy_coef": 0.05, "loss": "gspo"}
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3, 3):
-            torch.set_num_threads(count)
-            loss, gradient, metrics = computed("kernel", **e)
-            found.append(torch.cat([x.flatten() for x in (loss, gradient, *metrics.values())]))
-    finally:
-        torch.set_num_threads(threads)
+    found = []
+    for _ in on_threads(1, 2, 3, 3):
+        loss, gradient, metrics = computed("kernel", **e)
+        found.append(torch.cat([x.flatten() for x in (loss, gradient, *metrics.values())]))
     assert all(torch.equal(x, found[0]) for x in found[1:])
 
 
@@ -251,7 +244,6 @@ def test_loss_gradient_and_metrics_equal_the_cpus(gpu, size, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [31, 1030, 24001])
 def test_rows_at_any_address(device, vocab, dtype):
-    """On a CPU the results are bitwise the same."""
     logits, batch = example(vocab, dtype)
     tolerance, options = OF_GPU[dtype] if device.is_gpu else 0.0, OPTIONS[2]
     _, expected, _ = results(logits, batch, **options)
@@ -269,7 +261,6 @@ def test_rows_at_any_address(device, vocab, dtype):
 @pytest.mark.parametrize("vocab", [1, 127, 5003, 12007])  # a block; in 4 and 8 bytes a cluster
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_logprobs_entropy_and_their_gradient(device, dtype, vocab):
-    """A CPU's against log_softmax in float64."""
     logits, batch = example(vocab, dtype)
     slopes = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
     slopes[:, 3] = 0
@@ -421,7 +412,6 @@ def test_rows_may_be_more_than_32_bits_apart(around):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_log_ratio_reward(device, dtype):
-    """Against sums in float64."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, 300, (170,), generator=generator)
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

@@ -28,7 +28,6 @@ LEFT_OUT = "added_tokens_decoder", "additional_special_tokens", "processor_class
 
 @cache
 def base_files(base):
-    """Return tokenizer.json and tokenizer_config.json of a vocabulary."""
     names = ("tokenizer.json", "tokenizer_config.json")
     if base == "smollm2":
         return tuple((SMOLLM2 / name).read_text() for name in names)
@@ -47,7 +46,6 @@ def template_of(name, config):
 
 
 def save_family(name, out):
-    """Write a model's folder, with the sizes of SmolLM2; return the tokenizer."""
     base, template_name, stops, *ends = FAMILIES[name][:5]
     text, config_text = base_files(base)
     for old, new in CASES["renamed"].get(name, {}).items():

@@ -1,8 +1,4 @@
-"""SmolLM2-135M: trainer and engines beside transformers, and the files of its runs."""
-
 import json
-import os
-import shutil
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -12,7 +8,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import maxrl_fast
-from maxrl_fast import evaluate
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.rollout import RolloutRequest, Sampling
@@ -62,14 +57,12 @@ def sampled(policy, codec, count, samples, temperature=1.0, dtype=torch.float32)
 
 
 def texts(prompts, rollouts):
-    """Return the prompt and the response of each rollout."""
     responses = rollouts.tokens.split(rollouts.lengths.tolist())
     asked = prompts.tokens.split(prompts.lengths.tolist())
     return [(asked[i * len(asked) // len(responses)], x) for i, x in enumerate(responses)]
 
 
 def logprobs(policy, prompts, rollouts, dtype=torch.float32):
-    """Log-probs by the trainer's packed pass."""
     batch = one_batch(prompts, rollouts)
     with torch.no_grad():
         hidden, scaling = run_batch(policy, batch, dtype), policy.scaling(1.0)
@@ -77,7 +70,6 @@ def logprobs(policy, prompts, rollouts, dtype=torch.float32):
 
 
 def peers_logprobs(model, prompts, rollouts):
-    """Log-probs by transformers, of each response apart."""
     found = []
     for prompt, response in texts(prompts, rollouts):
         logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
@@ -114,7 +106,6 @@ def test_greedy_answers_are_those_of_transformers(policy, peer, codec):
 
 
 def run_with(engine, folder, **options):
-    """Return a run, and the prompts and rollouts of its first step."""
     seen, generate = [], engine.generate
     (folder / "reward.py").write_text(ODD)
     OPTIONS["reward"] = f"{folder / 'reward.py'}:odd"
@@ -160,7 +151,6 @@ def test_an_update_is_that_of_transformers_gradients(two_steps, peer):
 
 
 def check_saved(run, prompts, rollouts):
-    """transformers computes the policy's log-probs with the checkpoint."""
     with torch.no_grad():
         theirs = peers_logprobs(load(run.out / "latest"), prompts, rollouts)
     ours = logprobs(run.policy, prompts, rollouts)
@@ -175,38 +165,12 @@ def test_transformers_loads_a_checkpoint(two_steps, codec):
     check_saved(run, *step)
 
 
-def test_evaluate_reproduces_the_runs_evaluation(two_steps, tmp_path):
-    run, *_ = two_steps
-    flags = f"{run.out} --samples 2 --eval-prompts 4 --out {tmp_path / 'again'}"
-    assert evaluate.main(flags.split()) == 0
-    made = json.loads((tmp_path / "again/eval.json").read_text())
-    last = json.loads((run.out / "eval.jsonl").read_text().splitlines()[-1])
-    passes = {k: x["mean"] for k, x in made["pass_at_k"].items()}
-    assert passes == pytest.approx(last["pass_at_k"], abs=1e-12)
-    assert all(made[x] == last[x] for x in ("response_length_mean", "truncated", "num_tokens"))
-
-
-def linked(source, target):
-    (os.link if source.endswith("safetensors") else shutil.copy)(source, target)
-
-
-def test_a_resumed_run_is_bitwise_the_same(two_steps, tmp_path):
-    run, resumed = two_steps[0], tmp_path / "resumed"
-    options = {"symlinks": True, "ignore": shutil.ignore_patterns("*-000002")}
-    shutil.copytree(run.out, resumed, copy_function=linked, **options)
-    maxrl_fast.run(resume=resumed)
-    for name in FILES:
-        ours, wanted = (load_file(x / "latest" / name) for x in (resumed, run.out))
-        torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
-
-
 def test_lora_is_merged_into_the_checkpoint(two_steps, tmp_path):
     run = maxrl_fast.run(OPTIONS, steps=1, out=tmp_path, lora_rank=4, lr=1e-3)
     check_saved(run, *two_steps[1:])
 
 
 def vllms_logprobs(folder, dtype, *step):
-    """Log-probs by vLLM, which loads the checkpoint itself."""
     import vllm
 
     options = {"enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 2**28}

@@ -1,8 +1,3 @@
-"""Prompts, demonstrations, stop tokens and episodes by the tokenizers and templates of 27 families,
-beside what transformers makes of the whole conversation: cases.json has the cases, families.txt the
-outcome of each.
-"""
-
 import datetime
 import json
 import re

@@ -1,7 +1,3 @@
-"""The CPU's attention over a forest against ordinary attention in float64, and against the path of
-FlashAttention calls.
-"""
-
 from functools import cache
 
 import hypothesis.strategies as st
@@ -13,6 +9,7 @@ from maxrl_fast.model import attention, flash
 from maxrl_fast.model.attention import Forest, kernel_name, merged_attention, tree_attention
 from tests.fuzzing import settings
 from tests.model.test_attention import CPU, ordinary_forest
+from tests.models import on_threads
 
 NAMES = ("o", "grad_q", "grad_k", "grad_v")
 
@@ -28,7 +25,6 @@ def stream(lengths, parents, heads, key_heads, head_dim, dtype=torch.float64, se
 
 
 def answered(prompts, responses):
-    """Return the forest of prompts, each with responses of these lengths."""
     lengths, parents = [], []
     for prompt, own in zip(prompts, responses, strict=True):
         parents += [-1, *[len(lengths)] * len(own)]
@@ -37,7 +33,6 @@ def answered(prompts, responses):
 
 
 def results(function, qkv, grad):
-    """Return a function's output and the gradients of q, k and v."""
     leaves = [x.detach().requires_grad_() for x in qkv]
     out = function(*leaves)
     return out.detach(), *torch.autograd.grad(out, leaves, grad)
@@ -52,7 +47,6 @@ def pytorchs(layout, qkv, grad):
 
 
 def ordinary(layout, qkv, grad):
-    """Return the same in float64, every path written out."""
     lists, inputs = [x.tolist() for x in layout], [x.double() for x in qkv]
     return results(lambda *x: ordinary_forest(*x, *lists), inputs, grad.double())
 
@@ -146,15 +140,9 @@ def test_results_are_bitwise_the_same_for_any_number_of_threads(dtype):
     lengths, parents = answered([600, 90, 3], [[40] * 30, [5] * 5, [5] * 4])
     parents[2:31:2] = range(1, 30, 2)  # every second response follows the one before it
     layout, qkv, grad = stream(lengths, parents, 4, 2, 16, dtype=dtype)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        expected = ours(layout, qkv, grad)
-        for count in (2, 3):
-            torch.set_num_threads(count)
-            assert all(map(torch.equal, ours(layout, qkv, grad), expected))
-    finally:
-        torch.set_num_threads(threads)
+    expected, *others = [ours(layout, qkv, grad) for _ in on_threads(1, 2, 3)]
+    for actual in others:
+        assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.usefixtures("instructions")

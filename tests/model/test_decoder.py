@@ -1,5 +1,3 @@
-"""Which weights the decoder has."""
-
 import torch
 
 from maxrl_fast.model.decoder import Decoder

@@ -1,7 +1,3 @@
-"""The choice of a FlashAttention: what is right runs, what fails or computes something else is
-taken out again.
-"""
-
 import pytest
 import torch
 

@@ -1,7 +1,3 @@
-"""Models of the Hugging Face hub, against a small hub on this machine: the real one cannot be
-reached by the tests.
-"""
-
 import json
 import shutil
 
@@ -27,7 +23,6 @@ NOWHERE = "http://127.0.0.1:9"  # the port of the service that discards: nobody 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A model with files beside it that nobody should download."""
     directory = save_byte_level_policy(tmp_path_factory.mktemp("model"))
     others = "pytorch_model.bin modeling_own.py training_args.pt consolidated.safetensors README.md"
     for name in others.split():

@@ -1,7 +1,3 @@
-"""Policies that transformers runs: log-probs and gradients of packed streams against the model's
-own padded eager passes.
-"""
-
 import copy
 import json
 

@@ -15,13 +15,12 @@ from maxrl_fast.model.layer_kernels import (
     CPU_DTYPES,
     KERNELS,
     TORCH_OPS,
-    HeadNorms,
     Rotary,
     choose_rows,
 )
 from tests.fuzzing import settings
-from tests.kernels.test_layer import numbers, trained, with_gradients
-from tests.models import tiny_decoder
+from tests.kernels.test_layer import norm_of, numbers, rotation_of, trained, with_gradients
+from tests.models import on_threads, tiny_decoder
 
 ROWS, SIZES = st.sampled_from([0, 1, 2, 7, 65, 1000]), st.integers(1, 300)
 
@@ -35,27 +34,10 @@ def assert_close(actual, expected, tolerance=1e-12):
 
 
 def check(function, inputs):
-    """Compare a function of the layer's operations in float64."""
     expected, actual = (
         with_gradients(function(parts), inputs, torch.float64) for parts in (TORCH_OPS, KERNELS)
     )
     assert_close(actual, expected)
-
-
-def norm_of(parts):
-    return lambda x, weight, *delta: parts.add_rms_norm(x, *(delta or (None,)), weight, 1e-2)
-
-
-def rotation_of(parts, rotary, counts):
-    """Return a function of [q | k | v] and norms."""
-
-    def function(packed, *norms):
-        own = rotary
-        if parts is TORCH_OPS:
-            own = Rotary(*(x.to(packed.dtype)[rotary.positions] for x in rotary[:2]))
-        return parts.rotate_heads(packed, counts, HeadNorms(*norms, 1e-2) if norms else None, own)
-
-    return function
 
 
 def rotation_inputs(rows, counts, half, has_norms):
@@ -100,24 +82,18 @@ def test_chosen_rows_have_pytorchs_gradient(num_rows, num_chosen, size, is_strid
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_results_are_bitwise_the_same_for_any_number_of_threads(dtype):
-    """Of rows that need several pieces and vectors of all kinds."""
     cases = [(norm_of, [numbers(700, 131), numbers(131, seed=1), numbers(700, 131, seed=2)])]
     for half in (8, 33):
         inputs, rotary = rotation_inputs(500, (4, 2, 2), half, True)
         cases.append((lambda parts, r=rotary: rotation_of(parts, r, (4, 2, 2)), inputs))
     cases.append((lambda parts: parts.swiglu, [3 * numbers(500, 2 * 131)]))
     cases.append((chosen_by(torch.arange(900) * 7 % 400), [numbers(500, 131)]))
-    threads = torch.get_num_threads()
-    try:
-        for number, (function, inputs) in enumerate(cases):
-            torch.set_num_threads(1)
-            expected = with_gradients(function(KERNELS), inputs, dtype)
-            for count in (2, 3):
-                torch.set_num_threads(count)
-                actual = with_gradients(function(KERNELS), inputs, dtype)
-                assert all(map(torch.equal, actual, expected)), number
-    finally:
-        torch.set_num_threads(threads)
+    for number, (function, inputs) in enumerate(cases):
+        expected, *others = [
+            with_gradients(function(KERNELS), inputs, dtype) for _ in on_threads(1, 2, 3)
+        ]
+        for actual in others:
+            assert all(map(torch.equal, actual, expected)), number
 
 
 def test_each_instruction_set_that_tests_choose_sums_in_its_own_order():

@@ -1,5 +1,3 @@
-"""Low-rank adapters: their outputs, which weights are trained, and which are exported."""
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

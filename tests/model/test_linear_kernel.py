@@ -1,7 +1,3 @@
-"""The products of a linear layer in training on a CPU: against float64, for any sizes, instructions
-and numbers of threads.
-"""
-
 import itertools
 
 import pytest
@@ -11,6 +7,7 @@ from torch.nn import functional as F
 from maxrl_fast.model import linear
 from maxrl_fast.model.linear import Linear, packed
 from tests.kernels.test_layer import numbers, with_gradients
+from tests.models import on_threads
 
 # 1, 2, 3, 4, 5, 7 and 17 panels, and rows of weight gradients of several tiles
 SIZES = [16, 32, 48, 64, 80, 112, 272]
@@ -66,15 +63,9 @@ def test_results_and_gradients_err_at_most_twice_as_much_as_pytorchs():
 
 @pytest.mark.usefixtures("instructions")
 def test_results_are_bitwise_the_same_for_any_number_of_threads():
-    threads, results = torch.get_num_threads(), []
     inputs = inputs_of(700, 48, 80, True, True)
     function = product_of(linear.Product.apply, True, True)
-    try:
-        for count in (1, 2, 3, 8):
-            torch.set_num_threads(count)
-            results.append(with_gradients(function, inputs, torch.float32))
-    finally:
-        torch.set_num_threads(threads)
+    results = [with_gradients(function, inputs, torch.float32) for _ in on_threads(1, 2, 3, 8)]
     for others in results[1:]:
         assert all(map(torch.equal, results[0], others))
 

@@ -1,5 +1,3 @@
-"""Layers with a state over forests, against one pass for each path from a root."""
-
 import pytest
 import torch
 from torch import nn
@@ -39,7 +37,6 @@ class Layer(nn.Module):
 
 
 def forest_of(generator, depth):
-    """Return a random forest of at most this depth."""
     lengths, parents, path = list[int](), list[int](), list[int]()
     for _ in range(int(torch.randint(1, 9, (), generator=generator))):
         keep = int(torch.randint(0, min(len(path), depth) + 1, (), generator=generator))
@@ -51,7 +48,6 @@ def forest_of(generator, depth):
 
 
 def paths_of(forest):
-    """Return the tokens of each segment, and of those above it."""
     paths: list[torch.Tensor] = []
     rows = torch.arange(int(forest.lengths.sum())).split(forest.lengths.tolist())
     for own, parent in zip(rows, forest.parents.tolist(), strict=True):
@@ -89,7 +85,6 @@ def test_outputs_and_gradients_of_200_random_forests():
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "olmo_hybrid", "bamba"])
 def test_layers_of_transformers(family):
-    """In float32, in which transformers computes them."""
     model = tiny_model(tiny_config(family))
     layers = [x for x in model.modules() if type(x).__name__.endswith(("DeltaNet", "Mixer"))]
     generator = torch.Generator().manual_seed(1)

@@ -7,7 +7,6 @@ from maxrl_fast.ops import ESTIMATORS
 
 @pytest.fixture
 def estimators_as_before() -> Iterator[None]:
-    """Undo what a test did to the table."""
     before = dict(ESTIMATORS)
     yield
     ESTIMATORS.clear()

@@ -215,7 +215,6 @@ def divergence(kl, d):
 
 def definition(logits, e, loss, *, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef,
                aggregation, denominator, loss_options):  # fmt: skip
-    """Return the loss and the metrics of a batch `e`."""
     tau, mask = e["temperature"], e["mask"]
     o = {key: option.default for key, option in LOSSES[loss].options.items()} | (loss_options or {})
     o["clips"] = clip_low, clip_high, dual_clip
@@ -325,7 +324,6 @@ def drawn_options(choice, loss):
 
 
 def computed(how, logits, **arguments):
-    """Return the loss, its gradient in the logits and the metrics."""
     leaf, slope = logits.detach().requires_grad_(), 1.0
     with pytest.MonkeyPatch.context() as patch:
         if how == "linear":  # 30 tanh(hidden @ weight.T / 30) is the logits, and few rows at a time

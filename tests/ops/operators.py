@@ -27,5 +27,4 @@ class Operators(TorchDispatchMode):
         return results
 
     def sizes(self) -> set[int]:
-        """Return the sizes of all tensors that were made."""
         return {size for call in self.calls for size in call.sizes}

@@ -1,5 +1,3 @@
-"""What the compiled module takes and has: arguments of kernels, and the names of the stub."""
-
 import ast
 from pathlib import Path
 

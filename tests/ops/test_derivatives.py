@@ -1,7 +1,3 @@
-"""Derivatives of every differentiable op: the first in reverse mode is right, the others are errors
-and never zeros.
-"""
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,5 +1,3 @@
-"""Dispatch to the kernels: which memory they see, from many threads and on many streams."""
-
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""The divergence from a teacher against autograd of torch.nn.functional.kl_div."""
-
 import math
 
 import pytest
@@ -14,7 +12,6 @@ H, K = 16, 11  # the hidden sizes of policy and teacher
 
 
 def make(num_tokens, vocab, scale=0.3):
-    """Return hidden states and output matrix of the policy, and of the teacher."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(num_tokens, H), (vocab, H), (num_tokens, K), (vocab, K)]
     sides = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]

@@ -1,7 +1,3 @@
-"""The effective weight W_N(p) of every binary estimator and the bias of estimators, both by
-enumeration of all groups.
-"""
-
 from fractions import Fraction
 
 import pytest

@@ -61,7 +61,6 @@ THIN = {
 
 
 def groups_of(shape, group_ids, valid):
-    """Return the indices of each group's rollouts in the flattened rewards."""
     if group_ids is not None:
         ids = whole(group_ids)
         rows = [[i for i, x in enumerate(ids) if x == group] for group in sorted(set(ids))]
@@ -78,7 +77,6 @@ def flat(tensor):
 
 def check_advantages(actual, rewards, estimator, *, k=None, order=None, group_ids=None,
                      valid=None, **given):  # fmt: skip
-    """Compare with the definition, group by group, in exact rationals."""
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     assert (actual.shape, actual.dtype, actual.requires_grad) == (rewards.shape, dtype, False)
     if not rewards.numel():
@@ -171,7 +169,6 @@ def advantage_arguments(draw):
 @settings(400)
 @hypothesis.given(st.data())
 def test_group_advantage(data):
-    """Where an estimator has a function of its own, that too."""
     arguments, function, check = (
         data.draw(advantage_arguments()),
         ops.group_advantage,

@@ -202,7 +202,6 @@ LINEAR_TOLERANCE |= {torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
 def of_hidden(draw, arguments):
-    """Draw hidden and weight in place of the logits."""
     tokens, vocab = arguments.pop("logits").shape
     size, dtype = draw(st.integers(1, 5)), draw(st.sampled_from(FLOATS))
     of_weight = draw(st.sampled_from([dtype, torch.float32]))

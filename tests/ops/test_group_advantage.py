@@ -1,7 +1,3 @@
-"""Group advantages against their definitions in exact rationals, and the rules for ties, scale,
-layout and dtype.
-"""
-
 import itertools
 import subprocess
 import sys
@@ -43,7 +39,6 @@ def inputs_of(name, shape):
 
 
 def call(name, rewards, size=None, **keywords):
-    """Call group_advantage with all that the estimator needs."""
     row, given = ops.ESTIMATORS[name], OPTIONS.get(name, {}) | inputs_of(name, rewards.shape)
     if row.size is not None and (size or row.size.required):
         given[row.size.name] = size or row.size.smallest
@@ -59,7 +54,6 @@ def assert_matches(actual, expected, tolerance=1e-12):
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_every_size_equals_the_definition(name):
-    """The kernel where there is one, and the function."""
     row, some_are_not_zero = ops.ESTIMATORS[name], False
     only_binary = row.binary or name == "noisy_verifier_forward"
     for rewards in BINARY_GROUPS if only_binary else [*GROUPS, *BINARY_GROUPS]:

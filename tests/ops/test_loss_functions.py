@@ -1,7 +1,3 @@
-"""How losses choose tokens, and what any loss can be combined with: SIREN's term, and the mask of
-the highest entropies.
-"""
-
 import math
 from fractions import Fraction
 

@@ -1,5 +1,3 @@
-"""Off-policy max@k in groups too large for its definition, and the limits of its ratios."""
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,3 @@
-"""PACS: reward proxies, loss and gradients (also through the baseline) against the formulas in
-plain PyTorch and by hand.
-"""
-
 from itertools import pairwise
 
 import pytest
@@ -101,7 +97,6 @@ def test_large_proxies_do_not_overflow_or_are_refused():
 
 
 def test_metrics_and_parts():
-    """Of labels in any dtype, and inputs of any strides."""
     proxies, labels = example()
     of_all, metrics = pacs_loss(proxies, labels, 6)
     r = proxies.view(4, 6)
@@ -125,7 +120,6 @@ def test_metrics_and_parts():
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_log_ratio_reward(monkeypatch, has_kernels):
-    """Of any strides, and integers."""
     monkeypatch.setattr("maxrl_fast.ops.pacs.has_kernels", lambda _: has_kernels)
     generator = torch.Generator().manual_seed(0)
     logp, ref = torch.randn(10, 2, generator=generator, dtype=torch.float64).T

@@ -1,7 +1,3 @@
-"""What the operators refuse, in one sentence: each argument at the function that checks it.
-
-The fuzz tests replace every argument by wrong objects, and find values that pass."""
-
 import math
 
 import pytest

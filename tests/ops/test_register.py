@@ -1,5 +1,3 @@
-"""Estimators of a user: rows of the table, and functions of rewards."""
-
 import pickle
 
 import pytest
@@ -115,7 +113,6 @@ def test_a_row_with_a_table_is_computed_by_the_kernel():
 
 
 def test_ops_are_pickled_by_name():
-    """Ray and multiprocessing send functions to other processes."""
     for name in ops.__all__:
         assert name in ("ESTIMATORS", "LOSSES") or pickle.loads(
             pickle.dumps(getattr(ops, name))

@@ -1,7 +1,3 @@
-"""Every token loss against its definition, from logits and hidden states, by kernels and by
-functions; limits and refusals.
-"""
-
 import itertools
 import math
 import random
@@ -10,7 +6,6 @@ import pytest
 import torch
 
 from maxrl_fast import _C
-from maxrl_fast.algorithms.known import explain_name
 from maxrl_fast.algorithms.losses import ALIASES
 from maxrl_fast.ops import LOSSES, policy_gradient_loss
 from maxrl_fast.ops.dispatch import check_fields
@@ -154,8 +149,6 @@ def test_masked_values_may_be_anything_and_no_tokens_give_zero(loss):
 
 def test_luspo_is_gspo_with_a_sum_over_each_response():
     assert ALIASES["luspo"].name == "gspo"
-    said = "luspo is gspo, by default with aggregation seq_mean_token_sum"
-    assert explain_name("luspo") == said
     e = example() | {"aggregation": "seq_mean_token_sum"}
     assert len({policy_gradient_loss(**e, loss=loss)[0].item() for loss in ("luspo", "gspo")}) == 1
 

@@ -1,7 +1,3 @@
-"""A loss that a user writes: a function of Tokens, in policy_gradient_loss, in its linear form, and
-registered.
-"""
-
 import math
 from functools import partial
 

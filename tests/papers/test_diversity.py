@@ -1,5 +1,3 @@
-"""S_div of a tiny model's embeddings equals the mean over all pairs."""
-
 import json
 from itertools import combinations
 
@@ -12,7 +10,6 @@ WORDS = ["[PAD]", "[UNK]", "up", "down", "left", "right"]
 
 @pytest.fixture
 def embedder(tmp_path):
-    """Save a tiny BERT whose tokens are words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 

@@ -1,5 +1,3 @@
-"""Identities of the MaxPO paper, in groups of random rewards."""
-
 import random
 from itertools import combinations
 

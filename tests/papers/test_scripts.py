@@ -1,7 +1,3 @@
-"""Each script runs at a tiny size, writes its results and its picture, and refuses a bad setting
-before it writes. No ranking is checked.
-"""
-
 import importlib
 import json
 import math
@@ -74,22 +70,7 @@ SCRIPTS = """
     objectives_league | --maze-size 7 --sft-steps 40 --prompts 4 --tokens 300 --variance-steps 2
       --eval-mazes 4 --eval-samples 16 --seeds 1 --objectives pacs | --objectives gdpo | got gdpo
 """
-SLOW = (
-    "ahead",
-    "continuous_maxrl",
-    "data_scarce",
-    "distillation",
-    "exact_likelihood",
-    "gradient_norms",
-    "guessing",
-    "language_objectives",
-    "maze_scaling",
-    "maze_table",
-    "moment_variance",
-    "objectives_league",
-    "pacs_ablations",
-    "stopping",
-)
+QUICK = ("bandit", "chain_maze", "pacs_bandit", "weights")
 
 
 def load(name):
@@ -136,7 +117,7 @@ KNOWN = {
 @pytest.mark.parametrize(
     ("script", "tiny", "bad", "sentence"),
     [
-        pytest.param(*row, marks=pytest.mark.slow if row[0] in SLOW else (), id=row[0])
+        pytest.param(*row, marks=() if row[0] in QUICK else pytest.mark.slow, id=row[0])
         for row in table(SCRIPTS)
     ],
 )

@@ -50,12 +50,6 @@ def backtrack():
     return bool(re.match(r"(a+)+$", "a" * 60 + "b"))
 
 
-def eat_list():
-    data = []
-    while True:
-        data.append([0] * 1_000_000)
-
-
 def eat_bytes():
     return len(bytearray(100 << 30))
 
@@ -72,12 +66,7 @@ def segfault():
     ctypes.string_at(0)
 
 
-def kill_self():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def fork_and_return():
-    """Return in both processes."""
     return 1.0 if os.fork() else 2.0
 
 
@@ -118,7 +107,6 @@ def raise_unprintable():
 
 
 def change_surroundings(path):
-    """Change everything that could break the next call."""
     os.chdir(path)
     os.rmdir(path)
     sys.stdout = sys.stderr = sys.stdin = None

@@ -29,7 +29,6 @@ def rewards(outcomes):
 
 
 def failures(outcomes):
-    """Return those that have failed, by index."""
     return {i: outcome for i, outcome in enumerate(outcomes) if outcome.has_failed}
 
 
@@ -44,7 +43,6 @@ def among_others(pool, action, **arguments):
 
 
 def is_alive(pid):
-    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -1,7 +1,3 @@
-"""A reward model: a Hugging Face sequence classifier, compared with transformers' own forward pass
-of each text alone.
-"""
-
 import shutil
 
 import pytest

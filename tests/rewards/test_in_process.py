@@ -1,7 +1,3 @@
-"""Reward functions of this process: called as in worker processes, in the main thread, without a
-time limit.
-"""
-
 import asyncio
 import threading
 
@@ -49,7 +45,6 @@ def test_a_function_runs_in_the_main_thread_with_copies_of_its_arguments():
 
 
 def test_an_async_function_can_be_called_in_a_notebook():
-    """Clients of several calls keep one loop."""
     loops = set()
 
     async def score(prompt, response, **columns):

@@ -1,5 +1,3 @@
-"""The example of a judge, against a server of this process."""
-
 import json
 from pathlib import Path
 
@@ -37,7 +35,6 @@ def server():
 
 @pytest.fixture(scope="module")
 def judge(server):
-    """The example in a worker, with up to four calls at a time."""
     pytest.importorskip("openai")
     with pytest.MonkeyPatch.context() as patch:
         names = {"JUDGE_URL": f"{server.url}/v1", "JUDGE_MODEL": "org/model"}

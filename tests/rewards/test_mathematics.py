@@ -1,5 +1,3 @@
-"""What equals a correct answer in mathematics, and answers that cannot be compared."""
-
 import pytest
 
 from maxrl_fast.rewards import verifiers

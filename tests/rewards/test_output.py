@@ -1,5 +1,3 @@
-"""What reward functions print reaches the run's file, up to its size, and stops nobody."""
-
 import contextlib
 from io import FileIO
 

@@ -1,7 +1,3 @@
-"""Reward functions in the trainer. Failed rewards are left out of their group, counted by kind, and
-can stop a run.
-"""
-
 import re
 
 import pytest
@@ -90,7 +86,6 @@ FLAGS = ("--max-reward-error-rate", "1", "--reward-workers", "1", "--steps", "2"
 
 @pytest.mark.slow
 def test_failed_rewards_are_left_out_of_their_groups(rewards, tmp_path, monkeypatch, capsys):
-    """They have zero advantage, and the others' advantages are computed without them."""
     task, seen, pass_ = MazeTask(5), [], Learner.forward_backward
 
     def spy(self, samples, advantages, sequences, draw=(0, 0)):

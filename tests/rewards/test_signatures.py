@@ -1,5 +1,3 @@
-"""How reward functions are called: with one response, with lists as in TRL, and async."""
-
 import math
 from decimal import Decimal
 

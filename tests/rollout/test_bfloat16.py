@@ -1,7 +1,3 @@
-"""The C++ decoder in bfloat16 on every path of this machine: products, log-probs, and independence
-of the batch.
-"""
-
 import itertools
 import math
 from dataclasses import replace

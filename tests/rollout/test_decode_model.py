@@ -1,7 +1,3 @@
-"""The packed copy of the policy that decodes on a device: its hidden states, and the weights under
-every name.
-"""
-
 import contextlib
 
 import pytest
@@ -20,15 +16,11 @@ FAMILIES = [
 
 
 def causal(layer, q, k, v):
-    """Attend within the stream, differently in every layer."""
     seen = torch.ones(1, len(q), len(q), dtype=torch.bool).tril()
     return flash.attend(q[None], k[None] * (1 + layer), v[None], seen)[0][0]
 
 
 def check_hidden_states(model, tolerance, around_decoding=contextlib.nullcontext):
-    """Compare hidden states and logits of the copy with the decoder's, for all rows and for
-    some.
-    """
     for rows in (torch.arange(6), torch.tensor([5, 2])):
         with torch.no_grad():
             expected = model(TOKENS, POSITIONS, causal, rows)

@@ -1,5 +1,3 @@
-"""The PyTorch decoder's batch: numbers of rows, graphs and memory."""
-
 import weakref
 
 import pytest
@@ -9,10 +7,10 @@ from maxrl_fast.rollout import RolloutRequest, Sampling, decode_slots
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.runtime import tuning
+from tests.batches import FIVE_PROMPTS as PROMPTS
 from tests.batches import make_prompts
 from tests.models import tiny_decoder
 
-PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7], [9, 9], [30, 2, 4]])
 LIMIT = 40
 SAMPLING = Sampling(1.3, LIMIT, (3, 17, 9, 12))
 

@@ -1,5 +1,3 @@
-"""Episodes of several turns, against the full forward pass."""
-
 import itertools
 import json
 import random
@@ -24,7 +22,7 @@ from maxrl_fast.rollout.vllm_server import VllmServerEngine
 from maxrl_fast.tasks.episode import Reply
 from tests.batches import Chosen, make_prompts, one_batch
 from tests.families import tiny_config, tiny_model
-from tests.models import response_logits, tiny_decoder
+from tests.models import on_threads, response_logits, tiny_decoder
 from tests.rollout.test_device_decoder import fake_graphs  # noqa: F401
 from tests.rollout.test_native import NoWaiting
 from tests.rollout.test_vllm_server import server  # noqa: F401
@@ -196,14 +194,9 @@ def test_when_replies_come_changes_nothing(arithmetic):
     sizes, vocab = (1, 2, 40, 100), model.config.vocab_size
     whole = play(decoder, Game(sizes, vocab=vocab), keys, sampling)
     assert int((whole.inserted.lengths > 0).sum()) > 4 * num_samples
-    threads = torch.get_num_threads()
-    try:
-        for seed, (max_batch, threads_now) in enumerate([(1024, 3), (7, 2), (1, 1)]):
-            torch.set_num_threads(threads_now)
-            game = Game(sizes, late=random.Random(seed), vocab=vocab)
-            same(play(decoder, game, keys, sampling, max_batch=max_batch), whole)
-    finally:
-        torch.set_num_threads(threads)
+    for threads, max_batch in zip(on_threads(3, 2, 1), (1024, 7, 1), strict=True):
+        game = Game(sizes, late=random.Random(threads), vocab=vocab)
+        same(play(decoder, game, keys, sampling, max_batch=max_batch), whole)
     for s in range(0, len(keys), 23):  # alone
         prompt = PROMPTS.take(s // num_samples, 1)
         alone = play(decoder, Game(sizes, vocab=vocab), keys[s, None], sampling, prompt)
@@ -312,7 +305,6 @@ PLAYED = Sampling(1.0, 24, STOPS, max_turns=4)
 
 
 def test_a_turn_is_a_request_to_the_server(of_turns):
-    """Each turn is what the stand-in samples after everything before it."""
     engine = VllmServerEngine(tiny_decoder(vocab_size=VOCAB), torch.float32, of_turns.url)
     game = Game(late=random.Random(0))
     rollouts = sampled(engine, 4, PLAYED, 1, 2, game)

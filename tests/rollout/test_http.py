@@ -1,5 +1,3 @@
-"""Requests over HTTP, against servers that stop, flood, or answer something else."""
-
 import contextlib
 import socket
 import threading
@@ -15,9 +13,6 @@ OK = b"HTTP/1.1 200 OK\r\n"
 
 @contextlib.contextmanager
 def serving(*parts):
-    """Yield the URL of a server that sends `parts`, the last one again and again if it is a
-    function, then closes the connection.
-    """
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve():

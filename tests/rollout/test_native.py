@@ -1,7 +1,3 @@
-"""The native engine: log-probs against the full forward pass, the sampling distribution, and
-independence of the batch.
-"""
-
 import math
 from functools import partial
 
@@ -16,11 +12,11 @@ from maxrl_fast.rollout import RolloutRequest, Sampling, check_finite
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.random import sample_keys, uniforms
 from maxrl_fast.rollout.validation import find_wrong
+from tests.batches import FIVE_PROMPTS as PROMPTS
 from tests.batches import Chosen, make_prompts, one_batch
-from tests.models import response_logits, tiny_decoder
+from tests.models import on_threads, response_logits, tiny_decoder
 from tests.tables import refused
 
-PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7], [9, 9], [30, 2, 4]])
 STOPS = (3, 17)
 # The expected keys and bits, computed with Python's integers.
 KEYS, BITS = [-3072355124115617029, 4574412018458654984], [2083381, 13143039]
@@ -136,16 +132,12 @@ def check_independence(draw, prompts, one_sequence):
     """Check that samples are bitwise the same whatever is beside them, with any number of threads.
     `draw` has prompts of its own, of which the third is drawn alone; return all its samples.
     """
-    whole, threads = draw(), torch.get_num_threads()
+    whole = draw()
     changes = [{}, {"max_batch": 7}, {"max_batch": 1}, {"cache_bytes": one_sequence}]
-    try:
-        for options in (*changes, *({"threads": n} for n in (1, 2, 3, 5))):
-            torch.set_num_threads(options.pop("threads", threads))
-            other = draw(**options)
-            assert torch.equal(other.tokens, whole.tokens)
-            assert torch.equal(other.logprobs, whole.logprobs)
-    finally:
-        torch.set_num_threads(threads)
+    others = [draw(**options) for options in changes]
+    for other in (*others, *(draw() for _ in on_threads(1, 2, 3, 5))):
+        assert torch.equal(other.tokens, whole.tokens)
+        assert torch.equal(other.logprobs, whole.logprobs)
     alone = draw(prompts=prompts.take(2, 1))
     part = slice(whole.cu_seqlens[12], whole.cu_seqlens[18])
     assert torch.equal(alone.tokens, whole.tokens[part])

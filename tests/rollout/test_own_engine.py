@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from examples.naive_engine import NaiveEngine
-from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.logprob_parity import check_engine
 from tests.batches import make_prompts
-from tests.models import tiny_decoder
+from tests.models import adapted, tiny_decoder
 from tests.tables import refused
 
 ROOT = Path(__file__).parents[2]
@@ -30,11 +29,7 @@ PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7, 12, 13, 14]])
     ],
 )
 def test_it_draws_the_tokens_of_the_native_engine(sampling):
-    model = tiny_decoder()
-    add_adapters(model, 2, 4.0, "q_proj,down_proj", seed=1)
-    for name, parameter in model.named_parameters():
-        if "lora" in name or parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.2)
+    model = adapted(tiny_decoder(), "q_proj,down_proj")
     naive, request = NaiveEngine(tiny_decoder(1), torch.float32), (PROMPTS, 5, sampling, 4, 2)
     naive.load_weights(model)
     expected = native_engine(model, torch.float32).generate(RolloutRequest(*request))

@@ -1,5 +1,3 @@
-"""Sampling and scoring by one function."""
-
 from itertools import chain
 from types import SimpleNamespace
 
@@ -66,8 +64,6 @@ def test_a_truncated_episode_has_the_reward_0_where_it_failed_too():
 
 
 class Lengths(RewardSource):
-    """The reward is the number of words of the response."""
-
     name = "lengths"
 
     def __init__(self):

@@ -1,13 +1,8 @@
-"""The engine for policies of transformers: against the packed forward pass, and against the native
-engine.
-"""
-
 import random
 
 import pytest
 import torch
 
-from maxrl_fast.model.linear import LoraLinear, add_adapters
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import RolloutRequest, Sampling
@@ -15,6 +10,7 @@ from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts, one_batch
 from tests.model.test_huggingface import tiny_policy
+from tests.models import adapted
 from tests.rollout.test_episodes import Game, episodes_of
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7, 12, 13, 14], [9, 9], [30, 2, 4]])
@@ -73,13 +69,8 @@ def test_a_sample_that_waits_for_a_reply_keeps_its_state(family):
 
 
 def test_load_weights_copies_and_merges_adapters():
-    policy = tiny_policy("gemma2")
-    add_adapters(policy, 2, 4.0, "q_proj,down_proj", seed=0)
-    engine = native_engine(policy, torch.float32)
-    with torch.no_grad():
-        for module in policy.modules():
-            if isinstance(module, LoraLinear):
-                module.lora_b.normal_(generator=torch.Generator().manual_seed(1))
+    engine = native_engine(tiny_policy("gemma2"), torch.float32)
+    policy = adapted(tiny_policy("gemma2"), "q_proj,down_proj")
     before = engine.generate(RolloutRequest(PROMPTS, 2, SAMPLING, 0, 0))
     assert float((before.logprobs - logprobs(policy, before)).abs().max()) > 0.1
     engine.load_weights(policy)

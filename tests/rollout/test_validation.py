@@ -1,5 +1,3 @@
-"""What a user's own engine may return by mistake, and the sentence that it gets."""
-
 import math
 from dataclasses import replace
 

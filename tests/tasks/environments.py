@@ -49,8 +49,6 @@ class AsyncCounterEnv(CounterEnv):
 
 
 class Hostile(CounterEnv):
-    """Does what the text of a call says, while others count."""
-
     def reset(self, begin: str = "", **columns) -> str:
         super().reset(**columns)
         return begin or "Count."

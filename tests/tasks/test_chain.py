@@ -1,5 +1,3 @@
-"""The chain task against a step-by-step simulation."""
-
 import random
 
 import pytest
@@ -10,7 +8,6 @@ from maxrl_fast.records import Rollouts
 
 
 def simulated_steps(task, tokens):
-    """Return the number of rewarded steps by simulating one step at a time."""
     steps = 0
     for state, token in enumerate(tokens):
         if token == task.actions[state]:

@@ -1,5 +1,3 @@
-"""Conversations by templates with the traits of families: turns, thoughts, clocks and calls."""
-
 import datetime
 import decimal
 import json

@@ -1,7 +1,3 @@
-"""Prompts from a file: a real tokenizer, a reproducible split and order, and invalid lines, which
-must be refused.
-"""
-
 import json
 import re
 import sys

@@ -12,7 +12,6 @@ from maxrl_fast import train
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.jsonl import read_demonstrations
-from tests.job.test_resume import assert_same, stop_at
 from tests.tables import refused
 from tests.tasks.test_dataset import SUMS, written
 
@@ -148,19 +147,3 @@ def test_the_warm_start_learns_the_responses_alone(job, policy, tmp_path, capsys
     assert f"loss {-sum(logprobs) / len(logprobs):.3f}" in out
     progress = json.loads((tmp_path / "run" / "latest" / "progress.json").read_text())["progress"]
     assert progress["next_prompt"] == 4  # of the one step: the warm start took none
-
-
-@pytest.mark.slow
-def test_a_stopped_warm_start_resumes_bitwise(job, tmp_path, monkeypatch, capsys):
-    job += ["--model-backend", "transformers"]
-    assert train.main([*job, "--out", str(tmp_path / "whole")]) == 0
-    stop_at(monkeypatch, "warm start step 4")
-    assert train.main([*job, "--out", str(tmp_path / "stopped")]) == 143
-    monkeypatch.undo()
-    written(tmp_path / "shown.jsonl", SHOWN[1:])
-    assert train.main(["--resume", str(tmp_path / "stopped")]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "trained with other options or files (the prompts: changed)" in said
-    written(tmp_path / "shown.jsonl", SHOWN)
-    assert train.main(["--resume", str(tmp_path / "stopped")]) == 0
-    assert_same(tmp_path / "whole", tmp_path / "stopped")

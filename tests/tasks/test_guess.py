@@ -1,5 +1,3 @@
-"""The task of guessing a number, against a plain game."""
-
 import itertools
 import random
 
@@ -10,7 +8,6 @@ from maxrl_fast.records import Rollouts
 
 
 def reference(hidden, turns, most):
-    """Return the replies to a game's turns, as words, until it ends, and whether it is won."""
     replies = []
     for number, turn in enumerate(turns, start=1):
         words = turn.split()

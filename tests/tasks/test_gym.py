@@ -1,7 +1,3 @@
-"""reasoning-gym: questions by index, a split by content, and scores by each data set's own
-verifier.
-"""
-
 import contextlib
 import itertools
 

@@ -1,5 +1,3 @@
-"""Training and held-out sets of the hub, answered by local Parquet files in the hub's layout."""
-
 import json
 from pathlib import Path
 

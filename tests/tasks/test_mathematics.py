@@ -1,7 +1,3 @@
-"""GSM8K and MATH: the papers' prompts, correct answers, boxed answers, and rewards by math-verify
-in the pool.
-"""
-
 import contextlib
 
 import pyarrow

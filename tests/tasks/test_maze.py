@@ -1,7 +1,3 @@
-"""The maze task against the paper's example, exhaustive checks of its structure, and a slow, simple
-scorer.
-"""
-
 import random
 from collections import deque
 
@@ -115,9 +111,6 @@ def slow_score(is_open, tokens):
 
 
 def mutations(path, rng):
-    """Yield variants of a solution: correct, wrong in some moves, truncated, extended, with no or
-    two DONE.
-    """
     opposite = dict(zip(maze.MOVES, (maze.DOWN, maze.UP, maze.RIGHT, maze.LEFT), strict=True))
     back, done = opposite[path[-1]], maze.DONE
     yield from ([*path, done], path, [*path, done, maze.EOS], [*path, maze.EOS, done])

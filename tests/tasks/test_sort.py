@@ -1,9 +1,4 @@
-"""Tests of the task of sorting digits: prompts by index, the split, and the score against a plain
-definition.
-"""
-
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +7,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.sort_task import BOS, EOS, PAD, SORT, WORDS, SortTask
 from maxrl_fast import train
 from maxrl_fast.records import Rollouts
-from tests.runs import base, read
+from tests.runs import ROOT, base, read
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "sort_task.py"
 GOLDEN = "<bos> 9 6 6 0 1 2 SORT"  # prompt 7 of seed 5, as first generated
 

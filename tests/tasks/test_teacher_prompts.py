@@ -1,5 +1,3 @@
-"""What a teacher reads in place of a prompt of text."""
-
 import json
 
 import pytest

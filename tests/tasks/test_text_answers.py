@@ -1,7 +1,3 @@
-"""Reference answers in text: where reasoning ends, and the answer's tokens after it, with
-tokenizers that merge across it.
-"""
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from maxrl_fast.config.options import Reward
@@ -28,7 +24,6 @@ class Merging:
         self.tokenizer.decoder = decoders.ByteLevel()
 
     def ids(self, *pieces):
-        """Return the token ids of texts, each encoded alone."""
         return [i for piece in pieces for i in self.tokenizer.encode(piece).ids]
 
     def encode_piece(self, text, place):

@@ -1,5 +1,3 @@
-"""Environments with tools, played by scripted turns: tokens, orders, failures, and bad input."""
-
 import pytest
 
 import maxrl_fast
@@ -36,7 +34,6 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def make(policy, data):
-    """Make tasks, or return those of the same options, whose workers have started already."""
     made = {}
 
     def make(environment, lines=data, **options):
@@ -72,7 +69,6 @@ def acting(task, *acts, tool="act"):
 
 
 def test_an_episode_has_the_tokens_of_the_chat_template(make):
-    """Two calls in a turn, text before a call, and characters of several bytes."""
     task = make("CounterEnv")
     tokenizer, (columns,) = task.tokenizer, task.prompts("train", 0, 1).columns
     first = [("increase", {"step": 2}), ("increase", {"step": 3})]
@@ -141,7 +137,6 @@ def test_a_hostile_call_fails_its_episode_alone(make, hostile, act):
 
 
 def test_the_end_of_a_worker_fails_its_own_environments_alone(make):
-    """Environments are dealt to the workers in turn."""
     task = make("Hostile", reward_workers=2, reward_seconds=2.0)
     _, outcomes = play(task, acting(task, "", "exit", "", "", "", ""), 6)
     failed = failures(outcomes)
@@ -210,8 +205,6 @@ def test_environments_that_are_closed_leave_nothing(make):
 
 
 class Completing(environments.CounterEnv):
-    """Two lines can have the same whole prompt."""
-
     def reset(self, prompt, **columns) -> str:
         self.value, self.goal = 0, len(prompt[0]["content"]) % 2
         return "" if self.goal else "!"

@@ -1,5 +1,3 @@
-"""Steps whose samples are of older weights: against a loop written out by hand, and resumed."""
-
 import gc
 import weakref
 from copy import deepcopy
@@ -170,7 +168,6 @@ def test_what_needs_the_policy_while_it_trains_is_refused():
     ],
 )
 def test_a_run_that_samples_ahead_resumes_bitwise(ahead, flags, tmp_path, monkeypatch):
-    """Without flags: episodes with tools in worker processes."""
     job = calculator_job(tmp_path) if flags is None else [*base()[2:], *flags]
     job += ["--steps", "6", "--ahead", str(ahead), "--eval-every", "2", "--lr", "1e-2"]
     steps = resumes_bitwise(monkeypatch, tmp_path, job, "step 2", "step 4")

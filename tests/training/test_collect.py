@@ -1,6 +1,3 @@
-"""What a step collects: dynamic sampling, RLPR's filter, each of several rewards, and the overlong
-punishment."""
-
 import dataclasses
 
 import pytest
@@ -225,7 +222,6 @@ def test_a_reward_that_is_not_known_stays_0_with_a_penalty():
 
 @pytest.mark.parametrize("truncated", ["keep", "zero", "mask"])
 def test_zero_replaces_the_reward_of_a_truncated_response_and_its_parts(truncated, monkeypatch):
-    """The last response to each prompt is truncated."""
     generate, is_cut = NumberedEngine.generate, torch.tensor([False, False, True] * 2)
     monkeypatch.setattr(
         NumberedEngine, "generate", lambda *x: dataclasses.replace(generate(*x), truncated=is_cut)

@@ -1,5 +1,3 @@
-"""Corrections for a rollout engine that is not the policy."""
-
 import copy
 import dataclasses
 import math
@@ -30,7 +28,6 @@ BOUNDS = {
 
 
 def sampled(model):
-    """Return four responses to each prompt, of different lengths."""
     sampling = Sampling(1.0, 9, (3, 8, 12, 20, 25))
     request = RolloutRequest(PROMPTS, 4, sampling, 1, 1)
     rollouts = native_engine(model, torch.float32).generate(request)
@@ -95,8 +92,6 @@ def test_weights_that_are_all_0_have_no_sample_size():
 
 
 class Collector:
-    """What a step has sampled."""
-
     def __init__(self, batch):
         self.batch = batch
 
@@ -117,7 +112,6 @@ def step(model, rollouts, correction, updates=1, lr=0.0, **options):
 
 
 def distances_of(model, rollouts):
-    """Return mean_t(log pi_old - log pi) of each response, in float64."""
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
     own = logits.log_softmax(-1).gather(1, rollouts.tokens[:, None])[:, 0].double()
     parts = (rollouts.logprobs.double() - own).split(rollouts.lengths.tolist())

@@ -1,5 +1,3 @@
-"""On-policy distillation: the exact divergence in the learner, and the teacher's prompt."""
-
 import dataclasses
 
 import pytest
@@ -14,11 +12,11 @@ from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
+from tests.batches import THREE_PROMPTS as PROMPTS
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder, updated
 from tests.random_episodes import naive_logprobs, naive_rows, random_parts, rollouts_of
 
-PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
 TEACHERS = make_prompts([[5, 6, 7, 8, 11, 12], [9, 1, 3], [1, 2, 3, 4, 5, 6, 7, 30, 2]])
 ROLLOUTS = Rollouts.given([[1, 2, 3, 9], [1, 2, 8], [6], [7, 7, 4, 2, 1], [3, 3], [5, 6, 7]])
 FULL = LossSettings("reinforce", "token_mean", divergence_coef=0.7, temperature=0.9)

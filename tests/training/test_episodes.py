@@ -1,7 +1,3 @@
-"""Training on episodes: what environments inserted is read, and only what the policy wrote is
-learned from.
-"""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""Generalized advantages against their definition as a double sum."""
-
 import pytest
 import torch
 

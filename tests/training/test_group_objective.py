@@ -1,6 +1,3 @@
-"""Group objectives: which inputs an estimator gets from the rollouts, and which objective the
-options choose."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""The learner: updates however they are cut into micro-batches, metrics, non-finite values."""
-
 import dataclasses
 
 import pytest
@@ -12,11 +10,11 @@ from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
+from tests.batches import THREE_PROMPTS as PROMPTS
 from tests.batches import make_prompts
 from tests.models import tiny_decoder, updated
 
 PPO = LossSettings(loss="ppo", aggregation="token_mean")
-PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3, 4, 5, 6, 7]])
 
 
 def sampled(model):

@@ -31,7 +31,6 @@ OPTIONS = {
 
 
 def sums(values, rollouts):
-    """Return the sum over each response, [S]."""
     return torch.stack([part.sum() for part in values.split(rollouts.lengths.tolist())])
 
 

@@ -1,13 +1,10 @@
-"""Which objective, loss and correction the options choose, and which options do not go together."""
-
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.config.rules import correction_of, objective_of
+from maxrl_fast.config.rules import objective_of
 from maxrl_fast.job.build import RunContext
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.collect import LengthPenalty
-from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.ppo import PpoObjective
 from maxrl_fast.training.objectives.verifree import VerifreeObjective
@@ -73,23 +70,6 @@ def test_the_defaults_that_depend_on_other_options():
         assert run.trainer.collector.length_penalty == penalty
     with refused("overlong_buffer must be at most max_new_tokens, got 33 and 32"):
         resolved("--overlong-buffer 33")
-
-
-def test_options_choose_the_correction():
-    for flags, name, numbers in (
-        ("", "none", {}),
-        ("--rollout vllm --objective pacs", "none", {}),
-        ("--rollout vllm --correction none", "none", {}),
-        ("--rollout vllm", "tis", {"importance_cap": 2.0}),
-        ("--importance-cap 2", "tis", {"importance_cap": 2.0}),
-        ("--correction tis_sequence --importance-cap 3", "tis_sequence", {"importance_cap": 3.0}),
-        ("--correction icepop", "icepop", {"low": 0.5, "high": 5.0}),
-        ("--correction mis --mis-high 4", "mis", {"low": 0.0, "high": 4.0}),
-        ("--correction sequence_mask --delta 0.1", "sequence_mask", {"delta": 0.1}),
-    ):
-        assert correction_of(checked(flags)) == (name, numbers), flags
-        has_weights = make_correction(name, numbers) is not None
-        assert has_weights == (name not in ("none", "sequence_mask"))
 
 
 def test_only_objectives_that_learn_nothing_from_equal_rewards_take_dynamic_sampling():

@@ -1,6 +1,3 @@
-"""Losses that compare the tokens of an update, and losses that are functions: an update equals one
-direct computation of its whole batch, however it is cut into micro-batches."""
-
 import dataclasses
 import math
 
@@ -58,7 +55,6 @@ CASES = {  # and the number of responses computed; None: the direct computation 
 
 
 def off_policy(model):
-    """Return samples as in a later update of a step, with a weight per token."""
     rollouts, generator = sampled(model), torch.Generator().manual_seed(0)
     noise = 0.3 * torch.randn(len(rollouts.tokens), generator=generator)
     weights = 0.5 + torch.rand(len(rollouts.tokens), generator=generator)

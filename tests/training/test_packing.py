@@ -1,7 +1,3 @@
-"""Packing: which position predicts which target, what responses share, and which rank gets which
-groups.
-"""
-
 from dataclasses import replace
 
 import pytest
@@ -43,7 +39,6 @@ def test_a_part_of_the_rollouts_has_its_own_numbers():
 
 
 def tries(rows):
-    """Return the number of distinct beginnings of rows of tokens."""
     return len({tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)})
 
 

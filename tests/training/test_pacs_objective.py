@@ -1,7 +1,3 @@
-"""PACS in the trainer has the gradient that autograd computes from its whole loss through the
-model.
-"""
-
 import copy
 
 import pytest

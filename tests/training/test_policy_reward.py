@@ -1,7 +1,3 @@
-"""Rewards from the policy against transformers' forward pass of each sequence alone, and VeriFree
-against its definition.
-"""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""PPO with a critic, against plain forward passes."""
-
 import copy
 import dataclasses
 import math
@@ -25,7 +23,6 @@ REWARDS = torch.tensor([[1.0, 0, 0.5, 1], [0, 0, 0, 0], [1, 0, 0, 1]])
 
 
 def responses(model):
-    """Return four responses to each prompt, two of them empty."""
     rollouts, generator = sampled(model), torch.Generator().manual_seed(1)
     lists = [part.tolist() for part in rollouts.tokens.split(rollouts.lengths.tolist())]
     lists[2], lists[11] = [], []

@@ -1,5 +1,3 @@
-"""RiskPO: its advantages paper by paper as the authors write them, and the tracked quantiles."""
-
 import statistics
 from types import SimpleNamespace
 
@@ -25,7 +23,6 @@ REWARDS = torch.tensor(
 
 
 def started(size):
-    """Return the objective, and a learner that keeps its state."""
     objective = GroupObjective("riskpo", {"bundle_size": size})
     return objective, SimpleNamespace(objective_state=objective.state)
 

@@ -1,6 +1,3 @@
-"""MaxRL that stops: the gradient by enumeration in rationals, and rounds that are a prefix of one
-draw."""
-
 from dataclasses import replace
 from fractions import Fraction as F
 from math import comb
@@ -39,7 +36,6 @@ def histories(ends, m):
 
 
 def by_definition(counts, ends, m):
-    """Return the advantages of a success and of a failure of each round, in rationals."""
     total, before, found = sum(counts), 0, []
     for k, n in zip(counts, ends, strict=False):
         before += k

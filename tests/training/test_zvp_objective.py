@@ -1,7 +1,3 @@
-"""RL-ZVP: the advantage of every token against the paper's formula, and the gradient of an update
-with it.
-"""
-
 import torch
 
 from maxrl_fast import ops

@@ -116,5 +116,5 @@ def test_clip_cov_draws_the_same_tokens_from_the_same_generator(share, low, high
         assert_same(our_gradient, gradient)
         assert clipped > 0
         # they are masked, and count as dropped
-        share = metrics["dropped_tokens"] / metrics["tokens"]
-        assert share.item() == pytest.approx(clipped, abs=1e-6)
+        dropped = metrics["dropped_tokens"] / metrics["tokens"]
+        assert dropped.item() == pytest.approx(clipped, abs=1e-6)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import maxrl_fast
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.ops import linear_token_logprobs
-from maxrl_fast.rollout import RolloutRequest, Sampling
+from maxrl_fast.rollout import NativeEngine, RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.vllm import VllmEngine
 from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
@@ -123,7 +123,7 @@ def run_with(engine, folder, **options):
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
-    return run_with(native_engine, tmp_path_factory.mktemp("runs"), steps=2)
+    return run_with(NativeEngine, tmp_path_factory.mktemp("runs"), steps=2)
 
 
 def test_an_update_is_that_of_transformers_gradients(two_steps, peer):

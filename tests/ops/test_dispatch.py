@@ -84,6 +84,9 @@ class Watched:
     def data_ptr(self):
         return 64
 
+    def is_neg(self):
+        return False
+
     def record_stream(self, stream):
         self.streams.append(stream.cuda_stream)
 

@@ -41,10 +41,10 @@ struct LayerWeights {
 };
 struct DecoderWeights {
   const float *embedding, *norm, *head;
-  std::vector<LayerWeights> layers;
   int num_threads;
+  std::vector<LayerWeights> layers = {};  // packed one by one
 
-  MAXRL_FIELDS(embedding, norm, head, layers, num_threads)
+  MAXRL_FIELDS(embedding, norm, head, num_threads)
 };
 
 // Applied in this order: the temperature (0: greedy decoding), top-k (0: all tokens), nucleus
@@ -53,9 +53,9 @@ struct SamplingOptions {
   double temperature;
   int64_t top_k;
   double top_p, min_p;
-  std::vector<int64_t> stop_ids;
+  std::vector<int64_t> stop_ids = {};  // not packed
 
-  MAXRL_FIELDS(temperature, top_k, top_p, min_p, stop_ids)
+  MAXRL_FIELDS(temperature, top_k, top_p, min_p)
 };
 
 // `num_samples` responses to each of `num_prompts` prompts; sample s answers prompt s /

@@ -1,22 +1,24 @@
-// How Python calls a kernel: by its name, with the fields of a record as keyword arguments.
+// How Python calls a kernel: by its name and dtype, with a packed record.
 //
 // A kernel is a function of a record of addresses and sizes, and of the number of threads or the
-// CUDA stream. The file that has it calls define_kernel; nothing else declares it. Only bindings/
-// includes Python's headers, and no file torch's.
+// CUDA stream. The file that has it calls define_kernel; nothing else declares it. Python packs the
+// record's fields one after another, in their order and without gaps, with codes of its module
+// struct. Only bindings/ includes Python's headers, and no file torch's.
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <iterator>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <type_traits>
-#include <variant>
+#include <utility>
 #include <vector>
 
 #include "element_types.h"
-
-struct _object;  // of Python: PyObject
 
 namespace maxrl {
 
@@ -31,95 +33,101 @@ void visit_fields(Visit& at, std::string_view names, Field&... fields) {
   (at(next(), fields), ...);
 }
 
-// Lists the fields of a record, whose names are those of the arguments. Fields of a record among
-// them are arguments too, unless it is marked by kIsTuple: then it is one argument, a tuple.
-#define MAXRL_FIELDS(...)                        \
+// Lists the fields of a record, whose names are those of the arguments. The fields of a record among
+// them are arguments too, or of one with MAXRL_TUPLE one argument, a tuple.
+#define MAXRL_RECORD(is_tuple, ...)              \
+  static constexpr bool kIsTuple = is_tuple;     \
   template <typename Visit>                      \
   void fields(Visit& at) {                       \
     visit_fields(at, #__VA_ARGS__, __VA_ARGS__); \
   }
+#define MAXRL_FIELDS(...) MAXRL_RECORD(false, __VA_ARGS__)
+#define MAXRL_TUPLE(...) MAXRL_RECORD(true, __VA_ARGS__)
 
 // The names of an enumeration's values in Python, in their order.
 template <typename Choice>
 constexpr int kNamesOf = 0;
 
-// Reads fields from keyword arguments, or from the dict or the tuple of a record. Errors name the
-// function and the argument.
-class Arguments {
- public:
-  using Value = _object*;
-  virtual ~Arguments() = default;
+// The names, in order, and codes of a record's arguments. The code of an enumeration is followed by
+// its values' names, each after a "|".
+struct Fields {
+  std::vector<std::pair<std::string, std::string>> all;
 
   template <typename T>
-  void operator()(std::string_view name, T& to) {
-    if constexpr (IsRecord<T>::value && !IsTuple<T>::value)
-      to.fields(*this);
-    else
-      read(take(name), name, to);
-  }
-  virtual void finish() const = 0;  // refuses arguments that are no field
-  virtual void release_gil() = 0;   // until the end of this object
-
- protected:
-  using Name = std::string_view;
-  virtual Value take(Name) = 0;
-  virtual bool flag(Value, Name) const = 0;
-  virtual int64_t integer(Value, Name, size_t bytes) const = 0;
-  virtual double number(Value, Name) const = 0;
-  virtual std::string_view text(Value, Name) const = 0;
-  virtual size_t choice(Value, Name, const char* const* names, size_t count) const = 0;
-  virtual size_t length(Value, Name) const = 0;  // of a list or a tuple
-  virtual Value item(Value, size_t i) const = 0;
-  virtual void in_record(Value, Name, const std::function<void(Arguments&)>& read) const = 0;
-  virtual void require(bool fits, Value, Name, const char* wanted) const = 0;
-
- private:
-  template <typename T, typename = void>
-  struct IsRecord : std::false_type {};
-  template <typename T>
-  struct IsRecord<T, std::void_t<decltype(std::declval<T&>().fields(std::declval<Arguments&>()))>>
-      : std::true_type {};
-  template <typename T, typename = void>
-  struct IsTuple : std::false_type {};
-  template <typename T>
-  struct IsTuple<T, std::void_t<decltype(T::kIsTuple)>> : std::true_type {};
-
-  template <typename T>
-  void read(Value value, std::string_view name, T& to) {
-    if constexpr (std::is_same_v<T, bool>)
-      to = flag(value, name);
-    else if constexpr (std::is_pointer_v<T>)
-      to = reinterpret_cast<T>(integer(value, name, sizeof to));
-    else if constexpr (std::is_integral_v<T>)
-      to = static_cast<T>(integer(value, name, sizeof to));
-    else if constexpr (std::is_floating_point_v<T>)
-      to = static_cast<T>(number(value, name));
-    else if constexpr (std::is_same_v<T, std::string_view>)
-      to = text(value, name);
-    else if constexpr (std::is_enum_v<T>)
-      to = static_cast<T>(choice(value, name, kNamesOf<T>, std::size(kNamesOf<T>)));
-    else if constexpr (IsRecord<T>::value)
-      in_record(value, name, [&to](Arguments& at) { to.fields(at); });
-    else
-      read_sequence(value, name, to);
+  void operator()(std::string_view name, T& field) {
+    if constexpr (std::is_class_v<T>) {
+      if constexpr (!T::kIsTuple) return field.fields(*this);
+    }
+    all.emplace_back(name, code_of(field));
   }
 
-  template <typename Parts>
-  void read_sequence(Value value, std::string_view name, Parts& to) {
-    const size_t size = length(value, name);
-    if constexpr (!std::is_array_v<Parts>) to.resize(size);
-    require(size == std::size(to), value, name, "a list of its length");
-    for (size_t i = 0; i < size; ++i) read(item(value, i), name, to[i]);
+  template <typename T>
+  static std::string code_of(T& field) {
+    std::string code;
+    if constexpr (std::is_array_v<T>) {
+      for (auto& item : field) code += code_of(item);
+    } else if constexpr (std::is_class_v<T>) {
+      Fields parts;
+      field.fields(parts);
+      for (const auto& part : parts.all) code += part.second;
+    } else if constexpr (std::is_enum_v<T>) {
+      code = "i";
+      for (const char* name : kNamesOf<T>) code += std::string("|") + name;
+    } else {
+      code = std::is_pointer_v<T>          ? "Q"
+             : std::is_same_v<T, bool>     ? "?"
+             : std::is_floating_point_v<T> ? "d"
+             : sizeof(T) == 8              ? "q"
+                                           : "i";
+    }
+    return code;
   }
 };
 
-using Result = std::variant<std::monostate, int64_t,
-                            std::vector<int64_t>>;  // of a kernel: None, a number, numbers
+// What is left of a packed record.
+struct Packed {
+  std::string_view rest;
+
+  template <typename T>
+  void operator()(std::string_view name, T& to) {
+    if constexpr (std::is_array_v<T>) {
+      for (auto& item : to) (*this)(name, item);
+    } else if constexpr (std::is_class_v<T>) {
+      to.fields(*this);
+    } else {
+      using Given = std::conditional_t<std::is_floating_point_v<T>, double, T>;
+      Given given;
+      if (rest.size() < sizeof given) throw std::invalid_argument("the packed record is too short");
+      std::memcpy(&given, rest.data(), sizeof given);
+      rest.remove_prefix(sizeof given);
+      to = static_cast<T>(given);
+    }
+  }
+};
+
+template <typename Record>
+Record unpacked(std::string_view packed) {
+  Record record{};
+  Packed at{packed};
+  record.fields(at);
+  if (!at.rest.empty()) throw std::invalid_argument("the packed record is too long");
+  return record;
+}
+
+template <typename Record>
+Fields fields_of() {
+  Record record{};
+  Fields fields;
+  record.fields(fields);
+  return fields;
+}
 
 struct Kernel {
   std::string name;
-  const char* dtype;  // of the first type of its record, null for a record without types
-  std::function<Result(Arguments&)> run;
+  const char* dtype;  // of the first type of its record, "" for a record without types
+  Fields fields;
+  // of the packed record and the last argument: a number, or nothing
+  std::function<std::optional<int64_t>(std::string_view, int64_t)> run;
 };
 
 inline std::vector<Kernel>& kernels() {
@@ -131,30 +139,30 @@ template <template <typename...> class Record, typename Element, typename... Res
 const char* dtype_of(const Record<Element, Rest...>*) {
   return kDtype<Element>;
 }
-inline const char* dtype_of(const void*) { return nullptr; }
+inline const char* dtype_of(const void*) { return ""; }
 
 template <typename Returned, typename Record, typename Last>
 bool define_for_dtype(const char* name, Returned (*kernel)(const Record&, Last)) {
   constexpr bool kOnCpu = std::is_same_v<Last, int>;
-  const auto run = [kernel](Arguments& at) -> Result {
-    Record in{};
+  const auto run = [kernel](std::string_view packed, int64_t given) -> std::optional<int64_t> {
+    const auto record = unpacked<Record>(packed);
     Last last;
-    in.fields(at);
-    at(kOnCpu ? "num_threads" : "stream", last);
-    at.finish();
-    at.release_gil();
-    if constexpr (std::is_void_v<Returned>)
-      return kernel(in, last), Result();
+    if constexpr (kOnCpu)
+      last = static_cast<int>(given);
     else
-      return kernel(in, last);
+      last = reinterpret_cast<Last>(given);
+    if constexpr (std::is_void_v<Returned>)
+      return kernel(record, last), std::nullopt;
+    else
+      return kernel(record, last);
   };
   kernels().push_back({std::string(name) + (kOnCpu ? "_cpu" : "_cuda"),
-                       dtype_of(static_cast<Record*>(nullptr)), run});
+                       dtype_of(static_cast<Record*>(nullptr)), fields_of<Record>(), run});
   return true;
 }
 
-// Makes the kernels of several dtypes one function of Python: NAME_cpu(*, dtype, FIELDS,
-// num_threads) or NAME_cuda(*, ..., stream).
+// Makes the kernels of several dtypes one function of Python: NAME_cpu(dtype, record, num_threads)
+// or NAME_cuda(dtype, record, stream).
 template <typename... Kernel>
 bool define_kernel(const char* name, Kernel*... kernel) {
   return (define_for_dtype(name, kernel) && ...);

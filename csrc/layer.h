@@ -45,9 +45,8 @@ struct Heads {
   const Element* data;
   int64_t stride;
   int count;
-  static constexpr bool kIsTuple = true;
 
-  MAXRL_FIELDS(data, stride, count)
+  MAXRL_TUPLE(data, stride, count)
 };
 
 // Query and key heads with their RMS norm, if they have one, and the rotary embedding, which

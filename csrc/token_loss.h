@@ -71,9 +71,8 @@ template <typename Element>
 struct Rows {
   Element* data;
   int64_t stride;  // elements from row to row
-  static constexpr bool kIsTuple = true;
 
-  MAXRL_FIELDS(data, stride)
+  MAXRL_TUPLE(data, stride)
   MAXRL_HOST_DEVICE Element* of(int64_t row) const { return data ? data + row * stride : nullptr; }
 };
 
@@ -82,9 +81,8 @@ struct Numbers {
   const void* data;  // null: `constant`
   bool is_double;
   double constant;
-  static constexpr bool kIsTuple = true;
 
-  MAXRL_FIELDS(data, is_double, constant)
+  MAXRL_TUPLE(data, is_double, constant)
   MAXRL_HOST_DEVICE double at(int64_t i) const {
     if (!data) return constant;
     return is_double ? static_cast<const double*>(data)[i] : static_cast<const float*>(data)[i];
@@ -100,7 +98,7 @@ struct TokenRows {
   Numbers temperature;     // of all tokens, or [T]
   const bool* mask;  // [T], or null. Of a token that is left out nothing is read
 
-  MAXRL_FIELDS(num_rows, vocab_size, num_tokens, first, index, targets, temperature, mask)
+  MAXRL_FIELDS(num_rows, first, index, vocab_size, num_tokens, targets, temperature, mask)
 
   MAXRL_HOST_DEVICE int64_t token_of(int64_t row) const {
     return index ? index[first + row] : first + row;

@@ -1,14 +1,14 @@
 """What Python names of the compiled module, csrc/bindings/.
 
-Kernels, whose names end in _cpu and _cuda, are called through `KernelLaunch.launch` of
-maxrl_fast/ops/dispatch.py, and check the names and types of their arguments themselves.
+Kernels, whose names end in _cpu and _cuda, are called by `KernelLaunch` of
+maxrl_fast/ops/dispatch.py. `pack` there makes the records, bytes, from FIELDS.
 """
 
 from typing import Any
 
 cuda: bool
-# of the records that Python names too: Loss, LossSums
-FIELDS: dict[str, tuple[str, ...]]
+# of the kernels, and other records: fields and the codes with which struct packs them
+FIELDS: dict[str, dict[str, str]]
 MAX_LOG_RATIO: float
 LOSS_WORKSPACE: int  # only with CUDA kernels
 
@@ -20,26 +20,14 @@ def bfloat16_arithmetics() -> list[str]: ...
 def fastest_for_bfloat16() -> str: ...
 
 class CpuDecoder:
-    def __init__(
-        self, **sizes: Any
-    ) -> None: ...  # DecoderSizes of csrc/generation.h, positions, cos, sin
-    def load(
-        self,
-        *,
-        embedding: int,
-        norm: int,
-        head: int,
-        layers: list[dict[str, int]],
-        num_threads: int,
-    ) -> None: ...
+    def __init__(self, options: bytes) -> None: ...
+    def load(self, weights: bytes, layers: list[bytes]) -> None: ...
     def cache_bytes(self, length: int) -> int: ...
     def forget(self) -> None: ...
     kept_bytes: int
 
 class CpuGeneration:
-    def __init__(
-        self, decoder: CpuDecoder, **job: Any
-    ) -> None: ...  # GenerationJob of csrc/generation.h, num_threads
+    def __init__(self, decoder: CpuDecoder, job: bytes, stop_ids: list[int]) -> None: ...
     def run(self, seconds: float) -> bool: ...
     def take_turns(self) -> list[int]: ...
     @property

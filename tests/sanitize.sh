@@ -25,13 +25,14 @@ import torch
 
 sys.path.insert(0, str(Path.cwd()))
 from maxrl_fast import _C
+from maxrl_fast.ops.dispatch import KernelLaunch
 
 assert Path(_C.__file__).parent == Path.cwd() / "maxrl_fast", _C.__file__
 logprobs, proxies, cu_seqlens = torch.zeros(3), torch.zeros(1), torch.tensor([0, 4])
-sequences = {"num_tokens": 4, "num_sequences": 1, "cu_seqlens": cu_seqlens.data_ptr(), "mask": 0, "beta": 1.0}
-where = {"logprobs": logprobs.data_ptr(), "ref_logprobs": logprobs.data_ptr(), "proxies": proxies.data_ptr()}
+fields = {"num_tokens": 4, "num_sequences": 1, "cu_seqlens": cu_seqlens, "mask": 0, "beta": 1.0}
+fields |= {"logprobs": logprobs, "ref_logprobs": logprobs, "proxies": proxies}
 print("loaded", _C.__file__, flush=True)
-_C.log_ratio_reward_cpu(dtype="float32", **sequences, **where, num_threads=1)
+KernelLaunch(logprobs.device).launch("log_ratio_reward", torch.float32, **fields)
 PY
 if [ $status -eq 0 ] || ! grep -q "^loaded $tree" "$build/proof" || ! grep -q "heap-buffer-overflow" "$build/proof"; then
   cat "$build/proof"

@@ -1,26 +1,17 @@
 #include "../cpu/generation.h"
 
-#include "keywords.h"
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 namespace maxrl::bindings {
 
+namespace py = pybind11;
 using cpu::Decoder;
 using cpu::Generation;
 using py::literals::operator""_a;
 
 std::string_view name_of(Arithmetic arithmetic) {
   return kNamesOf<Arithmetic>[static_cast<int>(arithmetic)];
-}
-
-// The record whose fields are the arguments of a function.
-template <typename Record>
-Record record_of(const char* function, const py::kwargs& given) {
-  Keywords::Names names;
-  Keywords at(function, given, names);
-  Record record{};
-  record.fields(at);
-  at.finish();
-  return record;
 }
 
 void bind_generation(py::module_& m) {
@@ -31,12 +22,15 @@ void bind_generation(py::module_& m) {
   });
   m.def("fastest_for_bfloat16", [] { return name_of(cpu::fastest_for_bfloat16()); });
   py::class_<Decoder>(m, "CpuDecoder")
-      .def(py::init([](const py::kwargs& given) {
-        return std::make_unique<Decoder>(record_of<DecoderOptions>("CpuDecoder", given));
+      .def(py::init([](std::string_view options) {
+        return std::make_unique<Decoder>(unpacked<DecoderOptions>(options));
       }))
       .def("load",
-           [](Decoder& decoder, const py::kwargs& given) {
-             const auto weights = record_of<DecoderWeights>("load", given);
+           [](Decoder& decoder, std::string_view packed,
+              const std::vector<std::string_view>& layers) {
+             auto weights = unpacked<DecoderWeights>(packed);
+             for (const std::string_view layer : layers)
+               weights.layers.push_back(unpacked<LayerWeights>(layer));
              const py::gil_scoped_release release;
              decoder.load(weights);
            })
@@ -46,9 +40,10 @@ void bind_generation(py::module_& m) {
         return cpu::KeyValueCache::bytes(decoder.sizes(), length);
       });
   py::class_<Generation>(m, "CpuGeneration")
-      .def(py::init([](Decoder& decoder, const py::kwargs& given) {
-             return std::make_unique<Generation>(decoder,
-                                                 record_of<GenerationJob>("CpuGeneration", given));
+      .def(py::init([](Decoder& decoder, std::string_view packed, std::vector<int64_t> stop_ids) {
+             auto job = unpacked<GenerationJob>(packed);
+             job.sampling.stop_ids = std::move(stop_ids);
+             return std::make_unique<Generation>(decoder, job);
            }),
            py::keep_alive<1, 2>())
       .def("run", &Generation::run, "seconds"_a, py::call_guard<py::gil_scoped_release>())

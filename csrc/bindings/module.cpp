@@ -1,12 +1,14 @@
 // The module maxrl_fast._C: every kernel as a function of Python. They take addresses (and, for
 // CUDA, the stream) as integers and allocate no tensor. Callers go through maxrl_fast/ops, which
 // checks tensors and passes the current stream.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
 #include <map>
-#include <memory>
 
 #include "../cpu/dispatch.h"
+#include "../generation.h"
 #include "../token_loss.h"
-#include "keywords.h"
 
 template <>
 inline constexpr const char* maxrl::kNamesOf<maxrl::cpu::Instructions>[3] = {"baseline", "avx2",
@@ -14,42 +16,48 @@ inline constexpr const char* maxrl::kNamesOf<maxrl::cpu::Instructions>[3] = {"ba
 
 namespace maxrl::bindings {
 
+namespace py = pybind11;
 using cpu::Instructions;
 
 void bind_generation(py::module_& m);
 
 namespace {
 
-const Kernel& kernel_for_dtype(const std::string& name, const std::vector<Kernel>& kernels,
-                               Keywords& at) {
-  if (!kernels.front().dtype) return kernels.front();
-  std::string_view dtype;
+// Tells Python a record's arguments, in order, and their codes: _C.FIELDS[record].
+void export_fields(const py::module_& m, const std::string& record, const Fields& fields) {
+  py::dict codes;
+  for (const auto& [name, code] : fields.all) codes[py::str(name)] = code;
+  m.attr("FIELDS")[py::str(record)] = codes;
+}
+
+template <size_t size>
+void export_names(const py::module_& m, const char* record, const char* const (&names)[size]) {
+  py::dict fields;
+  for (const char* name : names) fields[name] = "";
+  m.attr("FIELDS")[record] = fields;
+}
+
+const Kernel& kernel_for_dtype(std::string_view dtype, const std::vector<Kernel>& kernels) {
   std::string known;
-  at("dtype", dtype);
   for (const Kernel& kernel : kernels) {
     if (dtype == kernel.dtype) return kernel;
     known += std::string(" ") + kernel.dtype;
   }
-  throw py::value_error(name + " takes" + known + ", got " + std::string(dtype));
+  throw py::value_error(kernels.front().name + " takes" + known + ", got " + std::string(dtype));
 }
 
 void bind_kernels(py::module_& m) {
   std::map<std::string, std::vector<Kernel>> by_name;
   for (const Kernel& kernel : kernels()) by_name[kernel.name].push_back(kernel);
-  for (const auto& [key, found] : by_name)
-    m.def(key.c_str(), [name = key, kernels = found,
-                        names = std::make_shared<Keywords::Names>()](const py::kwargs& given) {
-      Keywords at(name, given, *names);
-      return kernel_for_dtype(name, kernels, at).run(at);
+  for (const auto& [name, found] : by_name) {
+    export_fields(m, name.substr(0, name.rfind('_')), found.front().fields);
+    m.def(name.c_str(), [kernels = found](std::string_view dtype, std::string_view packed,
+                                          int64_t last) {
+      const Kernel& kernel = kernel_for_dtype(dtype, kernels);
+      const py::gil_scoped_release release;
+      return kernel.run(packed, last);
     });
-}
-
-// Tells Python the names of a record's fields, in order: _C.FIELDS[record].
-template <size_t size>
-void export_fields(py::module_& m, const char* record, const char* const (&names)[size]) {
-  py::tuple fields(size);
-  for (size_t i = 0; i < size; ++i) fields[i] = names[i];
-  m.attr("FIELDS")[record] = fields;
+  }
 }
 
 // For tests, which run kernels as machines with narrower vectors do.
@@ -82,8 +90,12 @@ PYBIND11_MODULE(_C, m) {
 #endif
   m.attr("MAX_LOG_RATIO") = kMaxLogRatio;
   m.attr("FIELDS") = pybind11::dict();
-  bindings::export_fields(m, "Loss", kNamesOf<Loss>);
-  bindings::export_fields(m, "LossSums", LossSums::kNames);
+  bindings::export_names(m, "Loss", kNamesOf<Loss>);
+  bindings::export_names(m, "LossSums", LossSums::kNames);
+  bindings::export_fields(m, "DecoderOptions", fields_of<DecoderOptions>());
+  bindings::export_fields(m, "DecoderWeights", fields_of<DecoderWeights>());
+  bindings::export_fields(m, "LayerWeights", fields_of<LayerWeights>());
+  bindings::export_fields(m, "GenerationJob", fields_of<GenerationJob>());
   bindings::bind_kernels(m);
   bindings::bind_instructions(m);
   bindings::bind_generation(m);

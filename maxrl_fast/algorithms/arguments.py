@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_INTEGERS = (
+INTEGER_DTYPES = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
-_REAL = (
+REAL_DTYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
-    *_INTEGERS,
+    *INTEGER_DTYPES,
     torch.bool,
 )
 
@@ -27,7 +27,7 @@ def check_tensor(name: str, value: Any, device: torch.device | None = None, like
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if value.layout is not torch.strided or value.dtype not in _REAL:
+    if value.layout is not torch.strided or value.dtype not in REAL_DTYPES:
         raise ValueError(
             f"{name} must be a dense tensor of real numbers, got {value.dtype} with layout "
             f"{value.layout}"
@@ -37,7 +37,7 @@ def check_tensor(name: str, value: Any, device: torch.device | None = None, like
 
 
 def is_integer(tensor: Tensor) -> bool:
-    return tensor.dtype in _INTEGERS
+    return tensor.dtype in INTEGER_DTYPES
 
 
 def check_number(name: str, value: Any, wanted: str, holds: Callable[[float], bool]) -> float:

@@ -1,6 +1,7 @@
 """Which kernels run on a device, how one is called, and the checks of its arguments."""
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -63,15 +64,50 @@ def check_first_order(function: str) -> None:
         )
 
 
-def check_fields(record: str, fields: tuple[str, ...]) -> None:
-    compiled = getattr(_C, "FIELDS", {}).get(record)
-    if compiled != fields:
+def check_fields(record: str, fields: Sequence[str]) -> None:
+    compiled = tuple(_C.FIELDS.get(record, ()))
+    if compiled != tuple(fields):
         raise ImportError(
             f"the compiled module maxrl_fast._C does not fit this Python code: its {record} has "
             f"the fields {compiled}, Python's has {fields}; build the extension again"
         )
 
 
+@lru_cache
+def packing(record: str) -> struct.Struct:
+    """Return how a record of csrc/ is packed for csrc/kernel.h: its fields without gaps."""
+    return struct.Struct("=" + "".join(x.partition("|")[0] for x in _C.FIELDS[record].values()))
+
+
+@lru_cache
+def choices(record: str) -> dict[str, list[str]]:
+    """Return the names of the values of each field, none if it is not of an enumeration."""
+    return {name: code.split("|")[1:] for name, code in _C.FIELDS[record].items()}
+
+
+def pack(record: str, fields: dict[str, Any]) -> bytes:
+    """Return a packed record. A field of an enumeration is given by name, one that is a record or
+    an array as a tuple or a list."""
+    known, values = choices(record), list[Any]()
+    if fields.keys() != known.keys():
+        raise TypeError(f"{record} takes {', '.join(known)}, got {', '.join(fields)}")
+    for name, names in known.items():
+        x = fields[name]
+        if names and x not in names:
+            raise ValueError(f"{record}: {name} must be one of {', '.join(names)}, got {x!r}")
+        values += [names.index(x)] if names else _flat(x)
+    try:
+        return packing(record).pack(*values)
+    except (struct.error, TypeError, OverflowError) as error:
+        wanted = _C.FIELDS[record]
+        raise TypeError(f"{record} must have fields of {wanted}, got {fields}: {error}") from error
+
+
+def _flat(x: Any) -> list[Any]:
+    return [y for part in x for y in _flat(part)] if isinstance(x, (tuple, list)) else [x]
+
+
+@lru_cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -118,8 +154,10 @@ class KernelLaunch:
         return self.keep(tensor)
 
     def matrix(self, name: str, x: Tensor) -> tuple[int, int]:
-        """Return Rows of csrc/token_loss.h."""
-        return self.address(name, x, x.dtype, tuple(x.shape), True), x.stride(0)
+        """Return Rows of csrc/token_loss.h, of a matrix."""
+        if x.stride(1) != 1 or x.device != self.device:
+            return self.address(name, x, x.dtype, tuple(x.shape), True), x.stride(0)
+        return self.keep(x), x.stride(0)
 
     def addresses(
         self, dtype: torch.dtype, *shape: int, **tensors: Tensor | None
@@ -142,26 +180,28 @@ class KernelLaunch:
         self._cached += (tensor,)
         return self.keep(tensor)
 
-    def launch(self, kernel: str, **arguments: Any) -> Any:
-        """Run a kernel. Tensors among the arguments are memory that the caller made for results;
-        None is the address 0."""
-        for name, x in arguments.items():
+    def launch(self, kernel: str, dtype: torch.dtype | None = None, **fields: Any) -> Any:
+        """Run a kernel. Tensors among the fields of its record are memory that the caller made for
+        results; None is the address 0."""
+        for name, x in fields.items():
             if x is None or isinstance(x, Tensor):
-                arguments[name] = 0 if x is None else self.keep(x)
-            elif isinstance(x, torch.dtype):
-                arguments[name] = dtype_name(x)
-        return self._run(kernel, **arguments)
+                fields[name] = 0 if x is None else self.keep(x)
+        return self.run(kernel, dtype, fields)
 
-    def _run(self, kernel: str, **arguments: Any) -> Any:
+    def run(self, kernel: str, dtype: torch.dtype | None, record: dict[str, Any] | bytes) -> Any:
+        """Run a kernel of a record, which may be packed."""
+        if isinstance(record, dict):
+            record = pack(kernel, record)
+        name = "" if dtype is None else dtype_name(dtype)
         if not is_gpu(self.device):
-            return getattr(_C, f"{kernel}_cpu")(**arguments, num_threads=torch.get_num_threads())
+            return getattr(_C, f"{kernel}_cpu")(name, record, torch.get_num_threads())
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream()
             for tensor in self._cached:
                 tensor.record_stream(stream)
             if self._cached and torch.cuda.is_current_stream_capturing():
                 _captured.update(self._cached)
-            return getattr(_C, f"{kernel}_cuda")(**arguments, stream=stream.cuda_stream)
+            return getattr(_C, f"{kernel}_cuda")(name, record, stream.cuda_stream)
 
 
 # cached tensors that CUDA graphs read; a graph may be replayed at any time

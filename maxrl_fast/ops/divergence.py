@@ -11,8 +11,8 @@ from maxrl_fast.algorithms.arguments import check_choice, check_number, is_host_
 from maxrl_fast.algorithms.options import Limit
 from maxrl_fast.ops.dispatch import eager
 from maxrl_fast.ops.logit_chunks import Chunks, check_hidden
+from maxrl_fast.ops.loss import LossFunction
 from maxrl_fast.ops.loss_kernel import (
-    LossFunction,
     check_tokens,
     check_values,
     loss_denominator,

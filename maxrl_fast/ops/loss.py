@@ -1,15 +1,14 @@
 """Policy-gradient losses of packed responses, and log-probs: from logits, and from hidden states
 and the output matrix, one chunk of logits at a time."""
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.ops.dispatch import check_first_order, eager, has_kernels, is_gpu
+from maxrl_fast.ops import dispatch
+from maxrl_fast.ops.dispatch import KernelLaunch, check_first_order, eager, has_kernels, is_gpu
 from maxrl_fast.ops.function_loss import (
     compared,
     function_loss,
@@ -21,15 +20,12 @@ from maxrl_fast.ops.function_loss import (
 )
 from maxrl_fast.ops.logit_chunks import Chunks, capped_logits, check_hidden
 from maxrl_fast.ops.loss_kernel import (
-    FUSED,
     NUM_SUMS,
-    LossFunction,
     LossInputs,
     LossSums,
     LossTerms,
-    TokenLogprobs,
-    TokenLossFunction,
     TokenRows,
+    loss_terms,
     new_logprobs,
     real_dtype,
     shape_of,
@@ -109,21 +105,7 @@ def policy_gradient_loss(
     mask: Tensor | None = None,
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return the policy-gradient loss of packed responses, and metrics.
-
-    With logp the log-prob of a target under softmax(logits / temperature), rho = exp(logp - old):
-
-        reinforce   -A logp
-        ppo         max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); with `dual_clip` c, at
-                    most -A c for A < 0 (Schulman et al. 2017, eq. 7; dual clip, Ye et al. 2020)
-        cispo       -stop_gradient(clip(rho)) A logp (MiniMax-M1 2025)
-        gspo        ppo with the sequence's ratio exp(mean_t log rho_t) (Zheng et al. 2025); with
-                    advantages per token, their GSPO-token
-        others      the functions of `ops.LOSSES`, or any function of `ops.Tokens` that returns the
-                    loss of each token
-
-    plus kl_coef KL(policy || reference), estimated per token, minus entropy_coef times the entropy.
-    docs/token_loss.md has the formulas, the clamps of log-ratios and what is computed when.
+    """Return the policy-gradient loss of packed responses, and metrics: docs/token_loss.md.
 
     Args:
         logits: [T, V] float32, bfloat16, float16 or float64, with any row stride, computed in
@@ -133,52 +115,30 @@ def policy_gradient_loss(
         cu_seqlens: [S+1] integers, from 0 to T.
         advantages_per_token: whether advantages are [T]. Default: their length decides. If T = S it
             must be given, except on a CPU if every response has one token.
-        old_logprobs: [T] of the sampling policy; if absent, the ratio is 1, with logp's gradient.
-        ref_logprobs: [T] of the reference policy, required if kl_coef is not 0.
-        importance_weights: [S] or [T], at least 0: factors of the policy gradient, for rollouts
-            sampled by another policy or engine.
+        old_logprobs, ref_logprobs: [T] of the sampling policy (absent: the ratio is 1, with logp's
+            gradient), and of the reference policy, required if kl_coef is not 0.
+        importance_weights: [S] or [T], at least 0: factors of the policy gradient.
         importance_weights_per_token: like advantages_per_token.
-        loss: a name in `ops.LOSSES`, or a function such as those in maxrl_fast/algorithms/losses.
-        loss_options: the loss's options by name, such as {"tau_positive": 1.0} for sapo.
-        kl: "k1", "k2", "k3" (Schulman 2020), or "k3+", k3's value with k2's gradient.
+        loss, loss_options: a name in `ops.LOSSES` or a function of `ops.Tokens`; its options.
+        kl: an estimator, "k1", "k2", "k3" (Schulman 2020), or "k3+", k3 with k2's gradient.
         temperature: a number, or [T].
-        aggregation: "token_mean" divides the sum over tokens by their number, "seq_mean_token_mean"
-            averages each response's mean, "seq_mean_token_sum" averages each response's sum,
-            "seq_sum_constant" divides the sum by `denominator` (Dr. GRPO).
+        aggregation: "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", or
+            "seq_sum_constant", which needs `denominator`.
         mask: [T] bool, False for tokens to leave out, which are not read.
-        denominator: the number, or [], that divides the sum. Give the count of the whole batch
-            (tokens, or responses), so that the losses of micro-batches and ranks add up. Default:
-            the count in this call.
+        denominator: the number, or [], that divides the sum: the count of tokens or responses in
+            the whole batch, so that losses of micro-batches add up. Default: that of this call.
 
     Returns:
         The loss, a float32 scalar (float64 for float64 logits), and metrics, detached float64
         scalars on the device: tokens (not masked), dropped_tokens (those with zero gradient), and
-        means over the others, 0 over none: ratio, ratio_clamped (whether a log-ratio was clamped),
-        clipped_low and clipped_high, kl, entropy, logprob_diff (|logp - old|).
+        means over the others, 0 over none: ratio, ratio_clamped, clipped_low, clipped_high, kl,
+        entropy, logprob_diff (|logp - old|).
     """
-    inputs = _inputs(
-        shape_of(logits),
-        logits.device,
-        targets,
-        advantages,
-        cu_seqlens,
-        advantages_per_token=advantages_per_token,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        importance_weights=importance_weights,
-        importance_weights_per_token=importance_weights_per_token,
-        loss=loss,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        kl=kl,
-        kl_coef=kl_coef,
-        entropy_coef=entropy_coef,
-        loss_options=loss_options,
-        temperature=temperature,
-        aggregation=aggregation,
-        mask=mask,
-        denominator=denominator,
+    terms = (loss, aggregation, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
+    inputs = LossInputs(
+        *(loss_terms(*terms, loss_options), shape_of(logits), logits.device),
+        *(targets, advantages, cu_seqlens, advantages_per_token, old_logprobs, ref_logprobs),
+        *(importance_weights, importance_weights_per_token, temperature, mask, denominator),
     )
     if not has_kernels(logits.device) or not inputs.terms.spec.fused:
         sums = _by_function(logits, inputs)
@@ -186,38 +146,6 @@ def policy_gradient_loss(
     rows, sums = contiguous_rows(logits), inputs.new_sums()
     needed = torch.is_grad_enabled() and logits.requires_grad
     return TokenLossFunction.apply(rows, inputs, sums, needed), Metrics(sums)
-
-
-def _inputs(
-    shape: tuple[int, int],
-    device: torch.device,
-    targets: Tensor,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    loss: str | Callable[..., Tensor] = "ppo",
-    aggregation: str = "token_mean",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    kl: str = "k3",
-    kl_coef: float = 0.0,
-    entropy_coef: float = 0.0,
-    loss_options: Mapping[str, float] | None = None,
-    **of_tokens: Any,
-) -> LossInputs:
-    given = loss, aggregation, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef
-    terms = None
-    if loss in FUSED and loss_options is None:
-        with contextlib.suppress(TypeError):  # what cannot be a key is refused below
-            terms = _cached_terms(*given)
-    terms = terms or LossTerms(*given, loss_options)
-    return LossInputs(terms, shape, device, targets, advantages, cu_seqlens, **of_tokens)
-
-
-@lru_cache(maxsize=256)
-def _cached_terms(*given: Any) -> LossTerms:
-    return LossTerms(*given)
 
 
 def _by_function(logits: Tensor, inputs: LossInputs) -> Tensor:
@@ -231,6 +159,83 @@ def _by_function(logits: Tensor, inputs: LossInputs) -> Tensor:
         rows = scaled(logits, batch.temperature)
         return loss_of_logits(terms, batch, slice(0, len(logits)), rows)
     return function_loss(terms, batch, tokens_of(batch, logprobs, entropy))
+
+
+class LossFunction(torch.autograd.Function):
+    """A loss that computes its gradients in its forward pass and saves them; the backward pass
+    scales them. Inputs that come after those of the gradients have none."""
+
+    @staticmethod
+    def save(ctx: Any, function: str, *gradients: Tensor | None) -> None:
+        """function: the public one, for messages."""
+        ctx.save_for_backward(*gradients)
+        ctx.function, ctx.is_spent = function, False
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order(ctx.function)
+        if ctx.is_spent and scale.device.type == "cuda":
+            raise RuntimeError(
+                "backward ran already, and scaled the gradient in place: compute the loss again "
+                "instead"
+            )
+        ctx.is_spent = True
+        gradients = [None if x is None else _times(x, scale) for x in ctx.saved_tensors]
+        return *gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients))
+
+
+def _times(gradient: Tensor, scale: Tensor) -> Tensor:
+    """Return gradient times scale []. If scale is 1, as nearly always, the gradient is not read.
+    On a GPU the gradient is changed in place, so that the host does not wait for the scale."""
+    if dispatch.is_gpu(gradient.device) and has_kernels(gradient.device):
+        call, (num_rows, row_size) = KernelLaunch(gradient.device), gradient.shape
+        call.launch(
+            "scale",
+            dtype=gradient.dtype,
+            matrix=call.matrix("gradient", gradient),
+            num_rows=num_rows,
+            row_size=row_size,
+            scale=scale.double().contiguous(),
+        )
+        return gradient
+    return gradient if scale.item() == 1 else gradient * scale.to(gradient.dtype)
+
+
+class TokenLossFunction(LossFunction):
+    """The loss of a kernel, []; the LossSums go to `sums`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, inputs: LossInputs, sums: Tensor, needed: bool) -> Tensor:
+        gradient = None
+        if needed:
+            gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        make = torch.empty if len(logits) else torch.zeros  # no row, no launch on a GPU
+        total = make((), dtype=real_dtype(logits.dtype), device=logits.device)
+        if inputs.needs_sequence_ratio:
+            inputs.check_values()
+            values = new_logprobs(logits)
+            inputs.logprobs(logits, values)
+            inputs.set_ratio(values[0])
+        inputs.loss(logits, gradient, sums, total)
+        LossFunction.save(ctx, "policy_gradient_loss", gradient)
+        return total
+
+
+class TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor]:
+        rows.save(ctx, logits)
+        values = new_logprobs(logits)
+        rows.logprobs(logits, values)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("token_logprobs")
+        logits, *_ = ctx.saved_tensors
+        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        write_logprobs_gradient(ctx.rows, logits, grads, gradient)
+        return gradient, None
 
 
 def contiguous_rows(logits: Tensor) -> Tensor:
@@ -251,14 +256,8 @@ def linear_policy_gradient_loss(
     chunk_tokens: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return policy_gradient_loss of the logits hidden @ weight.T, one chunk of tokens at a time.
-
-    The forward pass computes loss and gradients in the memory of one chunk of logits and of the
-    gradients (weight's in float32 until the end), for any T. gspo and losses that are functions
-    take two passes.
-
-    Tokens with zero gradient are left out of the multiplications: on a GPU if there is a mask, as
-    the host waits for their number.
+    """Return policy_gradient_loss of the logits hidden @ weight.T, one chunk of tokens at a time:
+    docs/token_loss.md. gspo and losses that are functions take two passes.
 
     Args:
         hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype, on a GPU at
@@ -269,14 +268,13 @@ def linear_policy_gradient_loss(
             unchanged. A gradient through it takes the memory of a second chunk.
         chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, on a GPU at most 1.25
             GiB, or a 32nd of its memory if that is more, but at least 128 tokens.
-        options: further arguments of policy_gradient_loss; results are the same.
-
-    Raises:
-        As policy_gradient_loss, and ValueError if hidden and weight do not fit each other.
+        options: further arguments of policy_gradient_loss; errors are the same too.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
     shape = len(hidden), size
-    inputs = _inputs(shape, hidden.device, targets, advantages, cu_seqlens, **options)
+    of_terms = {x: options.pop(x) for x in LossTerms.__dataclass_fields__ if x in options}
+    given = targets, advantages, cu_seqlens
+    inputs = LossInputs(loss_terms(**of_terms), shape, hidden.device, *given, **options)
     loss, sums = loss_of_hidden(hidden, weight, inputs, softcap, chunk)
     return loss, Metrics(sums)
 

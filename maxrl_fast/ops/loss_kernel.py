@@ -1,11 +1,12 @@
 """The kernels of token losses: one call from the caller's tensors to sums and gradient. Values are
 checked in C++, on a CPU; a GPU would wait. csrc/token_loss.h has the records."""
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple, NoReturn, TypeGuard, get_args
 
 import torch
 from torch import Tensor
@@ -13,12 +14,13 @@ from typing_extensions import Self
 
 from maxrl_fast import _C
 from maxrl_fast.algorithms.arguments import (
+    INTEGER_DTYPES,
+    REAL_DTYPES,
     check_choice,
     check_flag,
     check_number,
     check_tensor,
     is_host_readable,
-    is_integer,
 )
 from maxrl_fast.algorithms.losses.registry import (
     LOSSES,
@@ -26,7 +28,13 @@ from maxrl_fast.algorithms.losses.registry import (
     find_loss,
 )
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, check_first_order, dtype_name
+from maxrl_fast.ops.dispatch import (
+    KernelLaunch,
+    check_fields,
+    choices,
+    dtype_name,
+    packing,
+)
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"]
@@ -34,6 +42,7 @@ AGGREGATIONS = get_args(Aggregation)
 FUSED = tuple(name for name, loss in LOSSES.items() if loss.fused)
 # Of logits; float16 is computed as float32.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGERS, REALS = frozenset(INTEGER_DTYPES), frozenset(REAL_DTYPES)
 _ABOVE_0 = "a finite number above 0", lambda x: 0 < x < math.inf
 
 
@@ -55,6 +64,19 @@ class LossSums(NamedTuple):
 NUM_SUMS = len(LossSums._fields)
 check_fields("LossSums", LossSums._fields)
 check_fields("Loss", FUSED)
+# the order in which `TokenRows.launch` and its callers give the fields of records
+_ROWS = "logits num_rows first index vocab_size num_tokens targets temperature mask"
+_INPUTS = (
+    "num_sequences cu_seqlens advantages importance_weights advantages_by_token weights_by_token "
+    "old_logprobs ref_logprobs denominator divides_responses counts sequence_log_ratio"
+)
+_TERMS = "loss clip_low clip_high dual_clip kl kl_coef entropy_coef"
+for _kernel, _fields in {
+    "token_loss": f"{_INPUTS} {_TERMS} gradient sums total",
+    "token_logprobs": "logprobs entropy",
+    "token_logprobs_backward": "grad_logprobs grad_entropy gradient",
+}.items():
+    check_fields(_kernel, f"{_ROWS} {_fields}".split())
 
 
 @dataclass(frozen=True)
@@ -111,10 +133,11 @@ class LossTerms:
         return replace(self, loss=self.spec.masks, loss_options=None)
 
     @cached_property
-    def of_kernel(self) -> dict[str, Any]:
+    def of_kernel(self) -> tuple[float, ...]:
         """LossTerms of csrc/token_loss.h."""
-        others = {name: getattr(self, name) for name in ("kl", "kl_coef", "entropy_coef")}
-        return {"loss": self.spec.name} | self.clips | others
+        names = choices("token_loss")
+        loss, kl = names["loss"].index(self.spec.name), names["kl"].index(self.kl)
+        return loss, *self.clips.values(), kl, self.kl_coef, self.entropy_coef
 
 
 _NOT_NEGATIVE = "a number of at least 0", lambda x: x >= 0
@@ -125,13 +148,32 @@ _LIMITS: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
-def numbers(call: KernelLaunch, x: float | Tensor | None) -> tuple[int, bool, float]:
-    """Numbers of csrc/token_loss.h; 1 if absent. Other dtypes than its two are copied."""
-    if not isinstance(x, Tensor):
-        return 0, False, 1.0 if x is None else x
-    if x.dtype is not torch.float32 and x.dtype is not torch.float64:
-        x = x.detach().double()
-    return call.keep(x.contiguous()), x.dtype is torch.float64, 0.0
+def loss_terms(loss: str | Callable[..., Tensor] = "ppo", *given: Any, **options: Any) -> LossTerms:
+    """Return checked terms, from a cache where they can be."""
+    with contextlib.suppress(TypeError):  # of what cannot be a key, which is refused below
+        if loss in FUSED:
+            return _cached_terms(loss, *given, **options)
+    return LossTerms(loss, *given, **options)
+
+
+_cached_terms = lru_cache(maxsize=256)(LossTerms)
+
+
+def numbers(call: KernelLaunch, *given: float | Tensor | None) -> list[float]:
+    """Return Numbers of csrc/token_loss.h, 1 if absent. Other dtypes than its two are copied."""
+    fields: list[float] = []
+    for x in given:
+        if isinstance(x, Tensor):
+            if x.dtype is not torch.float32 and x.dtype is not torch.float64:
+                x = x.detach().double()
+            fields += call.keep(x.contiguous()), x.dtype is torch.float64, 0.0
+        else:
+            fields += 0, False, 1.0 if x is None else x
+    return fields
+
+
+def as_int64(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.int64 and x.is_contiguous() else x.long().contiguous()
 
 
 class TokenRows:
@@ -146,49 +188,38 @@ class TokenRows:
         temperature: float | Tensor,
         mask: Tensor | None = None,
     ):
-        size = (shape[0],)
-        is_list = isinstance(targets, Tensor) and targets.shape == size and is_integer(targets)
-        check_fits("targets", targets, device, f"integers [T] = [{shape[0]}]", is_list)
         self.num_tokens, self.vocab_size = shape
-        self.device, self.targets = device, targets.to(torch.int64).contiguous()
+        self.device, self.mask = device, mask
+        check_list("targets", targets, shape[0], device, INTEGERS, "integers ")
+        self.targets = as_int64(targets)
         self.temperature = check_temperature(temperature, shape[0], device)
-        self.mask = checked_mask(mask, shape[0], device)
+        if mask is not None:
+            self.mask = checked_mask(mask, shape[0], device)
 
     def launch(
         self,
         call: KernelLaunch,
         kernel: str,
         logits: Tensor,
-        gradient: Tensor | None = None,
-        first: int = 0,
-        index: Tensor | None = None,
-        **fields: Any,
+        first: int,
+        index: Tensor | None,
+        *fields: float,
+        to: str = "",
     ) -> None:
         """Run a kernel on logits [C, V] of the tokens first, first + 1, ..., or index[first], ...
 
-        The gradient [C, V] may be the logits, and on a GPU bfloat16 in the first half of each row
-        of float32. Raises ValueError for values that are not allowed.
+        fields: those of the kernel's record that follow those of rows. to: the kernel's variant for
+        gradients of another dtype. Raises ValueError for values that are not allowed.
         """
-        if gradient is not None:
-            fields["gradient"] = call.matrix("gradient", gradient)
-            if gradient.dtype is not logits.dtype:
-                kernel += f"_in_{dtype_name(gradient.dtype)}"
-        elif kernel == "token_loss":
-            fields["gradient"] = 0, 0
-        row = call.launch(
-            kernel,
-            dtype=logits.dtype,
-            logits=call.matrix("logits", logits),
-            num_rows=len(logits),
-            vocab_size=self.vocab_size,
-            num_tokens=self.num_tokens,
-            first=first,
-            index=index,
-            targets=self.targets,
-            temperature=numbers(call, self.temperature),
-            mask=self.mask,
-            **fields,
+        record = packing(kernel).pack(
+            *(*call.matrix("logits", logits), logits.shape[0], first),
+            0 if index is None else call.keep(index),
+            *(self.vocab_size, self.num_tokens, call.keep(self.targets)),
+            *numbers(call, self.temperature),
+            0 if self.mask is None else call.keep(self.mask),
+            *fields,
         )
+        row = call.run(kernel + to, logits.dtype, record)
         if row is not None and row >= 0:
             self.refuse()
             raise ValueError(f"{kernel} refuses a value at row {row}, which Python's checks allow")
@@ -208,8 +239,8 @@ class TokenRows:
         self, logits: Tensor, to: Sequence[Tensor], first: int = 0, index: Tensor | None = None
     ) -> None:
         """Write log-probs and entropies [C]; of a masked token any number."""
-        call, fields = KernelLaunch(self.device), {"logprobs": to[0], "entropy": to[1]}
-        self.launch(call, "token_logprobs", logits, None, first, index, **fields)
+        call = KernelLaunch(self.device)
+        self.launch(call, "token_logprobs", logits, first, index, *map(call.keep, to))
 
     def save(self, ctx: Any, *tensors: Tensor) -> None:
         """Save tensors for a backward pass, which raises where these, targets or temperatures have
@@ -254,7 +285,6 @@ class LossInputs(TokenRows):
         targets: Tensor,
         advantages: Tensor,
         cu_seqlens: Tensor,
-        *,
         advantages_per_token: bool | None = None,
         old_logprobs: Tensor | None = None,
         ref_logprobs: Tensor | None = None,
@@ -273,28 +303,30 @@ class LossInputs(TokenRows):
         self.terms, self.old, self.ref = terms, old_logprobs, ref_logprobs
         self.ratio: Tensor | None = None  # [S], if the loss needs it
         check_bounds(cu_seqlens, shape[0], device)
-        self.cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
+        self.cu_seqlens = as_int64(cu_seqlens)
+        self.num_sequences = cu_seqlens.shape[0] - 1
         self.advantages, self.importance = advantages, importance_weights
         self.by_token = self._is_per_token("advantages", advantages, advantages_per_token)
         self.importance_by_token = importance_weights is not None and self._is_per_token(
             "importance_weights", importance_weights, importance_weights_per_token
         )
         self.denominator = loss_denominator(
-            denominator, terms.aggregation, shape[0], len(cu_seqlens) - 1, self.mask, device
+            denominator, terms.aggregation, shape[0], self.num_sequences, self.mask, device
         )
 
     def _is_per_token(self, name: str, values: Tensor, given: bool | None) -> bool:
         """Return whether `values` are per token [T], not per response [S]. If T = S and no keyword
         is given, every response must have one token, which a GPU cannot check without waiting."""
-        check_tensor(name, values, self.device, "the logits are")
-        lengths = {False: len(self.cu_seqlens) - 1, True: self.num_tokens}
+        lengths = {False: self.num_sequences, True: self.num_tokens}
         if given is not None:
             check_flag(f"{name}_per_token", given)
             lengths = {given: lengths[given]}
-        if values.dim() != 1 or len(values) not in lengths.values():
+        check_tensor(name, values, self.device, "the logits are")
+        size = values.shape[0] if values.dim() == 1 else -1
+        found = [by for by in lengths if lengths[by] == size]
+        if not found:
             wanted = " or ".join(f"[{'ST'[by]}] = [{size}]" for by, size in lengths.items())
             raise ValueError(f"{name} must be {wanted}, got the shape {tuple(values.shape)}")
-        found = [by for by, size in lengths.items() if size == len(values)]
         if len(found) == 2 and self.num_tokens:
             bounds = self.cu_seqlens
             if not is_host_readable(bounds) or bool((bounds.diff() != 1).any()):
@@ -340,27 +372,24 @@ class LossInputs(TokenRows):
     ) -> None:
         """Write LossSums to `sums`, the first of them to `total` [], and the gradient of the logits
         of the tokens that `launch` names."""
-        call = KernelLaunch(self.device)
+        call, variant = KernelLaunch(self.device), ""
         averages = self.terms.aggregation == "seq_mean_token_mean"
-        has_counts = averages and self.mask is not None
-        fields = {
-            **self.terms.of_kernel,
-            "num_sequences": len(self.cu_seqlens) - 1,
-            "cu_seqlens": self.cu_seqlens,
-            "advantages": numbers(call, self.advantages),
-            "importance_weights": numbers(call, self.importance),
-            "advantages_by_token": self.by_token,
-            "weights_by_token": self.importance_by_token,
-            "old_logprobs": numbers(call, self.old),
-            "ref_logprobs": numbers(call, self.ref),
-            "denominator": numbers(call, self.denominator),
-            "divides_responses": averages,
-            "counts": numbers(call, self.counts() if has_counts else None),
-            "sequence_log_ratio": numbers(call, self.ratio),
-            "sums": sums,
-            "total": total,
-        }
-        self.launch(call, "token_loss", logits, gradient, first, index, **fields)
+        counts = self.counts() if averages and self.mask is not None else None
+        at = 0, 0
+        if gradient is not None:
+            at, variant = call.matrix("gradient", gradient), variant_for(logits, gradient)
+        self.launch(
+            *(call, "token_loss", logits, first, index),
+            *(self.num_sequences, call.keep(self.cu_seqlens)),
+            *numbers(call, self.advantages, self.importance),
+            *(self.by_token, self.importance_by_token),
+            *numbers(call, self.old, self.ref, self.denominator),
+            averages,
+            *numbers(call, counts, self.ratio),
+            *(*self.terms.of_kernel, *at),
+            *(call.keep(sums), 0 if total is None else call.keep(total)),
+            to=variant,
+        )
 
     @property
     def needs_sequence_ratio(self) -> bool:
@@ -426,87 +455,10 @@ def sums_of(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", offsets=cu_seqlens, initial=0.0)
 
 
-class LossFunction(torch.autograd.Function):
-    """A loss that computes its gradients in its forward pass and saves them; the backward pass
-    scales them. Inputs that come after those of the gradients have none."""
-
-    @staticmethod
-    def save(ctx: Any, function: str, *gradients: Tensor | None) -> None:
-        """function: the public one, for messages."""
-        ctx.save_for_backward(*gradients)
-        ctx.function, ctx.is_spent = function, False
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        check_first_order(ctx.function)
-        if ctx.is_spent and scale.device.type == "cuda":
-            raise RuntimeError(
-                "backward ran already, and scaled the gradient in place: compute the loss again "
-                "instead"
-            )
-        ctx.is_spent = True
-        gradients = [None if x is None else scaled(x, scale) for x in ctx.saved_tensors]
-        return *gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients))
-
-
-def scaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    """Return gradient times scale []. If scale is 1, as nearly always, the gradient is not read.
-    On a GPU the gradient is changed in place, so that the host does not wait for the scale."""
-    if dispatch.is_gpu(gradient.device) and dispatch.has_kernels(gradient.device):
-        call, (num_rows, row_size) = KernelLaunch(gradient.device), gradient.shape
-        call.launch(
-            "scale",
-            dtype=gradient.dtype,
-            matrix=call.matrix("gradient", gradient),
-            num_rows=num_rows,
-            row_size=row_size,
-            scale=scale.double().contiguous(),
-        )
-        return gradient
-    return gradient if scale.item() == 1 else gradient * scale.to(gradient.dtype)
-
-
-class TokenLossFunction(LossFunction):
-    """The loss of a kernel, []; the LossSums go to `sums`."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, inputs: LossInputs, sums: Tensor, needed: bool) -> Tensor:
-        gradient = None
-        if needed:
-            gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        make = torch.empty if len(logits) else torch.zeros  # no row, no launch on a GPU
-        total = make((), dtype=real_dtype(logits.dtype), device=logits.device)
-        if inputs.needs_sequence_ratio:
-            inputs.check_values()
-            values = new_logprobs(logits)
-            inputs.logprobs(logits, values)
-            inputs.set_ratio(values[0])
-        inputs.loss(logits, gradient, sums, total)
-        LossFunction.save(ctx, "policy_gradient_loss", gradient)
-        return total
-
-
 def new_logprobs(like: Tensor) -> tuple[Tensor, Tensor]:
     """Return memory for log-probs and entropies [T] of logits or hidden states."""
     logprobs = like.new_empty(len(like), dtype=real_dtype(like.dtype))
     return logprobs, torch.empty_like(logprobs)
-
-
-class TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor]:
-        rows.save(ctx, logits)
-        values = new_logprobs(logits)
-        rows.logprobs(logits, values)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        check_first_order("token_logprobs")
-        logits, *_ = ctx.saved_tensors
-        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        write_logprobs_gradient(ctx.rows, logits, grads, gradient)
-        return gradient, None
 
 
 def write_logprobs_gradient(
@@ -514,29 +466,39 @@ def write_logprobs_gradient(
 ) -> None:
     """Write the gradient of the logits [C, V], which may be their memory, from those of the
     log-probs and the entropies [T]."""
-    grad_logprobs, grad_entropy = (x[first : first + len(logits)].contiguous() for x in grads)
-    rows.launch(
-        *(KernelLaunch(rows.device), "token_logprobs_backward", logits, gradient, first),
-        grad_logprobs=grad_logprobs,
-        grad_entropy=grad_entropy,
-    )
+    call, stop = KernelLaunch(rows.device), first + len(logits)
+    given = [call.keep(x[first:stop].contiguous()) for x in grads]
+    at, variant = call.matrix("gradient", gradient), variant_for(logits, gradient)
+    rows.launch(call, "token_logprobs_backward", logits, first, None, *given, *at, to=variant)
+
+
+def variant_for(logits: Tensor, gradient: Tensor) -> str:
+    """Return the end of a kernel's name. On a GPU the gradient of float32 logits may be bfloat16,
+    in the first half of each of their rows."""
+    same = gradient.dtype is logits.dtype
+    return "" if same else f"_in_{dtype_name(gradient.dtype)}"
 
 
 # --- checks of arguments
 
 
-def check_fits(name: str, x: Any, device: torch.device, wanted: str, fits: bool) -> None:
+def refuse(name: str, x: Any, device: torch.device, wanted: str) -> NoReturn:
+    """Raise TypeError or ValueError for an argument that is not as wanted."""
     check_tensor(name, x, device, "the logits are")
-    if not fits:
-        raise ValueError(f"{name} must be {wanted}, got {x.dtype} of shape {tuple(x.shape)}")
+    raise ValueError(f"{name} must be {wanted}, got {x.dtype} of shape {tuple(x.shape)}")
+
+
+def is_dense(x: Any, dtypes: Container[torch.dtype]) -> TypeGuard[Tensor]:
+    return isinstance(x, Tensor) and x.dtype in dtypes and x.layout is torch.strided
 
 
 def shape_of(logits: Tensor) -> tuple[int, int]:
-    check_tensor("logits", logits)
-    is_matrix, dtypes = logits.dim() == 2, ", ".join(map(dtype_name, DTYPES))
-    fits = is_matrix and logits.dtype in DTYPES
-    check_fits("logits", logits, logits.device, f"[T, V] of {dtypes}", fits)
-    return logits.shape[0], logits.shape[1]
+    if not is_dense(logits, DTYPES) or logits.dim() != 2:
+        check_tensor("logits", logits)
+        wanted = f"[T, V] of {', '.join(map(dtype_name, DTYPES))}"
+        refuse("logits", logits, logits.device, wanted)
+    num_tokens, vocab_size = logits.shape
+    return num_tokens, vocab_size
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -544,18 +506,29 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def check_list(
+    name: str,
+    x: Any,
+    size: int,
+    device: torch.device,
+    dtypes: Container[torch.dtype] = REALS,
+    kind: str = "",
+) -> None:
+    """Raise TypeError or ValueError unless x is a dense [T] on the device, of one of the dtypes."""
+    if not is_dense(x, dtypes) or x.shape != (size,) or x.device != device:
+        refuse(name, x, device, f"{kind}[T] = [{size}]")
+
+
 def check_tokens(num_tokens: int, device: torch.device, **given: Tensor | None) -> None:
     for name, x in given.items():
         if x is not None:
-            fits = isinstance(x, Tensor) and x.shape == (num_tokens,)
-            check_fits(name, x, device, f"[T] = [{num_tokens}]", fits)
+            check_list(name, x, num_tokens, device)
 
 
 def checked_mask(mask: Tensor | None, num_tokens: int, device: torch.device) -> Tensor | None:
     if mask is None:
         return None
-    fits = isinstance(mask, Tensor) and mask.dtype is torch.bool and mask.shape == (num_tokens,)
-    check_fits("mask", mask, device, f"bool [T] = [{num_tokens}]", fits)
+    check_list("mask", mask, num_tokens, device, frozenset([torch.bool]), "bool ")
     return mask.contiguous()
 
 
@@ -573,8 +546,7 @@ def check_temperature(
 ) -> float | Tensor:
     if not isinstance(temperature, Tensor):
         return check_number("temperature", temperature, *_ABOVE_0)
-    fits, wanted = temperature.shape == (num_tokens,), f"a number or [T] = [{num_tokens}]"
-    check_fits("temperature", temperature, device, wanted, fits)
+    check_list("temperature", temperature, num_tokens, device, kind="a number or ")
     return temperature
 
 
@@ -593,9 +565,9 @@ def token_temperature(
 
 def check_bounds(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
     """Check all of them but their values."""
-    check_tensor("cu_seqlens", cu_seqlens)
-    fits = cu_seqlens.dim() == 1 and len(cu_seqlens) > bool(num_tokens) and is_integer(cu_seqlens)
-    check_fits("cu_seqlens", cu_seqlens, device, "integers [S+1]", fits)
+    fits = is_dense(cu_seqlens, INTEGERS) and cu_seqlens.dim() == 1
+    if not fits or len(cu_seqlens) <= bool(num_tokens) or cu_seqlens.device != device:
+        refuse("cu_seqlens", cu_seqlens, device, "integers [S+1]")
 
 
 def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
@@ -627,7 +599,7 @@ def loss_denominator(
     if given is None and aggregation == "token_mean" and mask is not None:
         return mask.sum().clamp_min(1).double()
     if given is None:
-        given = max(num_tokens if aggregation == "token_mean" else num_sequences, 1)
+        return max(num_tokens if aggregation == "token_mean" else num_sequences, 1)
     return check_denominator(given, device)
 
 

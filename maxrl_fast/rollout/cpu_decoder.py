@@ -9,7 +9,7 @@ import torch
 from maxrl_fast import _C
 from maxrl_fast.model.decoder import rotary_table
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.ops.dispatch import KernelLaunch
+from maxrl_fast.ops.dispatch import KernelLaunch, pack
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import NativeEngine, RolloutRequest, RolloutStatistics
 from maxrl_fast.rollout.episodes import Turns, finished
@@ -51,20 +51,21 @@ class CpuEngine(NativeEngine):
         positions = config.max_position_embeddings
         cos, sin = (x[:, 0].contiguous() for x in rotary_table(config, torch.arange(positions)))
         table, call = (positions, config.head_dim // 2), KernelLaunch(CPU)
-        self._decoder = _C.CpuDecoder(
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            vocab=config.vocab_size,
-            norm_eps=config.rms_norm_eps,
-            arithmetic=self.arithmetic,
-            positions=positions,
-            cos=call.address("cos", cos, torch.float32, table),  # copied, as all weights are
-            sin=call.address("sin", sin, torch.float32, table),
-        )
+        options = {
+            "layers": config.num_hidden_layers,
+            "hidden": config.hidden_size,
+            "intermediate": config.intermediate_size,
+            "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+            "vocab": config.vocab_size,
+            "norm_eps": config.rms_norm_eps,
+            "arithmetic": self.arithmetic,
+            "positions": positions,
+            "cos": call.address("cos", cos, torch.float32, table),  # copied, as all weights are
+            "sin": call.address("sin", sin, torch.float32, table),
+        }
+        self._decoder = _C.CpuDecoder(pack("DecoderOptions", options))
         self.load_weights(model)
 
     def load_weights(self, model: PolicyModel) -> None:
@@ -83,16 +84,17 @@ class CpuEngine(NativeEngine):
             return call.keep(weights[name]) if name in weights else 0
 
         embedding = at("model.embed_tokens.weight")
-        self._decoder.load(
-            embedding=embedding,
-            norm=at("model.norm.weight"),
-            head=embedding if self.config.tie_word_embeddings else at("lm_head.weight"),
-            layers=[
-                {own: at(f"model.layers.{i}.{name}") for own, name in _LAYER.items()}
-                for i in layers
-            ],
-            num_threads=torch.get_num_threads(),
+        of_model = {
+            "embedding": embedding,
+            "norm": at("model.norm.weight"),
+            "head": embedding if self.config.tie_word_embeddings else at("lm_head.weight"),
+            "num_threads": torch.get_num_threads(),
+        }
+        of_layers = (
+            {own: at(f"model.layers.{i}.{name}") for own, name in _LAYER.items()} for i in layers
         )
+        packed_layers = [pack("LayerWeights", fields) for fields in of_layers]
+        self._decoder.load(pack("DecoderWeights", of_model), packed_layers)
 
     def describe(self) -> str:
         most = f"of at most {self.cache_bytes / 1e9:.3g} GB"
@@ -124,27 +126,28 @@ class CpuEngine(NativeEngine):
         )
         # keeps the tensors until this function returns, because the generation has their addresses
         call = KernelLaunch(CPU)
+        job = {
+            "num_prompts": len(prompts),
+            "num_samples": num_samples,
+            "max_new_tokens": sampling.max_new_tokens,
+            "num_slots": num_slots,
+            "max_kept_bytes": max_kept,
+            "max_turns": 0 if request.environments is None else sampling.max_turns,
+            "tokens": call.address("tokens", prompt_tokens, torch.int64, (len(prompt_tokens),)),
+            "cu_seqlens": call.address("cu_seqlens", cu_seqlens, torch.int64, (len(prompts) + 1,)),
+            "keys": call.address("keys", keys, torch.int64, shape[:1]),
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "responses": call.keep(tokens),
+            "logprobs": call.keep(logprobs),
+            "lengths": call.keep(lengths),
+            "truncated": call.keep(truncated),
+            "num_threads": torch.get_num_threads(),
+        }
         generation = _C.CpuGeneration(
-            self._decoder,
-            num_prompts=len(prompts),
-            num_samples=num_samples,
-            max_new_tokens=sampling.max_new_tokens,
-            num_slots=num_slots,
-            max_kept_bytes=max_kept,
-            max_turns=0 if request.environments is None else sampling.max_turns,
-            tokens=call.address("tokens", prompt_tokens, torch.int64, (len(prompt_tokens),)),
-            cu_seqlens=call.address("cu_seqlens", cu_seqlens, torch.int64, (len(prompts) + 1,)),
-            keys=call.address("keys", keys, torch.int64, shape[:1]),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            stop_ids=list(sampling.stop_ids),
-            responses=call.keep(tokens),
-            logprobs=call.keep(logprobs),
-            lengths=call.keep(lengths),
-            truncated=call.keep(truncated),
-            num_threads=torch.get_num_threads(),
+            self._decoder, pack("GenerationJob", job), list(sampling.stop_ids)
         )
         turns: Turns | None = None
         if request.environments is None:

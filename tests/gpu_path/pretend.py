@@ -259,7 +259,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(pretended))
     pretended = PretendGpu()
-    keep_on_host, run_on_host = dispatch.KernelLaunch.keep, dispatch.KernelLaunch._run
+    keep_on_host, run_on_host = dispatch.KernelLaunch.keep, dispatch.KernelLaunch.run
 
     def keep(call: dispatch.KernelLaunch, tensor: Tensor) -> int:
         if call.device.type == "cpu":
@@ -269,9 +269,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
         call._kept.append(tensor)
         return 1 + len(call._kept)
 
-    def run(call: dispatch.KernelLaunch, kernel: str, **arguments: Any) -> Any:
+    def run(call: dispatch.KernelLaunch, kernel: str, dtype: Any, record: Any) -> Any:
         if call.device.type == "cpu":
-            return run_on_host(call, kernel, **arguments)
+            return run_on_host(call, kernel, dtype, record)
         pretended.launches[kernel] += 1
         for tensor in call._kept:  # its results, such as advantages
             is_real = tensor.dtype in (torch.float32, torch.float64)
@@ -280,6 +280,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
         return None
 
     monkeypatch.setattr(dispatch.KernelLaunch, "keep", keep)
-    monkeypatch.setattr(dispatch.KernelLaunch, "_run", run)
+    monkeypatch.setattr(dispatch.KernelLaunch, "run", run)
     yield pretended
     forget_tables()

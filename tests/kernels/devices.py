@@ -16,15 +16,18 @@ CPU = torch.device("cpu")
 CLUSTERS, NO_CLUSTERS = "9", "8"
 
 
-def run(call: dispatch.KernelLaunch, kernel: str, **arguments: object) -> object:
-    return getattr(_C, f"{kernel}_cuda")(**arguments, stream=0)
+def run(call: dispatch.KernelLaunch, kernel: str, dtype: Any, record: Any) -> object:
+    if isinstance(record, dict):
+        record = dispatch.pack(kernel, record)
+    name = "" if dtype is None else dispatch.dtype_name(dtype)
+    return getattr(_C, f"{kernel}_cuda")(name, record, 0)
 
 
 @contextlib.contextmanager
 def emulated_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "is_gpu", lambda device: True)
-        patch.setattr(dispatch.KernelLaunch, "_run", run)
+        patch.setattr(dispatch.KernelLaunch, "run", run)
         yield
 
 
@@ -66,10 +69,10 @@ class Device:
     def watched(self, names: list[str]) -> Iterator[None]:
         """Add the name of every kernel that is launched to a list."""
         with self.running(), pytest.MonkeyPatch.context() as patch:
-            launch = dispatch.KernelLaunch.launch
+            run = dispatch.KernelLaunch.run
             patch.setattr(
                 dispatch.KernelLaunch,
-                "launch",
-                lambda call, name, **a: (names.append(name), launch(call, name, **a))[1],
+                "run",
+                lambda call, name, *given: (names.append(name), run(call, name, *given))[1],
             )
             yield

@@ -5,34 +5,49 @@ import pytest
 import torch
 
 from maxrl_fast import _C
+from maxrl_fast.ops.dispatch import KernelLaunch, pack
 
-ARGUMENTS = {"dtype": "float32", "num_rows": 1, "size": 16, "eps": 1e-6, "num_threads": 1}
 MEMORY = torch.zeros(16)  # real, so that a call that is not refused returns
-ARGUMENTS |= dict.fromkeys(("x", "delta", "weight", "sum", "normed"), MEMORY.data_ptr())
+FIELDS = {"num_rows": 1, "size": 16, "eps": 1e-6}
+FIELDS |= dict.fromkeys(("x", "delta", "weight", "sum", "normed"), MEMORY)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"size": None}, TypeError, "add_rms_norm_cpu: missing argument size"),
-        ({"width": 3}, TypeError, "add_rms_norm_cpu: unknown argument width"),
-        ({"size": 1 << 40}, TypeError, "add_rms_norm_cpu: size must be a 32-bit integer"),
-        ({"x": torch.ones(1)}, TypeError, "add_rms_norm_cpu: x must be an integer, got tensor"),
+        ({"size": ...}, TypeError, "add_rms_norm takes num_rows, size, .*, got num_rows, eps"),
+        ({"width": 3}, TypeError, "add_rms_norm takes num_rows, .* got .* width"),
+        ({"size": 1 << 40}, TypeError, "must have fields of .* got .* format requires -2147483648"),
+        ({"num_rows": 1.5}, TypeError, "got {'num_rows': 1.5, .* argument is not an integer"),
+        ({"eps": "0"}, TypeError, "got .* must be real number, not str|is not a float"),
+        ({"x": (1, 2)}, TypeError, "expected 8 items for packing"),
         (
-            {"dtype": "int8"},
+            {"dtype": torch.int8},
             ValueError,
             "add_rms_norm_cpu takes float32 float64 bfloat16, got int8",
         ),
     ],
 )
 def test_a_kernel_refuses_arguments_that_are_not_its_fields(change, error, message):
-    given = {name: value for name, value in (ARGUMENTS | change).items() if value is not None}
+    given = {"dtype": torch.float32} | FIELDS | change
+    given = {name: value for name, value in given.items() if value is not ...}
     with pytest.raises(error, match=message):
-        _C.add_rms_norm_cpu(**given)
+        KernelLaunch(MEMORY.device).launch("add_rms_norm", **given)
+
+
+def test_a_field_of_an_enumeration_and_a_packed_record_are_checked():
+    names = ("num_groups", "group_size", "num_tables", "ddof", "eps", "rewards", "valid", "tables")
+    fields = dict.fromkeys((*names, "advantages"), 0) | {"centred": True, "scale": "mean"}
+    record = pack("group_advantage", fields)
+    with pytest.raises(ValueError, match=r"scale must be one of one, .*, mean, got 'median'"):
+        pack("group_advantage", fields | {"scale": "median"})
+    for wrong, how in ((record[:-1], "short"), (record + b"0", "long")):
+        with pytest.raises(ValueError, match=f"the packed record is too {how}"):
+            _C.group_advantage_cpu("float32", wrong, 1)
 
 
 def test_the_stub_names_what_the_module_has():
-    """But not the kernels, which nothing names outside `KernelLaunch.launch`, nor what only CUDA
+    """But not the kernels, which nothing names outside `KernelLaunch`, nor what only CUDA
     builds have.
     """
     nodes = ast.parse(Path(_C.__file__).with_name("_C.pyi").read_text()).body

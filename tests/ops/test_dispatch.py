@@ -1,4 +1,5 @@
 import contextlib
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -98,10 +99,15 @@ def test_a_cached_tensor_outlives_its_cache_on_the_stream_that_reads_it(monkeypa
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-    monkeypatch.setattr(_C, "of_a_test_cuda", lambda **arguments: arguments, raising=False)
+    monkeypatch.setattr(_C, "of_a_test_cuda", lambda *arguments: arguments, raising=False)
+    monkeypatch.setitem(_C.FIELDS, "of_a_test", {"table": "Q", "rewards": "i"})
     call, cached, given = dispatch.KernelLaunch(torch.device("cuda")), Watched(), Watched()
     addresses = {"table": call.keep_cached(cached), "rewards": call.keep(given)}
-    assert call.launch("of_a_test", **addresses) == {"table": 64, "rewards": 64, "stream": 7}
+    assert call.launch("of_a_test", **addresses) == (
+        "",
+        struct.pack("=Qi", 64, 64),
+        7,
+    )
     assert (cached.streams, given.streams) == ([7], [])
     # a graph reads it at every replay
     assert dispatch._captured == ({cached} if is_capturing else set())

@@ -29,8 +29,7 @@ ODD |= {"num_key_value_heads": 1, "head_dim": 6}
 def product(arithmetic, a, b):
     c, call = torch.full((len(a), len(b)), math.nan), KernelLaunch(CPU)
     m, n, k = len(a), len(b), a.shape[1]
-    address = {name: call.keep(x) for name, x in {"a": a, "b": b, "c": c}.items()}
-    _C.packed_product_cpu(arithmetic=arithmetic, m=m, n=n, k=k, **address, num_threads=1)
+    call.launch("packed_product", arithmetic=arithmetic, m=m, n=n, k=k, a=a, b=b, c=c)
     return c
 
 

@@ -144,8 +144,7 @@ def policy_gradient_loss(
         sums = _by_function(logits, inputs)
         return sums[0].to(real_dtype(logits.dtype)), Metrics(sums.detach())
     rows, sums = contiguous_rows(logits), inputs.new_sums()
-    needed = torch.is_grad_enabled() and logits.requires_grad
-    return TokenLossFunction.apply(rows, inputs, sums, needed), Metrics(sums)
+    return _TokenLoss.apply(rows, _token_loss(rows, inputs, sums)), Metrics(sums)
 
 
 def _by_function(logits: Tensor, inputs: LossInputs) -> Tensor:
@@ -201,24 +200,30 @@ def _times(gradient: Tensor, scale: Tensor) -> Tensor:
     return gradient if scale.item() == 1 else gradient * scale.to(gradient.dtype)
 
 
-class TokenLossFunction(LossFunction):
-    """The loss of a kernel, []; the LossSums go to `sums`."""
+class _TokenLoss(LossFunction):
+    """Hands out a loss [] and its gradient, which are known: within `forward` all takes longer."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, inputs: LossInputs, sums: Tensor, needed: bool) -> Tensor:
-        gradient = None
-        if needed:
-            gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        make = torch.empty if len(logits) else torch.zeros  # no row, no launch on a GPU
-        total = make((), dtype=real_dtype(logits.dtype), device=logits.device)
-        if inputs.needs_sequence_ratio:
-            inputs.check_values()
-            values = new_logprobs(logits)
-            inputs.logprobs(logits, values)
-            inputs.set_ratio(values[0])
-        inputs.loss(logits, gradient, sums, total)
-        LossFunction.save(ctx, "policy_gradient_loss", gradient)
-        return total
+    def forward(ctx: Any, logits: Tensor, known: tuple[Tensor, Tensor | None]) -> Tensor:
+        LossFunction.save(ctx, "policy_gradient_loss", known[1])
+        return known[0]
+
+
+def _token_loss(logits: Tensor, inputs: LossInputs, sums: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the loss [] of a kernel and its gradient, if one is needed; the LossSums go to
+    `sums`."""
+    gradient = None
+    if logits.requires_grad and torch.is_grad_enabled():
+        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    make = torch.empty if logits.shape[0] else torch.zeros  # no row, no launch on a GPU
+    total = make((), dtype=real_dtype(logits.dtype), device=logits.device)
+    if inputs.needs_sequence_ratio:
+        inputs.check_values()
+        values = new_logprobs(logits)
+        inputs.logprobs(logits, values)
+        inputs.set_ratio(values[0])
+    inputs.loss(logits, gradient, sums, total)
+    return total, gradient
 
 
 class TokenLogprobs(torch.autograd.Function):

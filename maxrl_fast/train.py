@@ -87,7 +87,7 @@ def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:
     task = build_run_task(config)
     with closing_task(task):
         ranks = Ranks(0, machine.processes)
-        resolved = resolve(config, task, ranks, has_gpus=bool(name), warn=warn)
+        resolved = resolve(config, task, ranks, warn)
         run = RunContext.begin(resolved, task, Ranks(), machine=machine, is_empty=True)
         own = [*describe_task(task), describe_files(run.config, run.policy)]
         return "\n".join([*own, estimate(run.config, task, run.policy, machine, run.teacher)])

@@ -30,7 +30,7 @@ DERIVED: Any = None  # a default that depends on other options; resolving replac
 
 @dataclass(frozen=True)
 class TaskAndEngine:
-    """The parts of a run, by name; each adds its options."""
+    """The parts, by name; each adds its options."""
 
     task: str = "maze"
     """maze; gsm8k or math, of the hub or --data; code, Python programs run against tests; gym:NAME
@@ -45,11 +45,11 @@ class Chosen(TaskAndEngine):
     """The parts of a run, by name; each adds its options."""
 
     objective: str = "maxpo"
-    """maxpo, maxrl, grpo, rloo, pacs, ppo, ... (`python -m maxrl_fast.objectives` lists all), or
-    your own advantage: FILE.py:FUNCTION or package.module:FUNCTION."""
+    """maxpo, maxrl, grpo, ... (`python -m maxrl_fast.objectives` lists all), or your own advantage:
+    FILE.py:FUNCTION or package.module:FUNCTION."""
     loss: str = DERIVED
-    """Token loss: ppo, reinforce, cispo, gspo, ..., or your own FILE.py:FUNCTION or
-    package.module:FUNCTION. By default the objective's, mostly ppo."""
+    """Token loss: ppo, reinforce, cispo, gspo, ..., or your own FILE.py:FUNCTION. By default the
+    objective's, mostly ppo."""
     correction: Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"] = DERIVED
     """Correction for an engine whose probabilities are not the trainer's. By default tis, or none
     with native or the objective's own loss."""
@@ -60,10 +60,10 @@ class Reward:
     """How responses are scored."""
 
     reward: tuple[str, ...] = ()
-    """Functions(prompt, response, **columns) -> float, as FILE.py:f or package.module:f; or hf:DIR,
-    a sequence classifier. By default the task's own."""
+    """f(prompt, response, **columns) -> float, as FILE.py:f or package.module:f; or hf:DIR, a
+    sequence classifier. By default the task's own."""
     reward_weights: tuple[float, ...] = ()
-    """Weights of the functions in their sum. By default 1 each."""
+    """Weights in their sum. By default 1 each."""
     reward_threshold: float | None = None
     """Rewards above this become 1, all others 0."""
     reward_workers: Count = 2
@@ -71,13 +71,13 @@ class Reward:
     reward_concurrency: Count = 16
     """Calls of an async function at a time, in a process."""
     reward_seconds: Positive = 5.0
-    """Longest time of a call, in seconds; a longer one is killed and counts as failed."""
+    """Seconds after which a call is killed and counts as failed."""
     reward_memory_gb: Positive = 2.0
     """Memory of a process beside the loaded function, in 1e9 B."""
     reward_env: str = ""
     """Environment variables that the function may see, as NAME,NAME."""
     max_reward_error_rate: UnitInterval = 0.1
-    """Stop when more than this share of a step's rewards fails; failed ones are left out."""
+    """Stop when more of a step's rewards fail; failed ones are left out."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Decoding:
     temperature: Positive = 1.0
     """Temperature of the sampling and of the loss."""
     top_p: Share = 1.0
-    """Sample from the most probable tokens with this sum of probabilities; 1: from all."""
+    """Sample from the likeliest tokens with this sum of probabilities; 1: from all."""
     kv_cache_gb: Positive | None = None
     """KV cache of the rollout engine, in 1e9 bytes. By default an eighth of the memory, a quarter
     of a GPU's."""
@@ -120,32 +120,33 @@ class Sampling(Decoding):
     rollouts: Count = 16
     """Rollouts per prompt (N)."""
     stop_at: CountOrZero = 0
-    """Draw rollouts of a prompt until this many succeed, which leaves MaxRL's gradient of order N
-    as it is; 0: all."""
+    """Draw rollouts of a prompt until this many succeed, with the same gradient of MaxRL of order
+    N; 0: all."""
     first_rollouts: Count = 8
     """Rollouts of every prompt at first; then as many again, up to --rollouts."""
     schedule: str | None = None
-    """FILE:CLASS, a maxrl_fast.training.schedule.Stopping that says otherwise when to stop."""
+    """FILE:CLASS, a maxrl_fast.training.schedule.Stopping with another rule."""
     dynamic_sampling: CountOrZero = 0
-    """Sample up to this many batches a step to replace groups of equal rewards (DAPO); 0: one."""
+    """Most batches a step to replace groups of equal rewards (DAPO); 0: one."""
     std_filter: NotNegative = 0.0
-    """Replace groups whose standard deviation of rewards is below this share of its average over
-    steps, too (RLPR: 0.5)."""
+    """Replace groups too whose rewards' standard deviation is below this share of its average over
+    steps (RLPR: 0.5)."""
     ahead: Annotated[int, Limit("0 to 4", lambda x: 0 <= x <= 4)] = 0
     """Sample while the policy trains, from weights this many updates old; 0: do not."""
 
     def samples_of_engine(self, processes: int, tensor_parallel: int) -> int:
-        """Return the most samples of a step that one of the engines of these processes gets."""
+        """The most samples of a step in one of the engines of these processes."""
         return -(-self.prompts // processes) * tensor_parallel * self.rollouts
 
     def stopping(self) -> Stopping | None:
-        """Return the rule of --stop-at; raises InputError for a class that is none."""
+        """The rule of --stop-at."""
         if not self.stop_at:
             return None
-        rule = Stopping if self.schedule is None else load_code("schedule", self.schedule, "CLASS")
+        name = self.schedule
+        rule = Stopping if name is None else load_code("schedule", name, "CLASS")
         if not (isinstance(rule, type) and issubclass(rule, Stopping)):
             wanted = "a class of maxrl_fast.training.schedule.Stopping"
-            raise InputError(f"--schedule {self.schedule} must be {wanted}", "schedule")
+            raise InputError(f"--schedule {name} must be {wanted}, got {rule!r:.80}", "schedule")
         return rule(self.prompts, self.first_rollouts, self.rollouts, self.stop_at)
 
 
@@ -154,8 +155,7 @@ class WarmStart:
     """Supervised learning on solutions, before reinforcement learning."""
 
     sft_steps: CountOrZero = DERIVED
-    """Steps of supervised learning. By default 100; with --sft-data an epoch; with --model alone
-    0."""
+    """By default 100; with --sft-data an epoch; with --model alone 0."""
     sft_batch: Count = 32
     """Solutions per step."""
     sft_lr: Positive = DERIVED
@@ -183,9 +183,9 @@ class Optimizer:
     beta2: BelowOne = 0.99
     """AdamW's decay of the second moment."""
     clip_grad: Positive = 0.1
-    """Largest gradient norm; larger gradients are scaled down to it."""
+    """Largest gradient norm; larger ones are scaled down."""
     token_budget: Count = 4096
-    """Most tokens, prompts counted once, of a forward and backward pass; gradients add up."""
+    """Most tokens, prompts counted once, of a pass; gradients add up."""
     checkpoint_activations: bool = False
     """Recompute each layer in the backward pass: less memory, a third more work."""
 
@@ -198,7 +198,7 @@ class Loss:
     """How token losses are averaged: token_mean over the batch, seq_mean_token_mean (grpo),
     seq_mean_token_sum (pacs, luspo) or seq_sum_constant (dr_grpo). By default the objective's."""
     top_entropy: Share = 1.0
-    """Share of tokens, of the highest entropies, with a policy gradient (80/20 paper: 0.2)."""
+    """Share of tokens, those of highest entropy, with a policy gradient (80/20 paper: 0.2)."""
     entropy_coef: NotNegative = 0.0
     """Coefficient of the entropy bonus, per nat."""
     siren: NotNegative = 0.0
@@ -227,25 +227,23 @@ class Model:
     """The policy: a new decoder of Qwen2's architecture, or a checkpoint of transformers."""
 
     model: str | None = None
-    """Checkpoint: a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION. By default a
-    new model."""
+    """Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION. By default a new model."""
     model_backend: Literal["auto", "native", "transformers"] = "auto"
-    """What runs the layers of --model; native has Qwen2, Qwen3, Llama 3 and SmolLM2, and auto is
-    native for these."""
+    """What runs the layers of --model; auto: native for Qwen2, Qwen3, Llama 3 and SmolLM2."""
     hidden_size: Count = 128
     """Size of the hidden states."""
     intermediate_size: Count = 256
     """Size of the feed-forward layers."""
     layers: Count = 4
-    """Number of layers."""
+    """Layers."""
     heads: Count = 8
-    """Number of query heads, each of size hidden_size / heads."""
+    """Query heads, each of size hidden_size / heads."""
     kv_heads: Count = 4
-    """Number of key/value heads."""
+    """Key/value heads."""
     rope_theta: Positive = 100.0
     """Base of the rotary embedding; the MaxRL paper has 1e6."""
     lora_rank: CountOrZero = 0
-    """Train adapters of this rank (LoRA), merged into checkpoints; 0: the weights."""
+    """Train adapters of this rank (LoRA), merged in checkpoints; 0: the weights."""
     lora_alpha: Positive = 32.0
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
@@ -253,7 +251,7 @@ class Model:
 
     @property
     def directory(self) -> Path | None:
-        """The directory of --model; weights of the hub are downloaded when needed."""
+        """Of --model; the hub's weights are downloaded when needed."""
         return None if self.model is None else directory_of(self.model)
 
 
@@ -266,8 +264,8 @@ class Evaluation:
     """Evaluation on held-out prompts, and what is reported."""
 
     eval_every: CountOrZero | None = None
-    """Steps between evaluations; 0: only at the ends. By default three between, on a subset that
-    costs at most 5% of the samples."""
+    """Steps between evaluations; 0: only at the ends. By default three, on a subset that costs at
+    most 5% of the samples."""
     eval_prompts: Count = DERIVED
     """Held-out prompts of each set. By default 256, or all."""
     eval_samples: Count = 16
@@ -297,8 +295,8 @@ class Run(Place):
     out: Path = DERIVED
     """Folder of results, new or empty. By default runs/<objective>-<time>."""
     resume: Path | None = None
-    """Resume the run of this folder with its own options unless others are given; auto: that of
-    --out, or a new one."""
+    """Folder of a run to resume, with its own options unless others are given; auto: that of --out,
+    or a new one."""
     allow_changes: bool = False
     """Resume even where options or files change what is computed."""
     config: Path | None = None
@@ -306,17 +304,17 @@ class Run(Place):
     seed: Seed = 0
     """Seed of new weights, prompts and the sampling."""
     sharding: Literal["auto", "none", "full"] = "auto"
-    """How torchrun's processes divide the weights: none (DDP), full (FSDP2), or auto: full where
-    training takes over half of a GPU's memory."""
+    """How processes divide the weights: none (DDP), full (FSDP2), or auto: full where training
+    takes over half of a GPU's memory."""
     save_every: CountOrZero = 50
     """Steps between checkpoints; 0: only at the ends and when stopped."""
     keep_checkpoints: CountOrZero = 3
-    """Newest checkpoints to keep beside the first and the best; 0: all."""
+    """Newest checkpoints kept beside the first and the best; 0: all."""
     stall_limit: Positive = 1800.0
     """Seconds without progress after which the run ends."""
     dry_run: str | None = None
-    """Print the resolved options and an estimate of memory, and stop: without a value for this
-    machine, 8x80 for 8 GPUs of 80 GB (1e9 bytes)."""
+    """Print the resolved options and an estimate of memory, and stop: for this machine, or 8x80: 8
+    GPUs of 80 GB (1e9 bytes)."""
 
 
 @dataclass(frozen=True)
@@ -328,13 +326,13 @@ class Measure:
     samples: Count = 256
     """Responses to each prompt (n)."""
     k: tuple[int, ...] = ()
-    """Sizes at which pass@k, max@k and maj@k are reported. By default 1 2 4 ... up to --samples."""
+    """Sizes of pass@k, max@k and maj@k. By default 1 2 4 ... up to --samples."""
     split: Literal["test", "train"] = "test"
     """Held-out prompts, or training prompts, which repeat where a file has fewer."""
     against: tuple[Path, ...] = ()
-    """Compare with these finished evaluations, by prompt where all settings are the same."""
+    """Finished evaluations to compare with, by prompt where all settings are the same."""
     bootstrap: Count = 1000
-    """Bootstrap resamples of the prompts for the intervals."""
+    """Bootstrap resamples of the prompts, for intervals."""
     confidence: BetweenZeroAndOne = 0.95
     """Confidence of the intervals."""
 
@@ -346,7 +344,7 @@ class EvaluatedDecoding(Decoding):
     temperature: NotNegative = 1.0
     """Sampling temperature; 0: greedy decoding, with one sample."""
     top_k: CountOrZero = 0
-    """Sample from this many of the most probable tokens; 0: from all."""
+    """Sample from so many of the likeliest tokens; 0: from all."""
     min_p: UnitInterval = 0.0
     """Sample from tokens with at least this share of the greatest probability."""
     seed: Seed = DERIVED
@@ -365,33 +363,27 @@ class EvaluationPlace(Place):
 
 @dataclass(frozen=True)
 class Options:
-    """A configuration: groups of options, and the options of each part that is chosen.
-
-    Args:
-        parts: options of the chosen parts, by section (objective, loss, ...).
-        unused: options that nothing reads, such as --kl without --kl-coef.
-        places: "FILE, line N" of options of a file.
-        own_names: of options of a part by flags that are longer, such as simko_k.
-    """
+    """Groups of options, and by section (objective, loss, ...) the options of the chosen parts."""
 
     chosen: Any
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    unused: frozenset[str] = frozenset()
-    places: Mapping[str, str] = field(default_factory=dict)
-    own_names: Mapping[str, str] = field(default_factory=dict)
+    unused: frozenset[str] = frozenset()  # which nothing reads, such as --kl without --kl-coef
+    places: Mapping[str, str] = field(default_factory=dict)  # "FILE, line N" of a file's options
+    own_names: Mapping[str, str] = field(
+        default_factory=dict
+    )  # in a part, by longer flags: simko_k
 
     @classmethod
     def groups(cls) -> dict[str, Any]:
-        """The dataclasses of the groups, by name."""
         return {x.name: x.type for x in fields(cls) if is_dataclass(x.type)}
 
     @classmethod
     def names(cls) -> set[str]:
-        """The names of the options of all groups."""
+        """The options of all groups."""
         return {x.name for group in cls.groups().values() for x in fields(group)}
 
     def values(self) -> dict[str, Any]:
-        """All options by flag name."""
+        """All options by flag."""
         groups = (vars(getattr(self, name)) for name in self.groups())
         return {key: x for own in (*groups, *self.parts.values()) for key, x in own.items()}
 
@@ -401,14 +393,16 @@ class Options:
         return {name: x for name, x in values.items() if x is not None}
 
     def replace(self: AnyConfig, **options: Any) -> AnyConfig:
-        """A copy with other values for some options, by flag name; the parts stay."""
+        """A copy with other values for some options, by flag; the parts stay."""
 
         def changed(own: Mapping[str, Any]) -> dict[str, Any]:
             return {key: options.get(key, x) for key, x in own.items()}
 
-        groups = {name: getattr(self, name) for name in self.groups()}
-        made: dict[str, Any] = {name: replace(x, **changed(vars(x))) for name, x in groups.items()}
         parts = {section: changed(own) for section, own in self.parts.items()}
+        made = {
+            name: group(**changed(vars(getattr(self, name))))
+            for name, group in self.groups().items()
+        }
         return replace(self, parts=parts, **made)
 
 
@@ -458,9 +452,7 @@ class EvaluationConfig(Options):
 
 
 def as_json(value: Any) -> Any:
-    """Return an option's value in the types of JSON and TOML: of several values a list, of one the
-    value, of none None.
-    """
+    """Return a value in the types of JSON and TOML: several a list, one itself, none None."""
     if isinstance(value, tuple):
         return [*map(as_json, value)] if len(value) > 1 else as_json(value[0]) if value else None
     return str(value) if isinstance(value, Path) else value

@@ -31,9 +31,9 @@ from maxrl_fast.tasks import describe_task
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line. Return 0; 1 on non-finite values, failing rewards, a full disk, or a
-    failing engine or code of the user's; 2 on bad input, or if such code fails before step 1; 129
-    on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM. A process of torchrun ends instead of returning."""
+    """Return 0; 1 on non-finite values, failing rewards, a full disk, or a failing engine or code
+    of the user's; 2 on bad input, or if such code fails before step 1; 129 on SIGHUP, 130 on Ctrl-C
+    and 143 on SIGTERM. A process of torchrun ends instead of returning."""
     ranks, code = Ranks.of_environment(), 0
     screen = Screen(is_quiet=not ranks.is_first)
     try:

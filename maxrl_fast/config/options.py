@@ -1,5 +1,5 @@
-"""Every option of a run, in the groups that --help shows. Parts that are chosen by name (parts.py)
-have their own, beside their code."""
+"""The options of all runs, in the groups of --help. Parts that are chosen by name (parts.py) have
+their own, beside their code."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -25,7 +25,7 @@ from maxrl_fast.runtime.loading import load_code
 from maxrl_fast.training.schedule import Stopping
 
 AnyConfig = TypeVar("AnyConfig", bound="Options")
-DERIVED: Any = None  # a default that depends on other options; resolving replaces it
+DERIVED: Any = None  # a default that resolving replaces
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class TaskAndEngine:
     task: str = "maze"
     """maze; gsm8k or math, of the hub or --data; code, Python programs run against tests; gym:NAME
     of reasoning-gym; dataset, prompts of --data scored by --reward; FILE.py:FUNCTION, dataset with
-    this reward; or your own task: FILE.py:CLASS or package.module:CLASS."""
+    this reward; or your own: FILE.py:CLASS or package.module:CLASS."""
     rollout: str = "native"
     """Rollout engine: native, vllm, FILE.py:CLASS or package.module:CLASS."""
 
 
 @dataclass(frozen=True)
 class Chosen(TaskAndEngine):
-    """The parts of a run, by name; each adds its options."""
+    """The parts, by name; each adds its options."""
 
     objective: str = "maxpo"
     """maxpo, maxrl, grpo, ... (`python -m maxrl_fast.objectives` lists all), or your own advantage:
@@ -51,8 +51,8 @@ class Chosen(TaskAndEngine):
     """Token loss: ppo, reinforce, cispo, gspo, ..., or your own FILE.py:FUNCTION. By default the
     objective's, mostly ppo."""
     correction: Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"] = DERIVED
-    """Correction for an engine whose probabilities are not the trainer's. By default tis, or none
-    with native or the objective's own loss."""
+    """For an engine whose probabilities are not the trainer's. By default tis, or none with native
+    or the objective's own loss."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ class Reward:
     reward_weights: tuple[float, ...] = ()
     """Weights in their sum. By default 1 each."""
     reward_threshold: float | None = None
-    """Rewards above this become 1, all others 0."""
+    """Rewards above this become 1, others 0."""
     reward_workers: Count = 2
     """Processes that run each function."""
     reward_concurrency: Count = 16
-    """Calls of an async function at a time, in a process."""
+    """Calls of an async function at a time in a process."""
     reward_seconds: Positive = 5.0
     """Seconds after which a call is killed and counts as failed."""
     reward_memory_gb: Positive = 2.0
-    """Memory of a process beside the loaded function, in 1e9 B."""
+    """Memory of a process beside the loaded function, in 1e9 bytes."""
     reward_env: str = ""
-    """Environment variables that the function may see, as NAME,NAME."""
+    """Environment variables that functions see, as NAME,NAME."""
     max_reward_error_rate: UnitInterval = 0.1
     """Stop when more of a step's rewards fail; failed ones are left out."""
 
@@ -86,14 +86,14 @@ class Shaping(Reward):
 
     reward_source: Literal["given", "vote", "logprob", "mean_logprob", "rlpr"] = "given"
     """given: by the task or --reward; vote: 1 for the prompt's most frequent answer, else 0;
-    logprob: the policy's log-prob of the reference answer after the reasoning; mean_logprob: its
-    mean over tokens; rlpr: RLPR's."""
+    logprob: the policy's, of the reference answer after the reasoning; mean_logprob: its mean over
+    tokens; rlpr: RLPR's."""
     overlong_buffer: CountOrZero = 0
     """DAPO's overlong punishment, in the last tokens before --max-new-tokens; 0: none."""
     overlong_penalty: Positive = 1.0
     """Reward that a response of --max-new-tokens tokens loses."""
     truncated: Literal["keep", "zero", "mask"] = "keep"
-    """Responses that the length limit ended: as others, with reward 0, or out of the loss."""
+    """Responses cut by the length limit: as others, with reward 0, or out of the loss."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ class Decoding:
     """How responses are sampled."""
 
     max_new_tokens: Count = DERIVED
-    """Response limit, in tokens. By default the task's; 32 for 9x9 mazes."""
+    """Response limit in tokens. By default the task's; 32 for 9x9 mazes."""
     temperature: Positive = 1.0
     """Temperature of the sampling and of the loss."""
     top_p: Share = 1.0
     """Sample from the likeliest tokens with this sum of probabilities; 1: from all."""
     kv_cache_gb: Positive | None = None
-    """KV cache of the rollout engine, in 1e9 bytes. By default an eighth of the memory, a quarter
-    of a GPU's."""
+    """KV cache of the engine, in 1e9 bytes. By default an eighth of the memory, of a GPU's a
+    quarter."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Sampling(Decoding):
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Supervised learning on solutions, before reinforcement learning."""
+    """Supervised learning on solutions, at first."""
 
     sft_steps: CountOrZero = DERIVED
     """By default 100; with --sft-data an epoch; with --model alone 0."""
@@ -206,7 +206,7 @@ class Loss:
     kl_coef: NotNegative = 0.0
     """Coefficient of the divergence from the reference policy, per nat."""
     kl: Literal["k1", "k2", "k3", "k3+", "full"] = "k3"
-    """Estimator of the divergence; full: the exact one, of the whole vocabulary."""
+    """Its estimator; full: the exact one, of the whole vocabulary."""
     divergence: Literal["reverse", "forward", "jsd"] = "reverse"
     """Of --kl full: KL(policy || teacher), KL(teacher || policy) or Jensen-Shannon's."""
     jsd_beta: Annotated[float, Limit("from 1e-7 to 1 - 1e-7", lambda x: 1e-7 <= x <= 1 - 1e-7)] = (
@@ -214,12 +214,11 @@ class Loss:
     )
     """The teacher's weight in --divergence jsd."""
     reference: str | None = None
-    """Reference policy, such as a teacher: a checkpoint with the policy's tokenizer. By default the
-    policy when reinforcement learning begins."""
+    """Reference policy or teacher: a checkpoint with the policy's tokenizer. By default the policy
+    when reinforcement learning begins."""
     teacher_prompt: str | None = None
     """What the reference policy, by default that of each step, reads in place of the prompt:
-    answer, the question with its answer; or FILE.py:FUNCTION(prompt, **columns) -> text or chat
-    messages."""
+    answer, the question with its answer; or FILE.py:f(prompt, **columns) -> text or messages."""
 
 
 @dataclass(frozen=True)
@@ -264,16 +263,16 @@ class Evaluation:
     """Evaluation on held-out prompts, and what is reported."""
 
     eval_every: CountOrZero | None = None
-    """Steps between evaluations; 0: only at the ends. By default three, on a subset that costs at
-    most 5% of the samples."""
+    """Steps between evaluations; 0: only at the ends. By default three, on a subset for at most 5%
+    of the samples."""
     eval_prompts: Count = DERIVED
     """Held-out prompts of each set. By default 256, or all."""
     eval_samples: Count = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
     keep_rollouts: CountOrZero = 8
-    """Rollouts of a step that rollouts.jsonl keeps, in whole groups; 0: none."""
+    """A step's rollouts that rollouts.jsonl keeps, in whole groups; 0: none."""
     log_to: Literal["tensorboard", "wandb", "trackio"] | None = None
-    """Send metrics to TensorBoard, wandb or trackio too."""
+    """Send metrics there too."""
 
 
 @dataclass(frozen=True)
@@ -298,16 +297,16 @@ class Run(Place):
     """Folder of a run to resume, with its own options unless others are given; auto: that of --out,
     or a new one."""
     allow_changes: bool = False
-    """Resume even where options or files change what is computed."""
+    """Resume even if options or files change what is computed."""
     config: Path | None = None
-    """TOML file of options, as maze_size = 11. A flag overrides the file."""
+    """TOML file of options, as maze_size = 11; flags override it."""
     seed: Seed = 0
-    """Seed of new weights, prompts and the sampling."""
+    """Of new weights, prompts and the sampling."""
     sharding: Literal["auto", "none", "full"] = "auto"
     """How processes divide the weights: none (DDP), full (FSDP2), or auto: full where training
     takes over half of a GPU's memory."""
     save_every: CountOrZero = 50
-    """Steps between checkpoints; 0: only at the ends and when stopped."""
+    """Steps between checkpoints; 0: at the ends and when stopped."""
     keep_checkpoints: CountOrZero = 3
     """Newest checkpoints kept beside the first and the best; 0: all."""
     stall_limit: Positive = 1800.0
@@ -322,13 +321,13 @@ class Measure:
     """What is measured."""
 
     eval_prompts: Count = DERIVED
-    """Prompts of the split, or of each held-out set. By default 256, or all that are held out."""
+    """Prompts of the split or of each held-out set. By default 256, or all that are held out."""
     samples: Count = 256
     """Responses to each prompt (n)."""
     k: tuple[int, ...] = ()
     """Sizes of pass@k, max@k and maj@k. By default 1 2 4 ... up to --samples."""
     split: Literal["test", "train"] = "test"
-    """Held-out prompts, or training prompts, which repeat where a file has fewer."""
+    """Held-out or training prompts, which repeat where a file has fewer."""
     against: tuple[Path, ...] = ()
     """Finished evaluations to compare with, by prompt where all settings are the same."""
     bootstrap: Count = 1000
@@ -339,7 +338,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class EvaluatedDecoding(Decoding):
-    """How responses are sampled; the papers' language models with --temperature .6 --top-p .95."""
+    """How responses are sampled; by papers on language models --temperature .6 --top-p .95."""
 
     temperature: NotNegative = 1.0
     """Sampling temperature; 0: greedy decoding, with one sample."""
@@ -348,7 +347,7 @@ class EvaluatedDecoding(Decoding):
     min_p: UnitInterval = 0.0
     """Sample from tokens with at least this share of the greatest probability."""
     seed: Seed = DERIVED
-    """Seed of the sampling and the bootstrap. By default the run's, else 0."""
+    """Of the sampling and the bootstrap. By default the run's, else 0."""
 
 
 @dataclass(frozen=True)
@@ -358,7 +357,7 @@ class EvaluationPlace(Place):
     out: Path = DERIVED
     """Folder of results, new or empty. By default evaluations/<name>-<time>."""
     task_seed: Seed = DERIVED
-    """Seed of the mazes and of the order of training prompts. By default the run's, else 0."""
+    """Of mazes and the order of training prompts. By default the run's, else 0."""
 
 
 @dataclass(frozen=True)
@@ -388,7 +387,7 @@ class Options:
         return {key: x for own in (*groups, *self.parts.values()) for key, x in own.items()}
 
     def flat(self) -> dict[str, Any]:
-        """Options that are used and have a value, in the types of JSON."""
+        """Those that are used and have a value, in the types of JSON."""
         values = {name: as_json(x) for name, x in self.values().items() if name not in self.unused}
         return {name: x for name, x in values.items() if x is not None}
 
@@ -433,10 +432,10 @@ class Config(Options):
 class EvaluationConfig(Options):
     """Sample many responses to each held-out prompt, and report pass@k, max@k and maj@k.
 
-    CHECKPOINT is a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub, or
-    the folder of a run: its latest checkpoint; RUN/best has the highest mean reward. The task's
-    options and the response limit are the run's, unless others are given. The folder of a finished
-    evaluation in its place is only compared with those of --against.
+    CHECKPOINT is a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION, or the folder
+    of a run: its latest checkpoint; RUN/best has the highest mean reward. The task's options and
+    the response limit are the run's, unless others are given. The folder of a finished evaluation
+    is only compared with those of --against.
 
     Examples:
         python -m maxrl_fast.evaluate runs/maxpo-... --samples 256

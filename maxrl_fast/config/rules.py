@@ -13,7 +13,6 @@ from maxrl_fast.config.options import Config, Options
 from maxrl_fast.config.parts import loss_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.tasks.names import is_reward, spec_of
-from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import Objective, has_teacher
 from maxrl_fast.training.objectives.registry import find_objective, make_objective
@@ -88,6 +87,9 @@ def _wrong_sizes(c: View) -> Iterator[str]:
             yield f"{whole} must be a multiple of {part}, got {{{whole}}} and {{{part}}}"
     if c.hidden_size // c.heads % 2:
         yield "hidden_size / heads must be even, got {hidden_size} / {heads}"
+    low, high = (f"{c.correction}_{x}" for x in ("low", "high"))
+    if low in c and c[low] >= c[high]:
+        yield f"{low} must be below {high}, got {{{low}}} and {{{high}}}"
     # a folder of this name, such as one that wandb leaves, has no origin
     if c.log_to and not getattr(importlib.util.find_spec(c.log_to), "origin", None):
         yield "--log-to {log_to} is not installed: pip install {log_to}"
@@ -184,7 +186,6 @@ def check(config: Config) -> None:
     refuse(config.values() | own, wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
     config.sampling.stopping()  # or an error
     loss_options(config)
-    correction_of(config)
 
 
 @contextlib.contextmanager
@@ -214,17 +215,10 @@ def objective_of(config: Config) -> Objective:
     sizes = config.sampling.rollouts, config.optimizer.updates_per_step
     with _about(*own, "rollouts"):
         made = make_objective(config.chosen.objective, own, *sizes)
-    if isinstance(made, GroupObjective):
-        return replace(made, stop_at=config.sampling.stop_at)
-    return made
+    stop_at = config.sampling.stop_at
+    return replace(made, stop_at=stop_at) if isinstance(made, GroupObjective) and stop_at else made
 
 
 def correction_of(config: Config) -> tuple[str, dict[str, float]]:
     """Return the name and the numbers of the correction."""
-    name = config.chosen.correction
-    with _about(*config.parts["correction"]):
-        numbers = CORRECTIONS[name].resolve(own_options(config, "correction"))
-        low, high = numbers.get("low", 0), numbers.get("high", 1)
-        if low >= high:
-            raise ValueError(f"low of {name} must be below high, got {low:g} and {high:g}")
-        return name, numbers
+    return config.chosen.correction, own_options(config, "correction")

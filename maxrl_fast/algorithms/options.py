@@ -118,9 +118,9 @@ class Option:
                 wanted += "; keys stand at the top of a file, not in a table"
             meant = nearest(str(value), self.choices)
             raise InputError(f"{name} must be {wanted}, got {value!r:.80}{meant}") from None
-        limit = self.limit or (FINITE if self.kind is float else None)
-        if limit and not limit.holds(found):
-            raise InputError(f"{self.name} must be {limit.wanted}, got {found!s:.80}", self.name)
+        if self.limit and not self.limit.holds(found):
+            wanted = f"{self.limit.wanted}, got {found!s:.80}"
+            raise InputError(f"{self.name} must be {wanted}", self.name)
         return found
 
     def _converted(self, value: Any) -> Any:
@@ -177,6 +177,7 @@ def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
         else:
             hint = dict
     kind = hint if hint in _WANTED else dict
+    limit = limit or (FINITE if kind is float else None)
     return Option(name, kind, default, " ".join(text.split()), choices, limit, several)
 
 
@@ -219,9 +220,8 @@ def check_options(
     """Return all options of `owner`: given values and defaults; numbers are floats."""
     for name in (x for x in given if x not in options):
         takes = f"the options {', '.join(options)}" if options else "no options"
-        advice = nearest(str(name), options)
-        raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{advice}")
-    checked: dict[str, Any] = {}
+        raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{nearest(str(name), options)}")
+    checked = dict[str, Any]()
     for name, option in options.items():
         value, limit = given.get(name, option.default), option.limit or FINITE
         if value is None and option.default is None:

@@ -49,9 +49,9 @@ def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> bool:
-    """Return whether the same command may begin the run in this folder again: it ended before its
-    first step, outside its warm start, which is resumed, and without a checkpoint if the options
-    `now` compute something else."""
+    """Return whether the same command may begin the run in this folder again: not after its first
+    step, in its warm start, which is resumed, or with a checkpoint if the options `now` compute
+    something else."""
     folder, log = RunFolder(out), out / "metrics.jsonl"
     has_begun = log.exists() and log.stat().st_size > 0
     if has_begun or not folder.is_run or not folder.options.get("steps"):

@@ -115,8 +115,8 @@ def estimate_memory(
     machine: Machine,
     teacher: PolicyModel | None = None,
 ) -> dict[str, float]:
-    """Return the bytes of one process, by what they are for, of responses and passes at their
-    limits. --sharding is resolved, and the models may be on the meta device."""
+    """Return the bytes of one process, by what they are for, at the limits of responses and passes.
+    The models may be on the meta device."""
     loss, sampling, sizes, dtype = config.loss, config.sampling, model.config, config.run.dtype
     needs, width, options = (
         objective_of(config).needs,
@@ -158,8 +158,7 @@ def estimate_memory(
 def _of_engine(
     config: Config, task: Task, model: PolicyModel, machine: Machine, width: int
 ) -> dict[str, float]:
-    """The engine's copy of the weights and its KV cache; of a vLLM server or a custom engine
-    nothing."""
+    """Weights and KV cache; of a vLLM server or a custom engine nothing."""
     name, sampling, sizes = config.chosen.rollout, config.sampling, model.config
     if config.parts["rollout"].get("vllm_url") or name not in ENGINES:
         return {}

@@ -29,8 +29,8 @@ from maxrl_fast.tasks.dataset import DatasetOptions
 
 
 def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | Path]:
-    """Return the checked options, and the checkpoint or the folder of a finished evaluation. --help
-    prints the options that this task uses, and exits."""
+    """Return the checked options, and the checkpoint or the folder of a finished evaluation; --help
+    prints those of the task, and exits."""
     words, asks_for_help = split_help(arguments)
     name = words.pop(0) if words and not words[0].startswith("--") else ""
     flags, of_run = read_flags(words), dict[str, Given]()
@@ -61,8 +61,7 @@ def _wrong(c: View) -> Iterator[str]:
 
 
 def _of_task(of_run: dict[str, Given], flags: dict[str, Given]) -> dict[str, Given]:
-    """Return the options of a run that decide its prompts, their rewards and the length of
-    responses; with another task only the seed."""
+    """Return the run's options of its task and rewards; of another task only the seed."""
     seed, task = of_run.get("seed", Given(0, "seed")), of_run.get("task", Given("maze", "")).value
     seeds = {"seed": seed, "task_seed": seed}
     if "task" in flags and absolute_function("".join(flags["task"].value)) != task:
@@ -84,7 +83,6 @@ def resolve(
     task: Task,
     warn: Callable[[str], None] = warnings.warn,
 ) -> EvaluationConfig:
-    """Return the checked configuration with every default worked out."""
     sampling, place, wanted = config.sampling, config.place, config.measure.eval_prompts
     is_test = config.measure.split == "test"
     return config.replace(

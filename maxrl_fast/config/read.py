@@ -63,7 +63,7 @@ _ELSEWHERE = {
     "sharding under torchrun --nproc_per_node N": "nproc_per_node num_processes n_gpus_per_node",
 }
 ELSEWHERE = {name: option for option, names in _ELSEWHERE.items() for name in names.split()}
-# options whose defaults follow from the objective or the loss
+# what follows from the objective or the loss
 _FOLLOWS = {
     "objective": ("loss", "aggregation", "correction", "importance_cap"),
     "loss": ("aggregation",),
@@ -81,9 +81,7 @@ class Given(NamedTuple):
 
 def parse(arguments: Sequence[str]) -> Config:
     """Return the checked configuration of the run of --resume, the TOML file of --config and flags,
-    each overriding those before it. --help prints the options that this run uses, and exits.
-    `--resume auto` becomes the folder of --out if there is a run in it; otherwise the run is new.
-    """
+    each overriding those before it. --help prints the options that this run uses, and exits."""
     words, asks_for_help = split_help(arguments)
     return _parse(read_flags(words), asks_for_help)
 
@@ -99,17 +97,17 @@ def _parse(given: dict[str, Given], asks_for_help: bool = False) -> Config:
 
     if (file := path("config")) is not None:
         given = read_toml(file) | given
-    folder, ended_early = path("resume"), False
+    folder = path("resume")
     if folder == Path("auto"):
         if (folder := path("out")) is None:
             raise InputError("--resume auto needs --out DIR, the folder of the run")
-        if not (folder / "config.json").exists():
+        is_run = (folder / "config.json").exists()
+        given["resume"] = Given(folder if is_run else None, "resume")
+        if not is_run:
             given.pop("allow_changes", None)
-            folder = None
-        given["resume"] = Given(folder, "resume")
-        # before its first checkpoint: it restarts with this command's options
-        ended_early = folder is not None and not RunFolder(folder).checkpoints
-    of_run = {} if folder is None or ended_early else read_run(folder)
+        # before its first checkpoint it restarts with this command's options
+        folder = folder if is_run and RunFolder(folder).checkpoints else None
+    of_run = {} if folder is None else read_run(folder)
     if "model" in given and not {"task"} & {*given, *of_run}:
         raise InputError(f"{given['model'].place}{given['model'].name} {TASK_IS_MISSING}")
     places = {name: x.place.removesuffix(": ") for name, x in given.items() if x.place}
@@ -122,7 +120,7 @@ def _parse(given: dict[str, Given], asks_for_help: bool = False) -> Config:
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Given]:
-    """Return the words that flags give, by name of the option. The last of equal flags wins."""
+    """Return the words of each flag, by name of the option; the last of equal flags wins."""
     given: dict[str, Given] = {}
     for word in words:
         flag, equals, text = word.partition("=")
@@ -145,7 +143,6 @@ def names_of_lists() -> set[str]:
 
 
 def read_toml(path: Path) -> dict[str, Given]:
-    """Return the options in a TOML file by name."""
     try:
         check_regular(path, JSON_BYTES)
         text = path.read_text()
@@ -167,8 +164,8 @@ def read_toml(path: Path) -> dict[str, Given]:
 
 
 def read_run(out: Path) -> dict[str, Given]:
-    """Return the options of a run, or of what a session has saved, without those that say how it
-    was started. Nothing is imported; a folder of another user prints a warning."""
+    """Return the options of a run, or of what a session has saved. Nothing is imported; a folder of
+    another user prints a warning."""
     file = out / "config.json"
     if not file.exists():
         why = "has no config.json" if out.exists() else "does not exist"
@@ -228,8 +225,7 @@ def build(
 def _values(
     given: Mapping[str, Given], options: Mapping[str, Option], chosen: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the value of each option: as given, else what the objective presets, or its
-    default."""
+    """Return the options as given, else as the objective presets them, or their defaults."""
     values = {name: option.default for name, option in options.items()}
     values |= objective_presets(chosen.get("objective", ""))
     for name, x in given.items():
@@ -280,9 +276,8 @@ def _flag(name: str) -> str:
 
 
 def hint(name: str, known: Collection[str], is_flag: bool = True) -> str:
-    """Return "; did you mean --...?" with the option among `known` that is probably meant, perhaps
-    with a value, or nothing. The name may have prefixes of other libraries: trainer.total_epochs.
-    """
+    """Return "; did you mean --...?", perhaps with a value, or nothing. The name may have prefixes
+    of other libraries: trainer.total_epochs."""
     words = name.lower().replace("-", "_").split(".")
     tried = "_".join(words), words[-1], words[-1].removeprefix("no_")
     meant = [x if x in known else ELSEWHERE.get(x, x) for x in tried]
@@ -294,7 +289,7 @@ def hint(name: str, known: Collection[str], is_flag: bool = True) -> str:
 
 @contextlib.contextmanager
 def located(places: Mapping[str, str]) -> Iterator[None]:
-    """Add "(lr: FILE, line 3)" to an error about values that the file of --config gives."""
+    """Add "(lr: FILE, line 3)" to an error about values of the file of --config."""
     try:
         yield
     except InputError as error:

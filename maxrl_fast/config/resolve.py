@@ -41,8 +41,8 @@ def resolve(
     ranks: Ranks | None = None,
     warn: Callable[[str], None] = warnings.warn,
 ) -> Config:
-    """Return the checked configuration with every default worked out; with --dry-run 8x80 for that
-    machine, whose GPUs compute in bfloat16."""
+    """Return the configuration with every default worked out, with --dry-run 8x80 for that machine,
+    whose GPUs compute in bfloat16."""
     ranks = ranks or Ranks()
     config = config.replace(**_absolute(config))
     is_new, given = config.run.resume is None, config.values()
@@ -107,8 +107,8 @@ def _backend(model: Model) -> str:
 def response_limit(
     wanted: int | None, task: Task, directory: Path | None, warn: Callable[[str], None]
 ) -> int:
-    """Return the tokens of --max-new-tokens, or the task's, or what the positions of the policy in
-    `directory` leave of them (None: enough), after a sentence to `warn`."""
+    """Return the tokens that are `wanted`, or the task's, or with a warning what the positions of
+    the policy in `directory` leave of these."""
     limit = wanted or task.max_new_tokens
     if directory is None:
         return limit
@@ -139,9 +139,7 @@ def _sft_steps(config: Config, task: Task) -> int:
 
 
 def default_rates(model: Model) -> tuple[float, float]:
-    """Return the default learning rates of the warm start, which is that of ppo's critic too as in
-    verl, and of reinforcement learning: of a new policy found on mazes, of a checkpoint those of
-    publications (docs/models.md)."""
+    """Return those of the warm start and of reinforcement learning (docs/models.md)."""
     if model.model is None:
         return 2e-3, 3e-4
     return (1e-4, 1e-5) if model.lora_rank else (1e-5, 1e-6)
@@ -185,8 +183,7 @@ def place_of(place: Place) -> dict[str, str]:
 
 
 def _absolute(config: Config) -> dict[str, Any]:
-    """Return the options with absolute paths of the files that a run reads again when it is
-    resumed, perhaps from another folder."""
+    """Return the options with absolute paths, for a run that is resumed from another folder."""
 
     def absolute(name: str, value: Any) -> Any:
         if isinstance(value, tuple):

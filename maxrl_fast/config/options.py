@@ -63,7 +63,7 @@ class Reward:
     """f(prompt, response, **columns) -> float, as FILE.py:f or package.module:f; or hf:DIR, a
     sequence classifier. By default the task's own."""
     reward_weights: tuple[float, ...] = ()
-    """Weights in their sum. By default 1 each."""
+    """Their weights in the sum. By default 1 each."""
     reward_threshold: float | None = None
     """Rewards above this become 1, others 0."""
     reward_workers: Count = 2
@@ -77,7 +77,7 @@ class Reward:
     reward_env: str = ""
     """Environment variables that functions see, as NAME,NAME."""
     max_reward_error_rate: UnitInterval = 0.1
-    """Stop when more of a step's rewards fail; failed ones are left out."""
+    """Stop when a larger share of a step's rewards fails; failed ones are left out."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class WarmStart:
     """Supervised learning on solutions, at first."""
 
     sft_steps: CountOrZero = DERIVED
-    """By default 100; with --sft-data an epoch; with --model alone 0."""
+    """Steps. By default 100; with --sft-data an epoch; with --model alone 0."""
     sft_batch: Count = 32
     """Solutions per step."""
     sft_lr: Positive = DERIVED
@@ -263,8 +263,8 @@ class Evaluation:
     """Evaluation on held-out prompts, and what is reported."""
 
     eval_every: CountOrZero | None = None
-    """Steps between evaluations; 0: only at the ends. By default three, on a subset for at most 5%
-    of the samples."""
+    """Steps between evaluations; 0: only at the ends. By default three between, on a subset that
+    costs at most 5% of the samples."""
     eval_prompts: Count = DERIVED
     """Held-out prompts of each set. By default 256, or all."""
     eval_samples: Count = 16

@@ -97,6 +97,9 @@ def train(
         if is_resumed:
             held.enter_context(lock)
             saved = find_saved(out, ranks, warn)
+            if saved and saved.progress.phase == "session":
+                said = f"{out}, which Session.save wrote; --model {out} starts from it"
+                raise InputError(f"--resume must be the folder of a run, got {said}")
         prints, config = fingerprints(config, task, saved), config.replace(out=out)
         given: dict[str, Any] = {"functions": functions or {}, "output": output}
         run = RunContext.begin(config, task, ranks, saved, **given)

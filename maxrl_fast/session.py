@@ -23,7 +23,6 @@ from maxrl_fast.config.options import Config, Decoding, Loss, Model, Optimizer, 
 from maxrl_fast.config.read import hint, parse_options
 from maxrl_fast.errors import InputError, warn
 from maxrl_fast.job.build import RunContext, prepare
-from maxrl_fast.job.build_policy import build_policy_files
 from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.job.checkpoints import check_weights, progress_record, write_checkpoint
 from maxrl_fast.job.learner_state import Snapshot, load_learner
@@ -132,14 +131,14 @@ class Session:
         config, task = prepare(config, ranks, warn, make_task)
         torch.set_num_threads(config.run.threads)
         self._run = run = RunContext.begin(config, task, ranks, saved)
-        run.place(saved)
+        run.place()
         self.config, self.engine, self.learner = run.config, run.engine, run.learner
         self.task: Any = task
         self.learner.copy_policy()
         if saved:
             load_learner(saved.directory / "state", self.learner, ranks)
         self._settings = self.learner.settings  # without a call's own loss
-        self._files = build_policy_files(task, run.policy, start or config.model.directory)
+        _ = run.policy_files  # the model's folder may be a temporary one
         self._draws = saved.progress.step if saved else 0
         self._is_new = True  # whether the engine has other weights
         ranks.wait_for_all()  # the model's folder may be a temporary one of the first rank
@@ -292,9 +291,8 @@ class Session:
             with storing(str(path)):
                 remove(new)  # of a killed process
         if ranks.is_first or saved.is_sharded:
-            progress, sizes = Progress("session", self._draws), self._run.policy.config
-            content = progress_record(progress, sizes, {}, self.config.flat(), {}, ranks)
-            write_checkpoint(new, content, saved, *self._files, model.model, ranks)
+            record = progress_record(self._run, Progress("session", self._draws), {}, {})
+            write_checkpoint(new, self._run, record, saved)
         if ranks.is_first:
             with storing(str(path)):
                 replace_folder(new, path)

@@ -294,11 +294,19 @@ class RunContext:
     @cached_property
     def evaluators(self) -> dict[str, Evaluator]:
         options, parts = self.config.evaluation, (self.engine, self.task, self.scorer)
-        how = {"ranks": self.ranks, "shares_engine": self.shares_engine, "beat": self.clock.beat}
-        place = self.config.run.seed, self.device
         sets = held_out_sets(self.task, options.eval_prompts, options.eval_samples)
         return {
-            name: Evaluator(*parts, self.sampling, *sizes, *place, name, **how)
+            name: Evaluator(
+                *parts,
+                self.sampling,
+                *sizes,  # prompts and samples
+                self.config.run.seed,
+                self.device,
+                name,
+                ranks=self.ranks,
+                shares_engine=self.shares_engine,
+                beat=self.clock.beat,
+            )
             for name, sizes in sets.items()
         }
 

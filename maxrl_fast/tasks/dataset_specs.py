@@ -36,8 +36,7 @@ class DatasetSpec:
     is_question: bool = False  # text is the user message of a chat template, not the whole prompt
     suffix: str = ""  # of prompts that are text
     code_key: str = ""  # of code that follows the question of a line that has it
-    hub: str | None = None  # the default data sets, of NAMED_SETS
-    test_hub: str | None = None
+    hub: tuple[str, str] | None = None  # the default sets to train on and held out, of NAMED_SETS
     gold: GoldAnswer | None = None  # the right answer of a line; None: only the reward reads it
     form: AnswerForm | None = None  # how a response gives the answer that `gold` returns
     reward: str | None = None  # None: the user must name one
@@ -149,8 +148,7 @@ DATASETS = {
         _MATHEMATICS,
         prompt_key="question",
         suffix=" Let's think step by step and output the final answer within \\boxed{}.",
-        hub="gsm8k",
-        test_hub="gsm8k_platinum",
+        hub=("gsm8k", "gsm8k_platinum"),
         gold=gsm8k_answer,
     ),
     # MaxRL on POLARIS, PACS on DeepScaleR, and MATH itself.
@@ -158,8 +156,7 @@ DATASETS = {
         _MATHEMATICS,
         prompt_key="problem",
         suffix="\nPlease reason step by step, and put your final answer within \\boxed{}.",
-        hub="math",
-        test_hub="math500",
+        hub=("math", "math500"),
         gold=math_answer,
         max_new_tokens=2048,
     ),

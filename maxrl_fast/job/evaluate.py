@@ -312,5 +312,4 @@ def _introduction(
         f"{measure.eval_prompts} {measure.split} prompts{distinct} x {measure.samples} samples, "
         f"{', '.join(how)}, at most {sampling.max_new_tokens} tokens; {evaluator.engine.describe()}"
     )
-    if described := evaluator.scorer.describe():
-        yield described
+    yield from evaluator.scorer.source.lines() if evaluator.scorer.source else ()

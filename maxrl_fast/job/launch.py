@@ -136,13 +136,16 @@ def first_lines(run: RunContext, found: list[str]) -> list[str]:
     lines = describe_run(config, run.task, run.policy, run.ranks, start)
     lines.append(describe_files(config, run.policy))
     lines.append(own_options(saved.options, config.flat()) if saved else "")
-    return [*filter(None, (*lines, *found, run.scorer.describe()))]
+    source = run.scorer.source
+    return [*filter(None, (*lines, *found, *(source.lines() if source else ())))]
 
 
 def check_rewards(run: RunContext, warn: Callable[[str], None]) -> None:
     """Score two short rollouts of each of the first two prompts; warn if some rewards fail.
     RewardError if all fail. All ranks must call this."""
-    scorer, task, source = run.scorer.rehearsal(), run.task, run.config.reward.reward_source
+    task, source = run.task, run.config.reward.reward_source
+    # every response is scored, and only if all fail it is an error
+    scorer = replace(run.scorer, max_error_rate=1.0, answer_limit=None)
     answered_task(run.config, task, run.objective)  # or an error
     # rewards that serve only the evaluation may be any number
     is_binary = run.objective.needs.binary and source != "vote"

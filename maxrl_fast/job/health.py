@@ -56,7 +56,7 @@ class Health:
 def broken_rules(
     first: list[Record], recent: list[Record], clip_grad: float = float("inf")
 ) -> list[dict[str, Any]]:
-    """Return the warnings whose conditions hold at the last of the recent steps, up to 20."""
+    """Return the warnings whose conditions hold at the last of the recent steps."""
     last, norms = recent[-STEPS:], [record["grad_norm"] for record in recent]
 
     def mean(name: str, records: list[Record] = last) -> float:
@@ -89,9 +89,8 @@ def broken_rules(
 
 
 def verdict(evaluations: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return what to do where the score of one sample fell from the first evaluation, by step, to
-    the last by more than two standard errors of a rate on so many prompts, or a mean reward by a
-    tenth; "" if it did not."""
+    """Return what to do where the score of one sample fell from the first evaluation to the last by
+    more than two standard errors of a rate on so many prompts, or a mean reward by a tenth."""
     score = score_of(evaluations.values())
     rates = {step: record.get(score, record[PASS])["1"] for step, record in evaluations.items()}
     first, *_, last = rates.values()

@@ -27,8 +27,7 @@ LOGS = (
 
 
 def cut_log(path: Path, size: int) -> bool:
-    """Cut a log off after the last line that ends within `size` bytes; return whether it has
-    fewer."""
+    """Cut a log off after the last line within `size` bytes; return whether it has fewer."""
     content = path.read_bytes() if path.exists() else b""
     if content:
         os.truncate(path, content[:size].rfind(b"\n") + 1)
@@ -36,10 +35,8 @@ def cut_log(path: Path, size: int) -> bool:
 
 
 class RunFiles:
-    """Writes the files of one run into its folder; does nothing unless `is_writer`.
-
-    The logs are cut to their lengths at the checkpoint `saved`. `log_to` is the tracker that gets
-    the numbers too; `warn` is called if it fails later. StorageError if writing fails."""
+    """Writes the files of one run into its folder, if `is_writer`. The logs are cut to their
+    lengths at the checkpoint `saved`. StorageError if writing fails."""
 
     def __init__(
         self,

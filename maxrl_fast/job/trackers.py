@@ -1,4 +1,4 @@
-"""`--log-to tensorboard`, `wandb` or `trackio`: they get the numbers of the logs."""
+"""`--log-to tensorboard`, `wandb` or `trackio`, which get the numbers of the logs."""
 
 import importlib
 import textwrap
@@ -11,8 +11,8 @@ from maxrl_fast.errors import InputError
 
 
 class Tracker:
-    """A run of a tracker, named after its folder `out`; a resumed run continues after `step`. After
-    a failure in the run, a warning, nothing is sent."""
+    """A tracker's run, which continues after `step`. After a failure, a warning, nothing is
+    sent."""
 
     def __init__(
         self, name: str, out: Path, options: dict[str, Any], step: int, warn: Callable[[str], None]

@@ -1,4 +1,4 @@
-"""Reward models, which score responses in the trainer."""
+"""Reward models, in the trainer."""
 
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,7 @@ CLASSIFIER, BATCH = "hf:", 16  # texts
 
 class Classifier(RewardSource):
     """Scores a response by the logit of a classifier with one label, or the probability of the
-    second of two labels, after the chat template if there is one.
-
-    Args:
-        name: hf:DIR.
-    """
+    second of two labels, after the chat template if there is one. `name` is hf:DIR."""
 
     def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
         self.name, self._device = name, device
@@ -63,16 +59,12 @@ class Classifier(RewardSource):
         self._tokenizer.padding_side = "right"
 
     def outcomes(self, rows: Rows, group: int) -> Outcomes:
-        """See `RewardSource.outcomes`. Texts that are longer than the model takes are failures."""
-        encoded, fitting = [self._encode(row) for row in rows], list[int]()
-        for i, tokens in enumerate(encoded):
-            if 0 < len(tokens) <= self._longest:
-                fitting.append(i)
-            else:
-                message = f"the reward model takes 1 to {self._longest} tokens, got {len(tokens)}"
-                yield i, failure("invalid", message)
-        order = sorted(fitting, key=lambda i: len(encoded[i]))
-        size = BATCH if self._can_pad else 1
+        encoded, size = [self._encode(row) for row in rows], BATCH if self._can_pad else 1
+        order = sorted(range(len(rows)), key=lambda i: len(encoded[i]))
+        for i in [i for i in order if not 0 < len(encoded[i]) <= self._longest]:
+            order.remove(i)
+            message = f"the reward model takes 1 to {self._longest} tokens, got {len(encoded[i])}"
+            yield i, failure("invalid", message)
         for batch in (order[start : start + size] for start in range(0, len(order), size)):
             yield None
             rewards = self._forward([encoded[i] for i in batch])

@@ -22,8 +22,8 @@ from rich.console import Console
 from maxrl_fast.config.changes import differing
 from maxrl_fast.config.read import names_of_lists, parse, read_flags
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.scores import label_of, score_of
-from maxrl_fast.evaluation.tables import new_table, shown
+from maxrl_fast.evaluation.scores import score_of
+from maxrl_fast.evaluation.tables import add_scores, new_table
 from maxrl_fast.runtime.output import command, show_help
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.run_folder import RunFolder
@@ -47,7 +47,7 @@ class Run:
     folder: Path
     command: list[str]
     given: dict[str, Any]  # options; the others have their defaults
-    code: int = 0  # of its exit
+    code: int = 0
 
 
 @command
@@ -72,8 +72,8 @@ def main(arguments: Sequence[str]) -> int:
         print("stopped; the same command resumes the sweep")
         return stopped
     if failed := [f"{run.folder.name} (exit code {run.code})" for run in runs if run.code]:
-        text = f"error: {len(failed)} of {len(runs)} runs failed: {', '.join(failed)}"
-        print(text, file=sys.stderr)
+        text = f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}"
+        print(f"error: {text}", file=sys.stderr)
     show_means([run.folder for run in runs if not run.code])
     return int(bool(failed))
 
@@ -150,10 +150,10 @@ def show_means(folders: Sequence[Path]) -> None:
     for name, own in groups.items():
         table.add_section()
         table.add_row(f"{name.strip('_')} {len(own)} seed{'s' * (len(own) > 1)}".strip())
-        first, last = ([log[at][score] for log in own] for at in (0, -1))
-        for k in (k for k in first[0] if all(k in scores for scores in first + last)):
-            before, after = ([scores[k] for scores in end] for end in (first, last))
-            change = mean_over_seeds([y - x for x, y in zip(before, after, strict=True)])
-            means = (f"{statistics.fmean(x):.3f}" for x in (before, after))
-            table.add_row(label_of(score, k), *means, shown(change, "+.3f"))
+        ends = [[log[at][score] for log in own] for at in (0, -1)]
+        ks = [k for k in ends[0][0] if all(k in scores for end in ends for scores in end)]
+        means = [{k: statistics.fmean(x[k] for x in end) for k in ks} for end in ends]
+        pairs = [*zip(*ends, strict=True)]
+        changes = {k: mean_over_seeds([after[k] - first[k] for first, after in pairs]) for k in ks}
+        add_scores(table, score, means, [changes])
     Console().print(table)

@@ -20,10 +20,7 @@ from maxrl_fast.runtime.files import atomic_file, fsync, remove, storing, write_
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.training.objectives.weight import weight_of
 
-LOGS = (
-    *("metrics", "eval", "eval_prompts", "pass_rates"),
-    *("warnings", "samples", "rollouts", "diagnostics"),
-)
+LOGS = "metrics", "eval", "eval_prompts", "pass_rates", "warnings", "samples", "rollouts"
 
 
 def cut_log(path: Path, size: int) -> bool:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +13,6 @@ from maxrl_fast.runtime.files import read_json
 from maxrl_fast.runtime.run_folder import RunFolder
 
 EVALUATION_BYTES = 1 << 28  # eval.json has numbers for each prompt
-MOST_POINTS = 100_000  # diagnosed prompts of one run
 MOST_TEXTS, PROMPT_LENGTH = 1_000, 2_000  # of held-out prompts
 SAMPLE_BYTES = 1 << 24  # all texts of one file of one run
 TEXT_LENGTH, ANSWER_LENGTH, COLUMNS_LENGTH = 20_000, 500, 2_000  # characters of one sample
@@ -41,7 +39,6 @@ class Folder:
     coverage: list[Record] = field(default_factory=list)
     sets: dict[str, list[Record]] = field(default_factory=dict)  # of held-out sets by name
     warnings: list[Record] = field(default_factory=list)
-    points: list[list[float]] = field(default_factory=list)  # pass rates and gradient norms
     # ids, and for each evaluation the correct samples of each prompt
     prompts: Record = field(default_factory=dict)
     samples: list[Record] = field(default_factory=list)  # of evaluations
@@ -66,7 +63,7 @@ def read_folder(path: Path, name: str) -> Folder:
             )
         for kind in ("samples", "rollouts"):
             samples = [*map(_sample, run.log(kind))]
-            setattr(folder, kind, _thinned(samples, _size, SAMPLE_BYTES, kind, folder))
+            setattr(folder, kind, _thinned(samples, kind, folder))
             folder.in_files[kind] = len(samples)
     except (OSError, TypeError, ValueError, LookupError, AttributeError) as error:
         if isinstance(error, InputError):
@@ -88,11 +85,6 @@ def _read_run(run: RunFolder, folder: Folder) -> None:
     folder.weight = read_json(weight) if weight.exists() else unknown
     _read_pass_rates(run, folder)
     folder.warnings = run.log("warnings")
-    lines = run.log("diagnostics")
-    lines = _thinned(lines, lambda x: len(x["ids"]), MOST_POINTS, "diagnostics", folder)
-    for x in lines:
-        points = zip(x["pass_rate"], x["grad_norm"], strict=True)
-        folder.points += [[*point] for point in points if None not in point]
 
 
 def _read_evaluations(records: list[Record], folder: Folder) -> None:
@@ -192,19 +184,13 @@ def _sample(record: Record) -> Record:
     }
 
 
-def _size(sample: Record) -> int:
+def _thinned(lines: list[Record], kind: str, folder: Folder) -> list[Record]:
+    """Return all samples if they fit, else every second, fourth and so on, with a note."""
     texts = ("prompt", "response", "answer", "columns")
-    return 200 + 2 * sum(len(sample[name]) for name in texts)
-
-
-def _thinned(
-    lines: list[Record], size: Callable[[Record], int], most: int, log: str, folder: Folder
-) -> list[Record]:
-    """Return all lines if they fit, else every second, fourth and so on, with a note."""
-    sizes, every = [*map(size, lines)], 1
-    while every < len(lines) and sum(sizes[::every]) > most:
+    sizes, every = [200 + 2 * sum(len(x[name]) for name in texts) for x in lines], 1
+    while every < len(lines) and sum(sizes[::every]) > SAMPLE_BYTES:
         every *= 2
     if every > 1:
-        note = f"one of {every} lines of {log}.jsonl is shown, because there are many"
+        note = f"one of {every} lines of {kind}.jsonl is shown, because there are many"
         folder.notes.append(note)
     return lines[::every]

@@ -55,9 +55,9 @@ def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: 
     Wang et al. 2023): answers [P, n], integers that are equal where the answers to a prompt are,
     -1: none; is_correct bool [P, n] -> float64 [P, len(ks)].
 
-    The mean over NUM_DRAWS random subsets of size k; exact for k = 1 (c / n) and for k = n (one
-    subset). Tied answers count equally. An answer is worth the fraction of correct samples among
-    all that give it. Samples without an answer have no vote, unless none of the k has one."""
+    The mean over NUM_DRAWS random subsets of size k; exact for k = 1 (c / n) and k = n. Tied
+    answers count equally. An answer is worth the fraction of correct samples among all that give
+    it. Samples without an answer have no vote, unless none of the k has one."""
     num_prompts, num_samples = answers.shape
     for k in ks:
         _check_k(num_samples, k)
@@ -73,7 +73,7 @@ def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: 
             if k == 1:
                 result[prompt, column] = right.mean()
                 continue
-            subsets = own[None] if k == num_samples else drawn[:, :k]
+            subsets = drawn[:, :k]
             votes = torch.zeros(len(subsets), len(sizes)).scatter_add_(
                 1, subsets, torch.ones(subsets.shape)
             )
@@ -130,7 +130,7 @@ def _wilson_bounds(values: Tensor, common: Tensor, z: float) -> tuple[Tensor, Te
     return common + above * up - most_below * down, common + most_above * up - below * down
 
 
-def wilson(share: Any, n: int, z: float = 1.96) -> tuple[Any, Any]:
+def wilson(share: Any, n: int, z: float) -> tuple[Any, Any]:
     """Return Wilson's interval of a share, or a tensor of shares, of n."""
     more = z * z / n
     middle, half = share + more / 2, (more * (share * (1 - share) + more / 4)) ** 0.5

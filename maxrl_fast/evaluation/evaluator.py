@@ -58,10 +58,6 @@ class Evaluation:
         """The mean of pass@k over prompts, for k = 1, 2, 4, ... up to n."""
         return mean_max_at_k(is_correct(self.rewards))
 
-    @property
-    def max_at_k(self) -> dict[int, float]:
-        return mean_max_at_k(self.values)
-
     def first(self, count: int) -> "Evaluation":
         """That on the first prompts alone, with the tokens of all."""
         return replace(self, ids=self.ids[:count], rewards=self.rewards[:count])
@@ -70,7 +66,7 @@ class Evaluation:
         """Return the numbers of eval.jsonl."""
         return {
             PASS: {str(k): x for k, x in self.pass_at_k.items()},
-            MAX: {str(k): x for k, x in self.max_at_k.items()},
+            MAX: {str(k): x for k, x in mean_max_at_k(self.values).items()},
             "response_length_mean": self.num_tokens / self.rewards.numel(),
             "truncated": self.num_truncated / self.rewards.numel(),
             "num_tokens": self.num_tokens,

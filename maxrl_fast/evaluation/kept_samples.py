@@ -104,8 +104,8 @@ class KeptSamples:
     def take(self, samples: Samples, rewards: Tensor, components: Components) -> None:
         first = [s for s in range(len(rewards)) if s % samples.num_rollouts < MOST_OF_A_PROMPT]
         chosen = first[: MOST_SAMPLES - len(self.records)]
-        records = sample_records(self._task, samples, rewards, components, chosen)
-        self.records += [{"step": self._step, **record} for record in records]
+        for record in sample_records(self._task, samples, rewards, components, chosen):
+            self.records.append({"step": self._step, **record})
 
 
 class SampleTally:

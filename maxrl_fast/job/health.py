@@ -93,9 +93,8 @@ def verdict(evaluations: Mapping[int, Mapping[str, Any]]) -> str:
     more than two standard errors of a rate on so many prompts, or a mean reward by a tenth."""
     score = score_of(evaluations.values())
     rates = {step: record.get(score, record[PASS])["1"] for step, record in evaluations.items()}
-    first, *_, last = rates.values()
-    num_prompts = next(iter(evaluations.values()))["num_prompts"]
-    if first - last <= (num_prompts**-0.5 if score == PASS else 0.1 * abs(first)):
+    (first, *_, last), [one, *_] = rates.values(), evaluations.values()
+    if first - last <= (one["num_prompts"] ** -0.5 if score == PASS else 0.1 * abs(first)):
         return ""
     best = max(rates, key=rates.__getitem__)
     return f"{label_of(score, 1)} fell by {first - last:.3f}: the best step is {best}; lower --lr"

@@ -69,7 +69,7 @@ class RunFiles:
                 if cut_log(path, saved.logs.get(path.stem, 0) if saved else 0):
                     warn(f"{path} is shorter than at the checkpoint: the lines before it are lost")
             if log_to is not None:
-                is_training = saved is not None and saved.progress.phase == "training"
+                is_training = saved and saved.progress.phase == "training"
                 step = saved.progress.step if saved and is_training else -1
                 self._tracker = Tracker(log_to, out.absolute(), options, step, warn)
         except OSError as error:
@@ -111,9 +111,9 @@ class RunFiles:
 
     def listing(self) -> dict[str, str]:
         found = {"checkpoint": "none was written"}
-        for name, link in (("checkpoint", "latest"), ("best", "best")):
-            if (self.out / link).is_symlink():
-                found[name] = str(self.out / os.readlink(self.out / link))
+        for name, link in ("checkpoint", self.out / "latest"), ("best", self.out / "best"):
+            if link.is_symlink():
+                found[name] = str(self.out / link.readlink())
         files = {"curves": "curves.png", "metrics": "metrics.jsonl", "evaluations": "eval.jsonl"}
         return found | {name: str(self.out / file) for name, file in files.items()}
 

@@ -22,10 +22,10 @@ class Tracker:
             if name == "tensorboard":
                 self._target: Any = _TensorBoard(out / name, step)
                 return
-            # folders of the same name in different places are different runs
-            identity = f"{out.name}-{zlib.crc32(str(out).encode()):08x}"
-            own = {"id": identity, "dir": str(out)} if name == "wandb" else {}
-            own |= {"project": "maxrl_fast", "name": out.name, "resume": "allow"}
+            own = {"project": "maxrl_fast", "name": out.name, "resume": "allow"}
+            if name == "wandb":  # folders of the same name in different places are different runs
+                identity = f"{out.name}-{zlib.crc32(str(out).encode()):08x}"
+                own |= {"id": identity, "dir": str(out)}
             self._target = importlib.import_module(name)
             self._target.init(config=options, **own)
         except Exception as error:  # no API key, no network, bad settings
@@ -60,11 +60,11 @@ class _TensorBoard:
         for x in records:
             shown = (f"{name} {x[name]}" for name in ("id", "reward", "tokens", "truncated"))
             text = f"{x['prompt']}\n--- response:\n{x['response']}"
-            text = text.encode(errors="backslashreplace").decode()
             # an indented block of Markdown, which no text can end
             block = textwrap.indent(text, "    ", lambda line: True)
             texts.append(f"##### {', '.join(shown)}\n\n{block}")
-        self._writer.add_text("samples", "\n\n".join(texts), step)
+        whole = "\n\n".join(texts).encode(errors="backslashreplace").decode()
+        self._writer.add_text("samples", whole, step)
         self._writer.flush()
 
     def finish(self) -> None:

@@ -115,7 +115,7 @@ def load(name: str) -> Callable[..., Any]:
         raise LoadError(f"{place} has no {attribute}{nearest(attribute, names)}")
     if not callable(function):
         raise LoadError(f"{attribute} in {place} is not a function: {SHORT_REPR.repr(function)}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -16,9 +16,8 @@ def step_metrics(
     lr: float,
     train_seconds: float,
 ) -> dict[str, float]:
-    """Return the metrics of a step (docs/metrics.md), given its advantages [S].
-
-    A loss's own metrics are summed over the updates if they are integers, else averaged."""
+    """Return the metrics of a step (docs/metrics.md), given its advantages [S]. A loss's own are
+    summed over the updates if they are integers, else averaged."""
     rewards, rollouts = batch.all_rewards, batch.raw_rollouts
     solved = rewards > 0.5  # False for an unknown reward (NaN)
     known = rewards if batch.valid is None else rewards[~rewards.isnan()]
@@ -46,8 +45,7 @@ def step_metrics(
         return sum(getattr(update, name) for update in updates) / len(updates)
 
     def over_targets(name: str) -> float:
-        # In later updates the policy has changed, which would look like an error of the rollout
-        # engine.
+        # in later updates the policy's change would look like an error of the rollout engine
         read = updates[:1] if name == "logprob_diff" else updates
         if num_targets := sum(update.num_targets for update in read):
             return sum(getattr(update, name) for update in read) / num_targets

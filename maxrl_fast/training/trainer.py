@@ -39,8 +39,7 @@ class StepRecord:
 
 @dataclass
 class Trainer:
-    """Trains a policy. Each of `updates_per_step` optimizer updates uses an equal share of a step's
-    prompts.
+    """Each of `updates_per_step` optimizer updates uses an equal share of a step's prompts.
 
     With `ahead` A, step n + A is sampled in a thread while step n trains, with the weights that
     step n begins with. Its engine must not compute where the policy is changed:
@@ -66,8 +65,8 @@ class Trainer:
     _sampled: float = 0.0  # when the last batch of the thread was there
 
     def __post_init__(self) -> None:
-        # Without this Python would kill the thread at exit, which aborts the process if the thread
-        # is inside PyTorch. The thread keeps its trainer; others are freed.
+        # Python would kill the thread at exit, which aborts the process if it is inside PyTorch.
+        # The thread keeps its trainer; others are freed.
         own = weakref.ref(self)
         atexit.register(lambda: (x := own()) and x._coming and wait([x._coming], EXIT_SECONDS))
 

@@ -13,21 +13,14 @@ from maxrl_fast.training.optimizer import LearningRate
 
 @dataclass
 class WarmStart:
-    """Trains the policy on one solution per prompt.
-
-    Args:
-        learner: with the loss "reinforce"; with advantage 1 it is the mean negative log-likelihood
-            of the solution tokens.
-        takes_prompts: whether it uses up training prompts, so that reinforcement learning starts
-            after them.
-    """
+    """Trains the policy on one solution per prompt."""
 
     task: Task
-    learner: Learner
+    learner: Learner  # with the loss "reinforce", of advantages 1
     learning_rate: LearningRate
     batch: int  # prompts of a step
     device: torch.device
-    takes_prompts: bool = True
+    takes_prompts: bool = True  # it uses up training prompts; the others are for what follows
 
     @property
     def num_steps(self) -> int:

@@ -18,7 +18,6 @@ from maxrl_fast.runtime.device import to_device
 
 
 def pack(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Return token lists as tokens [T] and cu_seqlens [S+1]."""
     tokens = torch.tensor([*chain(*sequences)], dtype=torch.int64)
     return tokens, cumulative(torch.tensor([*map(len, sequences)], dtype=torch.int64))
 
@@ -28,7 +27,6 @@ def unpack(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
 
 
 def cumulative(lengths: Tensor) -> Tensor:
-    """Return cu_seqlens [S+1] of lengths [S]."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
@@ -101,9 +99,7 @@ class Ragged(ABC):
         cls, parts: Sequence[Self], across: Callable[[Tensor], Tensor] | None = None
     ) -> Self:
         """Concatenate the fields that all parts have; what belongs to a whole is the first part's.
-
-        across: concatenates a tensor with those of other ranks, which call this together. Tuples
-        are then left out."""
+        across: of a tensor with those of other ranks; tuples are then left out."""
         fields, joined = _fields(cls), dict[str, Any]()
         columns = {name: [getattr(part, name) for part in parts] for name in fields}
         has_all = torch.tensor([[all(x is not None for x in own) for own in columns.values()]])
@@ -190,8 +186,6 @@ class Packed(Ragged):
 
 @dataclass(frozen=True)
 class Prompts(Packed):
-    """G prompts."""
-
     SPACES = PROMPT, TOKEN
 
     tokens: Annotated[Tensor, TOKEN, torch.int64]  # [sum of prompt lengths], packed
@@ -326,7 +320,6 @@ class Rollouts(Packed):
         return sequence_sums(self.logprobs, self.lengths) / self.lengths.clamp_min(1)
 
     def padded_tokens(self, fill: int) -> Tensor:
-        """Return tokens [S, longest], right-padded with `fill`."""
         width = int(self.lengths.max()) if len(self) else 0
         padded = self.tokens.new_full((len(self), width), fill)
         padded.view(-1)[padded_slots(self.lengths, width)] = self.tokens
@@ -348,7 +341,6 @@ class Samples(Ragged):
         return {PROMPT: items, SEQUENCE: sequences.flatten()}
 
     def weighted(self, factors: Tensor) -> Self:
-        """Multiply factors [T] into the importance weights."""
         if self.rollouts.importance_weights is not None:
             factors = factors * self.rollouts.importance_weights
         return replace(self, rollouts=replace(self.rollouts, importance_weights=factors))

@@ -27,8 +27,6 @@ Components = tuple[dict[str, float], ...]
 
 @dataclass(frozen=True)
 class Needs:
-    """What an objective needs."""
-
     reference: bool = False  # a frozen copy of the policy from the start of reinforcement learning
     greedy: bool = False  # the reward of the greedy response to each prompt
     binary: bool = False  # rewards of 0 or 1
@@ -130,13 +128,7 @@ class RolloutBatch(Samples):
 
 @dataclass(frozen=True)
 class RolloutCollector:
-    """Samples and scores a step's rollouts.
-
-    Args:
-        schedule: says how many rollouts each prompt gets; None: N.
-        policy_reward: scores the responses instead of the scorer; not where the objective needs
-            greedy responses or parts.
-        truncated: of --truncated: keep, zero or mask."""
+    """Samples and scores a step's rollouts."""
 
     task: Task
     engine: Engine
@@ -146,14 +138,15 @@ class RolloutCollector:
     num_rollouts: int  # N
     seed: int = 0
     device: torch.device = CPU
-    schedule: Schedule | None = None
+    schedule: Schedule | None = None  # how many rollouts each prompt gets; None: N
     needs: Needs = Needs()
+    # scores in place of the scorer; not where the objective needs greedy responses or parts
     policy_reward: PolicyReward | None = None
     length_penalty: LengthPenalty | None = None  # added to the rewards that the objective sees
     clock: Stopwatch = field(default_factory=Stopwatch)
     ranks: Ranks = field(default_factory=Ranks)
     shares_engine: bool = False  # the engine samples for several ranks, which call it together
-    truncated: str = "keep"
+    truncated: str = "keep"  # or "zero" or "mask"
 
     def collect(self, step: int, first_prompt: int) -> RolloutBatch:
         """Return G prompts from index `first_prompt` on, N rollouts of each, or as many as the
@@ -175,7 +168,6 @@ class RolloutCollector:
     def _in_rounds(
         self, schedule: Schedule, step: int, first_prompt: int, means: MetricAccumulator
     ) -> RolloutBatch:
-        """Sample until the schedule asks for nothing."""
         most, prompts, parts, num_drawn = self.num_rollouts, None, list[RolloutBatch](), 0
         # where the samples of each prompt stand in the parts, one after another; -1: not drawn
         index = torch.full((0, most), -1, device=self.device)
@@ -241,7 +233,7 @@ class RolloutCollector:
         self, step: int, prompts: Prompts, begun: int, count: int, means: MetricAccumulator
     ) -> RolloutBatch:
         """Return `count` samples of each prompt, from number `begun` on; rewards are NaN if not
-        known, and those of greedy responses repeated for each sample."""
+        known, greedy ones repeated."""
         clock, ranks, scorer, needs = self.clock, self.ranks, self.scorer, self.needs
         first, own = ranks.part(len(prompts))  # the prompts that this rank samples
         scorer.pop_metrics()  # drop those of an evaluation, or of greedy responses

@@ -122,11 +122,8 @@ class Learner:
         self.accumulated = [*earlier, plan]
 
     def optim_step(self, *, when: str, lr: float) -> UpdateMetrics:
-        """Clip the sum of the gradients and take the optimizer's step; `when` is for messages.
-
-        Raises:
-            NonFiniteError: naming the prompts and what was not finite; the weights are unchanged.
-        """
+        """Clip the sum of the gradients and take the optimizer's step; `when` is for messages, such
+        as NonFiniteError's, which names the prompts and leaves the weights unchanged."""
         plans, self.accumulated = self.accumulated, []
         like = torch.zeros(1 + len(LossSums._fields), dtype=torch.float64, device=self.device)
         sums = self.passes.total([done for x in plans for done in x.done], like)
@@ -221,7 +218,6 @@ class Learner:
         return samples, advantages, found, tokens.metrics
 
     def _values(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """Return each token's log-prob and entropy, and for SIREN its nucleus entropy."""
         values = self.passes.logprobs_and_entropies(model, batch, hidden)
         more = [self._nucleus_entropies(hidden)[:, None].float()] if self.settings.siren else []
         return torch.cat([values, *more], 1)
@@ -310,8 +306,8 @@ class Learner:
         return loss, metrics["divergence"].double().sum()
 
     def with_reference(self, samples: Samples, num_updates: int = 1) -> Rollouts:
-        """Return the rollouts with their log-probs under the reference policy, if there is one,
-        packed as by the updates, so that both policies round nearly alike."""
+        """Return the rollouts with log-probs under the reference policy, if there is one, packed as
+        by the updates, so that both policies round nearly alike."""
         if self.reference is None and samples.teacher_prompts is None:
             return samples.rollouts
         read = Samples(samples.teacher_prompts or samples.prompts, samples.rollouts)
@@ -325,13 +321,11 @@ class Learner:
             self.critic.start_from(self.model)
 
     def set_reference(self) -> None:
-        """Copy the current policy into the reference policy, unless that is a teacher."""
+        """Copy the policy into the reference policy, unless that is a teacher."""
         if self.reference is not None and self.copies_policy:
             self.reference.load_state_dict(self.model.state_dict())
 
     def _refuse(self, plans: list[Plan], when: str, loss: float, grad_norm: float) -> NoReturn:
-        """Say what was not finite and for which prompts; TeacherError if it came from the reference
-        policy."""
         name = find_nonfinite(dict(self.model.named_parameters()))
         wrong = "" if name is None else f"the weight {name} is not finite"
         wrong = wrong or next(filter(None, map(_wrong_loss, plans)), "")
@@ -343,7 +337,7 @@ class Learner:
 
 
 def _wrong_loss(plan: Plan) -> str:
-    """Return which micro-batch of this rank has a loss that is not finite, or ""."""
+    """Say which micro-batch of this rank has a loss that is not finite, or ""."""
     for sequences, sums in plan.done:
         of_batch = LossSums(*sums[:-1].tolist())
         if not math.isfinite(of_batch.loss):

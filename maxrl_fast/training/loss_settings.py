@@ -26,7 +26,6 @@ class LossSettings(LossTerms):
     seed: int = 0  # of losses that draw tokens
 
     def denominator(self, lengths: Tensor) -> float:
-        """Return the denominator of the summed loss of responses of these lengths [S]."""
         if self.aggregation == "token_mean":
             return float(lengths.sum())
         per_response = self.max_new_tokens if self.aggregation == "seq_sum_constant" else 1
@@ -50,7 +49,6 @@ class LossSettings(LossTerms):
         return bool(self.masks or self.spec.statistics or self.siren)
 
     def has_gradient(self, advantages: Tensor) -> Tensor:
-        """Return which sequences [S] have a gradient."""
         if self.divergence_coef or self.siren or self.needs_every_token:
             return torch.ones_like(advantages, dtype=torch.bool)
         return advantages != 0

@@ -60,9 +60,8 @@ def take_step(
     *numbers: Tensor,
 ) -> tuple[float, list[Tensor]]:
     """Clip the gradients and take the optimizer's step. Return the norm before clipping, and the
-    numbers on the host, of which the first is the loss.
-
-    refuse: called with loss and norm where one is not finite; the weights are unchanged."""
+    numbers on the host. refuse: called with the first, the loss, and the norm where one is not
+    finite; the weights are unchanged."""
     norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), clip_grad))
     # one read before the step: values that are not finite must not change the weights
     norm, *read = to_host(norm, *numbers)

@@ -155,7 +155,6 @@ class Packer:
         return torch.cat([self.prompts.tokens, self.rollouts.all_tokens])
 
     def positions(self, sequences: Tensor) -> Tensor:
-        """Return the packed positions of the chosen rollouts' tokens, on the rollouts' device."""
         positions, _ = gather_sequences(self._on_host[1], sequences)
         return to_device(self.rollouts.tokens.device, positions)[0]
 

@@ -57,17 +57,14 @@ class Passes:
     shares_weights: bool
 
     def packer(self, samples: Samples, advantages: Tensor | None = None) -> Packer:
-        """Return the packer of these samples; advantages [S] default to 0."""
         if advantages is None:
             advantages = torch.zeros(len(samples.rollouts), device=samples.rollouts.tokens.device)
         return Packer(samples.prompts, samples.rollouts, advantages, self.shares_all)
 
     def micro_batches(self, packer: Packer, sequences: Tensor) -> Iterator[Pass]:
-        """Yield this rank's passes over the chosen sequences.
-
-        All ranks run the same number, because each pass exchanges gradients or sharded weights. A
-        rank with fewer micro-batches repeats the shortest response.
-        """
+        """Yield this rank's passes over the chosen sequences. All ranks run the same number,
+        because each exchanges gradients or sharded weights: a rank with fewer micro-batches repeats
+        the shortest response."""
         shares = packer.share(sequences, self.ranks.size)
         parts = [packer.split(share, self.token_budget) for share in shares]
         own, num_passes = parts[self.ranks.rank], max(map(len, parts))
@@ -99,11 +96,10 @@ class Passes:
         return kept
 
     def total(self, kept: Kept, like: Tensor) -> Tensor:
-        """Return the kept numbers, added over all micro-batches and ranks; their shape is like."""
+        """Add the kept numbers, shaped like `like`, over micro-batches and ranks."""
         return self.ranks.sum(sum((numbers for _, numbers in kept), torch.zeros_like(like)))
 
     def logprobs(self, model: PolicyModel, samples: Samples, *shares: Tensor) -> Tensor:
-        """Return the log-probs under `model` of the chosen samples' tokens, as `compute`."""
         return self.compute(self.logprobs_and_entropies, model, samples, *shares)[:, 0]
 
     def logprobs_and_entropies(

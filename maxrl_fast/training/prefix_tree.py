@@ -19,8 +19,8 @@ def ranges(starts: Integers, lengths: Integers) -> Integers:
 
 
 def beginnings(sequences: list[bytes]) -> tuple[Integers, Integers]:
-    """Return how many int64 numbers sequences [n] have, and how many each begins with like the one
-    before it; 0 for the first."""
+    """Return how many int64 numbers sequences [n] have, and how many each shares with the one
+    before it."""
     lengths = np.array([len(x) // 8 for x in sequences], dtype=np.int64)
     numbers, starts = np.frombuffer(b"".join(sequences), np.int64), lengths.cumsum() - lengths
     both = np.minimum(lengths[1:], lengths[:-1])
@@ -79,8 +79,7 @@ class SortedRows:
         return self._sorted[0].argsort()
 
     def common(self, rows: Integers) -> Integers:
-        """Return with how many tokens each row begins like the one before it, of a lower rank; 0
-        for the first."""
+        """Return with how many tokens each row begins like the one before it, of a lower rank."""
         between = np.repeat(self.ranks[rows] + 1, 2)[1:-1]
         least = np.minimum.reduceat(np.append(self._sorted[1], 0), between)[::2]
         return np.append(0, least)[: len(rows)]

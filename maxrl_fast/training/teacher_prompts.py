@@ -18,8 +18,6 @@ NUM_TRIED = 64  # prompts that are checked before the first step, of a task that
 
 @dataclass(frozen=True)
 class TeacherPrompts:
-    """Makes the teacher's prompts."""
-
     task: Task
     source: str  # ANSWER, the prompt with the reference answer after it, or FILE.py:FUNCTION
     limit: int  # the longest prompt in tokens, which leaves room for the response
@@ -28,7 +26,6 @@ class TeacherPrompts:
         return self._of(prompts.ids.tolist()).to(prompts.tokens.device)
 
     def check(self) -> None:
-        """Make all training prompts of a data set; raises as a call."""
         if self.source == ANSWER:
             check_answers(self.task, f"--teacher-prompt {ANSWER}")
         elif not isinstance(self.task, TextTask):

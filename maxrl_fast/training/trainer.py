@@ -71,8 +71,8 @@ class Trainer:
         atexit.register(lambda: (x := own()) and x._coming and wait([x._coming], EXIT_SECONDS))
 
     def settle(self) -> list[RolloutBatch]:
-        """Wait for the batch that is being sampled, if any, and raise its error. The engine then
-        has nothing to do; return `waiting`."""
+        """Wait for the batch that is being sampled, if any, and raise its error; return
+        `waiting`."""
         if self._coming is not None:
             with self.clock("wait for samples"):
                 wait([self._coming])  # an interrupt leaves it
@@ -86,7 +86,6 @@ class Trainer:
         return replace(batch, sampled_after=weights)
 
     def load_engine(self) -> None:
-        """Give the engine the newest weights, as for an evaluation."""
         self.settle()
         with self.clock("weights to rollout"):
             self.engine.load_weights(self.learner.model)
@@ -106,7 +105,6 @@ class Trainer:
         return waiting.pop(0)
 
     def step(self, n: int, first_prompt: int) -> StepRecord:
-        """Take step n, counted from 1, on the prompts from index `first_prompt` on."""
         clock = self.clock
         learner, objective = self.learner, self.objective
         lr = self.learning_rate.at(n)

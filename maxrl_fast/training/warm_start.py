@@ -31,7 +31,6 @@ class WarmStart:
         return self.num_steps * self.batch if self.takes_prompts else 0
 
     def steps(self, done: int = 0) -> Iterator[tuple[int, float]]:
-        """Take the steps after the first `done`; yield each step's number and loss."""
         for step in range(done + 1, self.num_steps + 1):
             prompts, solutions = self.task.demonstrations((step - 1) * self.batch, self.batch)
             samples = Samples(prompts.to(self.device), solutions.to(self.device))

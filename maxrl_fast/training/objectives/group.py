@@ -161,7 +161,6 @@ class _Step(ObjectiveStep):
         return entropies[batch.rollouts.by_token(batch.valid.flatten())]
 
     def prepare(self) -> None:
-        """Find the log-probs that the log-ratios are to."""
         batch, ratio, learner = self.batch, self.objective.ratio, self.learner
         self.others = batch.rollouts.ref_logprobs
         if ratio == "log_ratios":

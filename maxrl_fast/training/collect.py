@@ -63,17 +63,17 @@ class RolloutBatch(Samples):
     raw_rollouts: Annotated[Rollouts, SEQUENCE]
     task_rewards: Annotated[Tensor, PROMPT]  # [G, N] float32; 0 if not known
     rewards: Annotated[Tensor, PROMPT]  # [G, N] float32, which the objective sees
-    # [G, N] bool, whose reward is known; None: all. A rollout that was not drawn has no tokens
-    valid: Annotated[Tensor | None, PROMPT]
-    greedy_rewards: Annotated[Tensor | None, PROMPT]  # [G], of the greedy response to each prompt
     # [any number, N] of all sampled groups, including replaced ones; NaN if not known or not drawn
     all_rewards: Tensor
     num_tokens: int  # of all sampled responses, not counting greedy ones
-    rollout_seconds: float
-    metrics: dict[str, float]  # of sampling, scoring and the correction
-    warning: str  # about failed rewards; empty if none failed
     # [S], of this rank's rewards; {} for other ranks' samples, unless the objective needs them
     components: Annotated[Components, SEQUENCE]
+    # [G, N] bool, whose reward is known; None: all. A rollout that was not drawn has no tokens
+    valid: Annotated[Tensor | None, PROMPT] = None
+    greedy_rewards: Annotated[Tensor | None, PROMPT] = None  # [G], of greedy responses
+    rollout_seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)  # of sampling, scoring, correction
+    warning: str = ""  # about failed rewards
     # [G, N, R] float32, each of several rewards; NaN if it does not apply or is not known
     reward_terms: Annotated[Tensor | None, PROMPT] = None
     term_weights: tuple[float, ...] = ()  # [R]
@@ -281,11 +281,9 @@ class RolloutCollector:
             raw_rollouts=rollouts,
             task_rewards=rewards,
             rewards=rewards,
-            valid=None,
             greedy_rewards=greedy,
             all_rewards=rewards,
             num_tokens=len(rollouts.tokens),
-            rollout_seconds=0.0,
             metrics={f"reward_{kind}": number for kind, number in failed.items()},
             warning=warning,
             components=tuple(parts),

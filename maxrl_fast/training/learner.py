@@ -125,8 +125,8 @@ class Learner:
         """Clip the sum of the gradients and take the optimizer's step; `when` is for messages, such
         as NonFiniteError's, which names the prompts and leaves the weights unchanged."""
         plans, self.accumulated = self.accumulated, []
-        like = torch.zeros(1 + len(LossSums._fields), dtype=torch.float64, device=self.device)
-        sums = self.passes.total([done for x in plans for done in x.done], like)
+        done = [done for x in plans for done in x.done]
+        sums = self.passes.total(done, 1 + len(LossSums._fields), self.device)
         of_loss, refuse = plans[-1].own, partial(self._refuse, plans, when)
         how = self.model, self.optimizer, lr, self.clip_grad, refuse
         grad_norm, (found, *read) = take_step(*how, sums, *of_loss.values())

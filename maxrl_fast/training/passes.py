@@ -95,9 +95,10 @@ class Passes:
                 kept.append((chosen, numbers))
         return kept
 
-    def total(self, kept: Kept, like: Tensor) -> Tensor:
-        """Add the kept numbers, shaped like `like`, over micro-batches and ranks."""
-        return self.ranks.sum(sum((numbers for _, numbers in kept), torch.zeros_like(like)))
+    def total(self, kept: Kept, count: int, device: torch.device) -> Tensor:
+        """Add the kept numbers [count] over micro-batches and ranks."""
+        none = torch.zeros(count, dtype=torch.float64, device=device)
+        return self.ranks.sum(sum((numbers for _, numbers in kept), none))
 
     def logprobs(self, model: PolicyModel, samples: Samples, *shares: Tensor) -> Tensor:
         return self.compute(self.logprobs_and_entropies, model, samples, *shares)[:, 0]

@@ -143,7 +143,7 @@ def update_critic(
         values, at = values_of(hidden, critic.model.output_matrix), batch.target_index
         of_tokens = value_loss(values, old_values[at], returns[at], critic.value_clip)
         part = of_tokens.sum() * (size / num_tokens)  # gradients become means over the ranks
-        return part, part.detach().double() / size
+        return part, part.detach().double().view(1) / size
 
     def refuse(loss: float, norm: float) -> NoReturn:
         raise CriticError(
@@ -152,7 +152,7 @@ def update_critic(
 
     zero_gradients(critic.model)
     done = learner.passes.accumulate(critic.module, packer, sequences, loss_of)
-    total = learner.passes.total(done, returns.new_zeros((), dtype=torch.float64))
+    total = learner.passes.total(done, 1, returns.device)
     how = critic.model, critic.optimizer, critic.lr, CLIP_GRAD, refuse
     norm, (loss,) = take_step(*how, total)
     return float(loss), norm

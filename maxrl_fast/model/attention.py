@@ -112,23 +112,22 @@ class Forest:
         """Return the index of the keys that each segment attends to, and the attention; made once
         for all layers. The window becomes 0 where no sequence is longer."""
         key = window, softcap
-        if key in self.copies:
-            return self.copies[key]
-        rows = torch.arange(int(self.lengths.sum())).split(self.lengths.tolist())
-        paths: list[Tensor] = []  # the tokens of each segment after those above
-        for own, parent in zip(rows, self.parents.tolist(), strict=True):
-            paths.append(torch.cat([paths[parent], own]) if parent >= 0 else own)
-        window = window if window < max(map(len, paths), default=0) else 0
-        if window:
-            pairs = zip(paths, rows, strict=True)
-            paths = [x[max(len(x) - len(own) - window + 1, 0) :] for x, own in pairs]
-        lengths = self.lengths, torch.tensor([len(x) for x in paths], dtype=torch.int64)
-        spec = VarlenSpec(*lengths, self.device, causal=True, window=window, softcap=softcap)
-        self.copies[key] = torch.cat([torch.arange(0), *paths]).to(self.device), spec
+        if key not in self.copies:
+            rows = torch.arange(int(self.lengths.sum())).split(self.lengths.tolist())
+            paths: list[Tensor] = []  # the tokens of each segment after those above
+            for own, parent in zip(rows, self.parents.tolist(), strict=True):
+                paths.append(torch.cat([paths[parent], own]) if parent >= 0 else own)
+            window = window if window < max(map(len, paths), default=0) else 0
+            if window:
+                pairs = zip(paths, rows, strict=True)
+                paths = [x[max(len(x) - len(own) - window + 1, 0) :] for x, own in pairs]
+            lengths = self.lengths, torch.tensor([len(x) for x in paths], dtype=torch.int64)
+            spec = VarlenSpec(*lengths, self.device, causal=True, window=window, softcap=softcap)
+            self.copies[key] = torch.cat([torch.arange(0), *paths]).to(self.device), spec
         return self.copies[key]
 
 
-class _MergedAttention(torch.autograd.Function):
+class MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, forest: Forest) -> Tensor:
         o, lse = flash.forward(q, k, v, forest.segments)
@@ -204,13 +203,9 @@ def tree_attention(
             out: Tensor = _VariantAttention.apply(q, k, v, variant.sinks, index, spec)
             return out
     if has_kernel(q.device, q.dtype, q.shape[-1]):
-        own: Tensor = _TreeAttention.apply(q, k, v, forest.lengths, forest.parents)
-        return own
-    return merged_attention(q, k, v, forest)
-
-
-def merged_attention(q: Tensor, k: Tensor, v: Tensor, forest: Forest) -> Tensor:
-    out: Tensor = _MergedAttention.apply(q, k, v, forest)
+        out = _TreeAttention.apply(q, k, v, forest.lengths, forest.parents)
+    else:
+        out = MergedAttention.apply(q, k, v, forest)
     return out
 
 
@@ -230,12 +225,13 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 
 class _TreeAttention(torch.autograd.Function):
+    """Raises ValueError if lengths [M] do not add up to U, or parents [M] are not those of segments
+    in depth-first order."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, parents: Tensor
     ) -> Tensor:
-        """Raises ValueError if lengths [M] do not add up to U, or parents [M] are not those of
-        segments in depth-first order."""
         call, q, k, v = KernelLaunch(q.device), q.contiguous(), k.contiguous(), v.contiguous()
         o = torch.empty_like(q)
         # the log-sum-exp to base 2
@@ -259,12 +255,10 @@ class _TreeAttention(torch.autograd.Function):
         call.launch(
             "tree_attention_backward",
             **_inputs(call, q, k, v, lengths, parents),
-            o=call.address("o", o, q.dtype, q.shape),
-            lse=call.address("lse", lse, torch.promote_types(q.dtype, torch.float32), q.shape[:2]),
+            o=o,
+            lse=lse,
             grad=call.address("grad", grad, q.dtype, q.shape),
-            grad_q=grads[0],
-            grad_k=grads[1],
-            grad_v=grads[2],
+            **dict(zip(("grad_q", "grad_k", "grad_v"), grads, strict=True)),
         )
         return *grads, None, None
 
@@ -278,21 +272,15 @@ def _inputs(
             f"{q.dtype} {tuple(q.shape)} and {k.dtype} {tuple(k.shape)}"
         )
     (num_tokens, heads, head_dim), key_heads = q.shape, k.shape[1]
-    shape, num_segments = (num_tokens, key_heads, head_dim), len(lengths)
-
-    def integers(name: str, x: Tensor) -> int:
-        return call.address(name, x.contiguous(), torch.int64, (num_segments,))
-
+    segments = {"lengths": lengths.contiguous(), "parents": parents.contiguous()}
     return {
         "dtype": q.dtype,
         "num_tokens": num_tokens,
-        "num_segments": num_segments,
-        "lengths": integers("lengths", lengths),
-        "parents": integers("parents", parents),
+        "num_segments": len(lengths),
+        **call.addresses(torch.int64, len(lengths), **segments),
         "heads": heads,
         "key_heads": key_heads,
         "head_dim": head_dim,
         "q": call.address("q", q, q.dtype, q.shape),
-        "k": call.address("k", k, q.dtype, shape),
-        "v": call.address("v", v, q.dtype, shape),
+        **call.addresses(q.dtype, num_tokens, key_heads, head_dim, k=k, v=v),
     }

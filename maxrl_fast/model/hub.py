@@ -59,19 +59,18 @@ def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) ->
     repository, revision = _parts(name)
     if revision is not None and _COMMIT.fullmatch(revision):
         return name
-    hub, offline = _hub(), ""
+    hub = _hub()
     try:
-        hub.HfApi().model_info(repository, revision=revision, timeout=REACH_SECONDS)
+        info = hub.HfApi().model_info(repository, revision=revision, timeout=REACH_SECONDS)
+        commit = info.sha
     except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError) as error:
-        said = _sentence(name, error)
         missing = "" if model.startswith(HUB) else f"there is no folder {model}, and "
-        raise InputError(missing + said) from error
+        raise InputError(missing + _sentence(name, error)) from error
     except Exception as error:  # of the network, TLS, a proxy, HTTP, or HF_HUB_OFFLINE
-        offline = _first_line(error)
-    commit = _snapshot(name, SMALL_FILES, offline).name
-    if offline:
+        cause = _first_line(error)
+        commit = _snapshot(name, SMALL_FILES, cause).name
         warn(
-            f"the hub cannot be reached ({offline}); the model is the copy of {name} in the cache, "
+            f"the hub cannot be reached ({cause}); the model is the copy of {name} in the cache, "
             f"of commit {commit}"
         )
     return f"{HUB}{repository}@{commit}"
@@ -115,21 +114,15 @@ def _snapshot(name: str, files: tuple[str, ...], offline: str = "") -> Path:
     """Return the folder with these files; `offline`: why only the cache is asked."""
     hub, (repository, revision) = _hub(), _parts(name)
     hub.get_session().timeout = STALL_SECONDS  # requests that list files have no limit otherwise
+    chosen = {"allow_patterns": [*files], "local_files_only": bool(offline)}
     try:
-        return Path(
-            hub.snapshot_download(
-                repository,
-                revision=revision,
-                allow_patterns=[*files],
-                local_files_only=bool(offline),
-            )
-        )
+        return Path(hub.snapshot_download(repository, revision=revision, **chosen))
     except Exception as error:  # of the network, HTTP, the disk, or an answer that is not valid
         raise InputError(_sentence(name, error, offline)) from error
 
 
 def _sentence(name: str, error: Exception, offline: str = "") -> str:
-    hub = _hub()
+    hub, repository = _hub(), _parts(name)[0]
     token = (
         "an access token of an account that may read it must be in the environment variable "
         f"HF_TOKEN, which {'is not set' if hub.get_token() is None else 'has none'}"
@@ -138,10 +131,10 @@ def _sentence(name: str, error: Exception, offline: str = "") -> str:
         cause = offline or _first_line(error.__cause__ or error)
         return f"the hub cannot be reached ({cause}), and its cache does not have {name}"
     if isinstance(error, hub.errors.GatedRepoError):
-        terms = f"{hub.constants.ENDPOINT}/{_parts(name)[0]}"
+        terms = f"{hub.constants.ENDPOINT}/{repository}"
         return f"{name} is gated: accept its terms at {terms}; {token}"
     if isinstance(error, hub.errors.RepositoryNotFoundError):
-        return f"the hub has no model {_parts(name)[0]}, or it is private; then {token}"
+        return f"the hub has no model {repository}, or it is private; then {token}"
     return f"cannot download {name}: {_first_line(error)}"
 
 

@@ -107,7 +107,7 @@ class HuggingFacePolicy(PolicyModel):
         tokens: Tensor,
         positions: Tensor,
         attention: Callable[..., Tensor],
-        rows: Tensor,
+        rows: Tensor | None,
         dtype: torch.dtype = torch.float32,
         recurrence: Recurrence | None = None,
     ) -> Tensor:
@@ -119,8 +119,8 @@ class HuggingFacePolicy(PolicyModel):
                 _set_checkpointing(block)
         with within(Pass(attention, recurrence, -1)):
             inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
-            output = self.body(**inputs, use_cache=False)
-        return self.padded(choose_rows(output[0][0], rows))
+            hidden = self.body(**inputs, use_cache=False)[0][0]
+        return self.padded(hidden if rows is None else choose_rows(hidden, rows))
 
     def padded(self, hidden: Tensor) -> Tensor:
         """Add a column of 1 [R, H + 1] where the output layer has a bias."""
@@ -171,13 +171,6 @@ class HuggingFacePolicy(PolicyModel):
 
         for _, group in itertools.groupby(merged_weights(self.hf), key=block_of):
             yield from revert_weight_conversion(self.hf, dict(group)).items()
-
-    @torch.no_grad()
-    def copy_weights(self, policy: Any) -> None:
-        """Adapters are merged."""
-        own = dict(itertools.chain(self.hf.named_parameters(), self.hf.named_buffers()))
-        for name, weight in merged_weights(policy.hf):
-            own[name].copy_(weight)
 
 
 def _block_names(model: Any) -> list[str]:

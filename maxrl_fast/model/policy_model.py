@@ -1,6 +1,7 @@
 """What training, rollouts and checkpoints need of a policy."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from maxrl_fast.model.linear import merged_weights
 from maxrl_fast.model.recurrence import Recurrence
 
 Change = Callable[[Tensor], Tensor] | None  # of weights
@@ -51,6 +53,11 @@ class PolicyModel(nn.Module):
         return c.num_attention_heads, c.num_key_value_heads, c.head_dim
 
     @property
+    def device(self) -> torch.device:
+        device: torch.device = self.lm_head.weight.device
+        return device
+
+    @property
     def output_matrix(self) -> Tensor:
         """[V, H]; sharded weights are gathered from forward to backward pass."""
         weight: Tensor = self.lm_head.weight
@@ -78,12 +85,12 @@ class PolicyModel(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         attention: Callable[..., Tensor],
-        rows: Tensor,
+        rows: Tensor | None,
         dtype: torch.dtype = torch.float32,
         recurrence: Recurrence | None = None,
     ) -> Tensor:
-        """Return the final hidden states [R, H] in `dtype`, after the last norm, of `rows` [R] of a
-        packed stream of tokens and positions [U], all int64.
+        """Return the final hidden states [R, H] in `dtype`, after the last norm, of `rows` [R], or
+        all, of a packed stream of tokens and positions [U], all int64.
 
         attention: called once a layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and
         an AttentionVariant if the layer has one; after the last one only `rows` are computed.
@@ -106,6 +113,13 @@ class PolicyModel(nn.Module):
             elif not p.requires_grad:
                 memo[id(p)] = p
         return copy.deepcopy(self, memo)
+
+    @torch.no_grad()
+    def copy_weights(self, policy: nn.Module) -> None:
+        """Copy the weights of a policy like this one; its adapters are merged."""
+        own = dict(itertools.chain(self.named_parameters(), self.named_buffers()))
+        for name, weight in merged_weights(policy):
+            own[name].copy_(weight)
 
     def unshard(self) -> None:
         """Gather the weights outside the layers, which gather theirs. FSDP2 overrides this."""

@@ -26,7 +26,6 @@ Prompt = str | Sequence[Message]
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Its code is never executed."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -61,16 +60,15 @@ class ControlTokens:
         template = tokenizer.chat_template or ""
         # several, by name
         source = template if isinstance(template, str) else "".join(map(str, template.values()))
-        added = tokenizer.added_tokens_decoder
-        special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-        special |= {i: token.content for i, token in added.items() if token.special}
-        written = {
+        texts = {
             i: token.content
-            for i, token in added.items()
-            if _is_control(token.content, source)
+            for i, token in tokenizer.added_tokens_decoder.items()
+            if token.special
+            or _is_control(token.content, source)
             or (includes_thinking and token.content in THINKING)
         }
-        self.texts = {i: text for i, text in (written | special).items() if text.strip()}
+        texts |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        self.texts = {i: text for i, text in texts.items() if text.strip()}
         # the id of all text that the tokenizer does not know
         self._ids = self.texts.keys() - {tokenizer.unk_token_id}
         self._pattern = any_of(self.texts.values())

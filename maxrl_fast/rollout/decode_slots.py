@@ -12,14 +12,13 @@ from maxrl_fast.model.attention import (
     Forest,
     tree_attention,
 )
-from maxrl_fast.model.flash import padded_rows
-from maxrl_fast.model.policy_model import PolicySizes
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.model.recurrence import Run, States, over_forest
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout import sampling as sampler
 from maxrl_fast.rollout.decode_attention import Cache, Groups, Step
-from maxrl_fast.rollout.decode_model import DecodeModel, HuggingFaceModel
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import ROWS, sample
 
@@ -99,7 +98,7 @@ class DecodeSlots:
 
     def __init__(
         self,
-        model: DecodeModel | HuggingFaceModel,
+        model: PolicyModel,
         shape: Shape,
         dtype: torch.dtype,
         in_kernel: bool,
@@ -108,6 +107,7 @@ class DecodeSlots:
         """stream: on which steps are captured. Its graphs must be dropped together, as they share
         its cuBLAS workspace."""
         c, self.model, self.shape, self.in_kernel = model.config, model, shape, in_kernel
+        self.dtype = dtype
         device = model.device
         self.bytes = shape.cache_bytes(c, dtype)
 
@@ -160,7 +160,7 @@ class DecodeSlots:
 
     @property
     def has_graphs(self) -> bool:
-        return isinstance(self.model, DecodeModel) and uses_graphs(self.last.device)
+        return isinstance(self.model, Decoder) and uses_graphs(self.last.device)
 
     def cache(self, layer: int, k: Tensor, v: Tensor) -> tuple[Cache, Cache]:
         if layer not in self.caches:
@@ -211,9 +211,8 @@ class DecodeSlots:
             self.states[layer].store(self.all_rows[rows], after, ~self.done[rows])
             return out
 
-        hidden = self.model(
-            self.last[rows], self.shift[rows] + length, attention, recurrence=recurrence
-        )
+        stream = self.last[rows], self.shift[rows] + length
+        hidden = self.model(*stream, attention, None, self.dtype, recurrence)
         logits = self.model.logits(hidden)
         if sampling.max_turns > 1:
             at = length.clamp_max(self.shape.limit - 1)  # [rows], a copy
@@ -255,7 +254,9 @@ class DecodeSlots:
         (-1: none)."""
         lengths = prompts.lengths
         forest = Forest.roots(lengths)
-        tile = padded_rows(prompts.cu_seqlens[:-1], lengths)[0]  # [g, longest]
+        offsets = torch.arange(int(lengths.max()), device=lengths.device)
+        # [g, longest]; what is beyond a prompt's end is masked
+        tile = (prompts.cu_seqlens[:-1, None] + offsets).clamp_max(len(prompts.tokens) - 1)
 
         def prefill(
             layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
@@ -277,7 +278,7 @@ class DecodeSlots:
         members, n = torch.arange(self.group_size, device=slots.device), self.group_size
         rows = (slots[:, None] * n + members).flatten()  # [g * group_size]
         ends = prompts.cu_seqlens[1:] - 1
-        hidden = self.model(prompts.tokens, positions, prefill, ends, recurrence)
+        hidden = self.model(prompts.tokens, positions, prefill, ends, self.dtype, recurrence)
         samples = samples.flatten()
         self.prompt_lengths[slots] = lengths.int()
         self.shift[rows] = lengths.repeat_interleave(self.group_size) - 1

@@ -10,19 +10,18 @@ that waits for the reply to its turn keeps its row, and steps compute it in vain
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.huggingface import HuggingFacePolicy
+from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
 from maxrl_fast.rollout import NativeEngine, RolloutRequest, RolloutStatistics, decode_slots
 from maxrl_fast.rollout import sampling as sampler
 from maxrl_fast.rollout.decode_attention import has_kernel
-from maxrl_fast.rollout.decode_model import DecodeModel, HuggingFaceModel
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.episodes import Turns, finished
 from maxrl_fast.rollout.sampling import LOGIT_BYTES, ROWS
@@ -40,22 +39,33 @@ def _rounded(n: int) -> int:
     return power * 3 // 4 if power >= 4 and n <= power * 3 // 4 else power
 
 
+def decoding_copy(policy: PolicyModel, dtype: torch.dtype) -> PolicyModel:
+    """Return a copy of a policy in the compute dtype, without gradients. Its weights keep their
+    addresses, which CUDA graphs read."""
+    if isinstance(policy, Decoder):
+        copied: Any = Decoder.empty(policy.config, policy.device, dtype)
+        copied.pack()
+    else:
+        (own,), device = policy.bare or (policy,), policy.device
+        copied = own.copied(lambda x: torch.zeros_like(x, dtype=dtype, device=device))
+        copied.to(device)  # buffers keep their dtype
+        copied.checkpoint_activations = False
+    copied.requires_grad_(False)
+    copied.copy_weights(policy)
+    return cast(PolicyModel, copied)
+
+
 class DeviceEngine(NativeEngine):
     """A copy of any policy, and slots, which grow to hold the largest call."""
 
     def __init__(self, model: PolicyModel, dtype: torch.dtype, **limits: Any):
         super().__init__(model, dtype, **limits)
-        self.model: DecodeModel | HuggingFaceModel
-        self.in_kernel = False  # whether attention runs in the CUDA kernel
-        if isinstance(model, HuggingFacePolicy):
-            self.model = HuggingFaceModel(model, dtype)
-        else:
-            self.model = DecodeModel(model.config, self.device, dtype)
-            self.in_kernel = has_kernel(model.config, dtype, self.device)
+        self.model = decoding_copy(model, dtype)
+        # whether attention runs in the CUDA kernel
+        self.in_kernel = isinstance(model, Decoder) and has_kernel(model.config, dtype, self.device)
         # PyTorch's default is a stream of the first capture's device; each keeps 32 MiB for cuBLAS
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.batch: DecodeSlots | None = None
-        self.load_weights(model)
 
     def bytes_of(self, slots: int, rows: int, prompt_width: int, limit: int) -> int:
         return Shape(slots, rows, 1, prompt_width, limit).cache_bytes(self.model.config, self.dtype)
@@ -63,10 +73,11 @@ class DeviceEngine(NativeEngine):
     def describe(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         how = f"native (PyTorch, {dtype}"
-        if isinstance(self.model, HuggingFaceModel):
-            how = f"native ({self.model.policy.backend}, {dtype}"
+        if not isinstance(self.model, Decoder):
+            how = f"native ({self.model.backend}, {dtype}"
         elif self.device.type == "cuda":
-            own_kernels = {"attention": self.in_kernel, "layers": self.model.ops is KERNELS}
+            is_own = self.model.ops(self.dtype) is KERNELS
+            own_kernels = {"attention": self.in_kernel, "layers": is_own}
             how += ", CUDA graphs" + "".join(
                 f", {x} in {'CUDA' if yes else 'PyTorch'}" for x, yes in own_kernels.items()
             )
@@ -85,7 +96,7 @@ class DeviceEngine(NativeEngine):
             self.batch = None
 
     def load_weights(self, model: PolicyModel) -> None:
-        self.model.load_weights(model)
+        self.model.copy_weights(model)
 
     @torch.no_grad()
     def serve(self, request: RolloutRequest, prompt: int, own: int) -> Rollouts:

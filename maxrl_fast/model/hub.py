@@ -59,16 +59,16 @@ def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) ->
     repository, revision = _parts(name)
     if revision is not None and _COMMIT.fullmatch(revision):
         return name
-    hub = _hub()
+    hub, cause = _hub(), ""
     try:
-        info = hub.HfApi().model_info(repository, revision=revision, timeout=REACH_SECONDS)
-        commit = info.sha
+        hub.HfApi().model_info(repository, revision=revision, timeout=REACH_SECONDS)
     except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError) as error:
         missing = "" if model.startswith(HUB) else f"there is no folder {model}, and "
         raise InputError(missing + _sentence(name, error)) from error
     except Exception as error:  # of the network, TLS, a proxy, HTTP, or HF_HUB_OFFLINE
         cause = _first_line(error)
-        commit = _snapshot(name, SMALL_FILES, cause).name
+    commit = _snapshot(name, SMALL_FILES, cause).name  # which notes the branch's for offline runs
+    if cause:
         warn(
             f"the hub cannot be reached ({cause}); the model is the copy of {name} in the cache, "
             f"of commit {commit}"

@@ -88,10 +88,8 @@ class DeviceEngine(NativeEngine):
         return self.bytes_of(1, 0, prompt_length, 0), self.bytes_of(0, 1, 0, max_new_tokens)
 
     def sleep(self) -> None:
-        """Free a KV cache that takes much of the device's memory.
-
-        The next call allocates it and captures its graphs again, which takes tens of milliseconds.
-        """
+        """Free a KV cache that takes much of the device's memory; to allocate it and capture its
+        graphs again takes tens of milliseconds."""
         if self.batch is not None and self.batch.bytes > KEPT_SHARE * memory_bytes(self.device):
             self.batch = None
 
@@ -102,8 +100,7 @@ class DeviceEngine(NativeEngine):
     def serve(self, request: RolloutRequest, prompt: int, own: int) -> Rollouts:
         prompts, num_samples, sampling = request.prompts, request.num_samples, request.sampling
         budget, max_batch, limit = self.cache_bytes, self.max_batch, sampling.max_new_tokens
-        row, token = own, self.bytes_of(1, 0, 1, 0)
-        longest = int(prompts.lengths.max())
+        row, token, longest = own, self.bytes_of(1, 0, 1, 0), int(prompts.lengths.max())
         in_kernel = sampler.has_kernel(sampling, self.dtype, self.device)
         if decode_slots.uses_graphs(self.device) and not in_kernel:
             filtered = LOGIT_BYTES * ROWS * self.model.config.vocab_size
@@ -113,20 +110,25 @@ class DeviceEngine(NativeEngine):
         group_size = max(1, min(num_samples, max_batch, (budget - width * token) // row))
         slots = max(1, min(max_batch // group_size, budget // (group_size * row + width * token)))
         slots = min(slots, len(prompts) * -(-num_samples // group_size))
-        shape = new = Shape(slots, slots * group_size, group_size, width, limit)
+        shape = Shape(slots, slots * group_size, group_size, width, limit)
         # Graphs are captured and replayed on the current device.
         is_gpu = self.device.type == "cuda"
         with torch.cuda.device(self.device) if is_gpu else contextlib.nullcontext():
-            if self.batch is None or not self.batch.shape.holds(shape):
-                if self.batch is not None and self.batch.shape.limit == limit:
-                    both = shape.joined(self.batch.shape)
-                    if both.cache_bytes(self.model.config, self.dtype) <= budget:
-                        new = both
-                self.batch = None  # and its graphs, before the new one is allocated
-                self.batch = DecodeSlots(self.model, new, self.dtype, self.in_kernel, self.stream)
-            self.batch.begin(slots, group_size, sampling)
-            rollouts, self.statistics = _Job(request, self.batch, self.config.vocab_size).run()
+            batch = self._batch_of(shape, budget)
+            batch.begin(slots, group_size, sampling)
+            rollouts, self.statistics = _Job(request, batch, self.config.vocab_size).run()
             return rollouts
+
+    def _batch_of(self, shape: Shape, budget: int) -> DecodeSlots:
+        """Return slots that hold a shape: the present ones, or larger ones if they fit."""
+        if self.batch is None or not self.batch.shape.holds(shape):
+            if self.batch is not None and self.batch.shape.limit == shape.limit:
+                both = shape.joined(self.batch.shape)
+                is_small = both.cache_bytes(self.model.config, self.dtype) <= budget
+                shape = both if is_small else shape
+            self.batch = None  # and its graphs, before the new one is allocated
+            self.batch = DecodeSlots(self.model, shape, self.dtype, self.in_kernel, self.stream)
+        return self.batch
 
 
 class _Job:
@@ -134,23 +136,20 @@ class _Job:
         self.turns = None if request.environments is None else Turns(request, vocab_size)
         self.waiting: dict[int, int] = {}  # samples that wait for a reply, and their rows
         self.prompts, self.sampling, self.batch = request.prompts, request.sampling, batch
-        self.keys = keys = request.keys()
-        self.beat = request.beat
-        num_samples, device = request.num_samples, keys.device
-        shape = (len(keys), self.sampling.max_new_tokens)
-        self.results = {
-            "tokens": torch.zeros(shape, dtype=torch.int64, device=device),
-            "logprobs": torch.zeros(shape, device=device),
-            "length": torch.zeros(len(keys), dtype=torch.int64, device=device),
+        self.beat, self.keys = request.beat, request.keys()
+        count, of_rows = len(self.keys), ("tokens", "logprobs", "length")
+        self.results = {  # [S, limit] or [S]
+            name: getattr(batch, name).new_zeros(count, *getattr(batch, name).shape[1:])
+            for name in of_rows
         }
         # A prompt with more than group_size samples has several groups, the last padded with -1.
-        samples = torch.arange(len(keys), device=device).view(-1, num_samples)
-        padding = -num_samples % batch.group_size
+        samples = torch.arange(count, device=self.keys.device).view(-1, request.num_samples)
+        padding = -request.num_samples % batch.group_size
         padded = torch.nn.functional.pad(samples, (0, padding), value=-1)
         self.groups = padded.view(-1, batch.group_size)
-        self.groups_per_prompt = (num_samples + padding) // batch.group_size
+        self.groups_per_prompt = padded.shape[1] // batch.group_size
         self.next_group = self.steps = 0
-        self.is_stored = torch.zeros(len(keys), dtype=torch.bool)
+        self.is_stored = torch.zeros(count, dtype=torch.bool)
         self.pinned: list[Tensor] = []
         self.prefill_seconds = 0.0
 
@@ -238,11 +237,9 @@ class _Job:
         return copy_to_host(state, self.pinned[0])
 
     def _finish(self, state: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Store the results of samples that had ended in a state, and are not stored yet.
-
-        Returns which rows are active, which are held by samples that are active or wait, and their
-        lengths, all [rows] on the host. Only this waits for the device.
-        """
+        """Store the results of samples that had ended in a state. Returns which rows are active,
+        which are held by samples that are active or wait, and their lengths, all [rows] on the
+        host. Only this waits for the device."""
         batch = self.batch
         done, samples, lengths = state()[:, : batch.rows].clone()
         active = done == 0

@@ -26,15 +26,13 @@ LARGEST_HEAD = 256
 
 
 def merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention over two sets of keys, from that over each: o [..., D], l [...]."""
+    """Join the attentions over two sets of keys: o [..., D], l [...]."""
     weight = torch.sigmoid(l1 - l2)[..., None].to(o1.dtype)  # exp(l1 - l)
     return torch.lerp(o2, o1, weight), torch.logaddexp(l1, l2)
 
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """What an attention does besides softmax(q k^T / sqrt(D)) v over all earlier tokens."""
-
     window: int = 0  # a token attends to the last `window` tokens, itself included; 0: to all
     softcap: float = 0.0  # scores s become softcap * tanh(s / softcap); 0: they stay
     # [Hq]: scores of one more key for each head, whose value is 0 (gpt-oss)
@@ -51,7 +49,7 @@ PLAIN_ATTENTION = AttentionVariant()
 @dataclass(frozen=True)
 class Forest:
     """Segments of tokens in depth-first order: a token attends to the earlier ones of its segment,
-    to itself, and to all of the segments above."""
+    itself, and all of the segments above."""
 
     lengths: Tensor  # [M] int64, tokens of each segment, at least 1, on the host
     parents: Tensor  # [M] int64, the segment above, before it in the order; -1: none; on the host
@@ -61,7 +59,7 @@ class Forest:
 
     @classmethod
     def roots(cls, lengths: Tensor) -> "Forest":
-        """Packed causal sequences, for tensors on the device of lengths [M]."""
+        """Packed causal sequences of lengths [M], for tensors on their device."""
         on_host = lengths.cpu()
         return cls(on_host, torch.full_like(on_host, -1), lengths.device)
 
@@ -76,8 +74,7 @@ class Forest:
 
     @cached_property
     def ends(self) -> Tensor:
-        """[M] int64, where the tokens below each segment end: token i sees token j where j <= i <
-        end of j's segment."""
+        """[M] int64: token i sees token j where j <= i < end of j's segment."""
         return self.lengths.cumsum(0)[self.last]
 
     @cached_property
@@ -86,9 +83,9 @@ class Forest:
 
     @cached_property
     def levels(self) -> list[tuple[Tensor, Tensor, VarlenSpec]]:
-        """Level d: all tokens below the segments at depth d attend to those segments. The indices
-        of these queries and keys, and their attention, without segments that have nothing below:
-        FlashAttention starts blocks for each."""
+        """The queries and keys of each depth, and their attention: all tokens below a segment
+        attend to it. Segments with nothing below are left out: FlashAttention starts blocks for
+        each."""
         stops = self.lengths.cumsum(0)
         below = self.ends - stops  # [M] tokens
         # segments before each that have not ended
@@ -105,12 +102,11 @@ class Forest:
 
     @cached_property
     def padded(self) -> Levels:
-        """The segments in batches, depth by depth, for layers with a state."""
         return levels_of(self.lengths, self.parents, self.device)
 
     def copied_keys(self, window: int, softcap: float) -> tuple[Tensor, VarlenSpec]:
-        """Return the index of the keys that each segment attends to, and the attention; made once
-        for all layers. The window becomes 0 where no sequence is longer."""
+        """Return the index of the keys that each segment attends to, and the attention, whose
+        window is 0 where no sequence is longer."""
         key = window, softcap
         if key not in self.copies:
             rows = torch.arange(int(self.lengths.sum())).split(self.lengths.tolist())
@@ -192,11 +188,9 @@ class _VariantAttention(torch.autograd.Function):
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, forest: Forest, variant: AttentionVariant = PLAIN_ATTENTION
 ) -> Tensor:
-    """Return causal attention of each segment over the segments above it and itself.
-
-    q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of `forest`; Hq is a multiple of Hkv.
-    Returns [U, Hq, D]. Differentiable in q, k, v and the variant's sinks.
-    """
+    """Return causal attention of each segment over the segments above it and itself [U, Hq, D], for
+    q [U, Hq, D], k and v [U, Hkv, D] of a forest of U tokens. Differentiable in q, k, v and
+    sinks."""
     if not variant.is_plain:
         index, spec = forest.copied_keys(variant.window, variant.softcap)
         if spec.window or spec.softcap or variant.sinks is not None:

@@ -95,7 +95,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the rotary angles at positions [U], each [U, 1, D/2] float32."""
+    """Return cos and sin of the angles at positions [U], each [U, 1, D/2] float32."""
     even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     exponents = even / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents  # rounded as transformers does
@@ -213,8 +213,6 @@ class Body(nn.Module):
 
 
 class Decoder(PolicyModel):
-    """Decoder over a packed stream of tokens; the caller supplies the attention function."""
-
     config: DecoderConfig
     tables: tuple[Tensor, Tensor] | None = None  # rotary_table of all positions
 

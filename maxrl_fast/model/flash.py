@@ -30,11 +30,8 @@ Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 @dataclass(frozen=True)
 class VarlenSpec:
-    """Varlen attention: sequence b of the packed queries attends to sequence b of the packed keys.
-
-    In a causal sequence the last query attends to all keys, and each query before it to one key
-    fewer. A sequence without queries may have keys; one with queries must have keys.
-    """
+    """Sequence b of the packed queries attends to sequence b of the packed keys. In a causal one
+    the last query attends to all keys, and each query before it to one key fewer."""
 
     q_lengths: Tensor  # [B] int64, on the host
     k_lengths: Tensor  # [B] int64, on the host
@@ -50,7 +47,7 @@ class VarlenSpec:
 
     @cached_property
     def varlen(self) -> tuple[Tensor, Tensor, int, int]:
-        """cu_seqlens of queries and keys, int32 [B+1] on the device, and their maximum lengths."""
+        """cu_seqlens of queries and keys, int32 [B+1] on the device, and the longest."""
         cu_q, cu_k = to_device(
             self.device, *(cumulative(x).to(torch.int32) for x in (self.q_lengths, self.k_lengths))
         )
@@ -74,18 +71,15 @@ class VarlenSpec:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
-    """Return softmax attention with scores scaled by D**-0.5, and its log-sum-exp.
-
-    q [Tq, Hq, D], k and v [Tk, Hkv, D], packed as in `spec`; Hq is a multiple of Hkv. Returns o
-    [Tq, Hq, D] and l [Tq, Hq] (float32; float64 for float64 inputs).
-    """
+    """Return softmax attention with scores scaled by D**-0.5 [Tq, Hq, D], and its log-sum-exp [Tq,
+    Hq], at least float32, for packed q [Tq, Hq, D], k and v [Tk, Hkv, D]."""
     return kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap).forward(q, k, v, spec)
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
 ) -> Gradients:
-    """Return the gradients of q, k and v; o and lse may be merged with another attention."""
+    """o and lse may be merged with another attention."""
     kernel = kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap)
     return kernel.backward(grad, q, k, v, o, lse, spec)
 
@@ -109,7 +103,7 @@ def kernel_for(
 
 @cache
 def _is_recent(device: torch.device) -> bool:
-    """Whether the GPU is Ampere or newer, which FlashAttention needs."""
+    """FlashAttention needs Ampere or newer."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -119,12 +113,9 @@ def choose(
     heads: tuple[int, int, int],
     is_anywhere: Callable[[bool], bool] = lambda failed: failed,
 ) -> list[str]:
-    """Activate the first installed implementation that computes the right numbers on this GPU, if
-    any. Returns sentences on what was tried.
-
-    heads: numbers of query and key heads, head size. is_anywhere: whether a flag is set on any
-    rank, because all ranks take the same implementation.
-    """
+    """Activate the first installed implementation that computes the right numbers on this GPU with
+    these numbers of query and key heads and head size. Returns sentences on what was tried.
+    is_anywhere: whether a flag is set on any rank, because all take the same."""
     sentences = list[str]()
     if kernel_for(device, dtype, heads[2]) is REFERENCE:
         return []
@@ -159,8 +150,8 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype, heads: tuple[int
 
 
 def _probe(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> float:
-    """Return the largest relative error of a forward and backward pass and of decoding, against
-    float32 PyTorch."""
+    """Return the largest relative error of forward and backward pass and decoding, against float32
+    PyTorch."""
     lengths, generator = torch.tensor([129, 3, 64]), torch.Generator().manual_seed(0)
     spec = VarlenSpec(lengths, lengths, device, causal=True)
     q, k, v, grad = (
@@ -193,8 +184,8 @@ def attend_prompts(
     width: int,
     lengths: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return `forward` of queries starts[g] to starts[g + 1] - 1, at most `most`, to the first
-    lengths [G] (int32) keys from cache_starts[g] on, of which there are `width`."""
+    """`forward` of queries starts[g] to starts[g + 1] - 1, at most `most`, to the first lengths [G]
+    (int32) of `width` keys from cache_starts[g] on."""
     # With a maximum query length of 1 the kernel reorders heads.
     sizes = starts, cache_starts, max(most, 2), width
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -282,7 +273,7 @@ def _flash_attn_backward(
 
 
 def _by_head(x: Tensor, key_heads: int) -> Tensor:
-    """Return [B, Hkv, R, L, ...] of [B, L, Hkv R, ...]; R query heads share a key head."""
+    """Return [B, Hkv, R, L, ...] of [B, L, Hkv R, ...]."""
     return x.unflatten(2, (key_heads, -1)).movedim(1, 3)
 
 
@@ -296,7 +287,6 @@ def _upcast(*tensors: Tensor) -> list[Tensor]:
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor, softcap: float) -> Tensor:
-    """Return [B, Hkv, R, Lq, Lk], for q [B, Hkv, R, Lq, D] and k [B, Hkv, 1, Lk, D]."""
     scores = (q @ k.transpose(-1, -2)).mul_(q.shape[-1] ** -0.5)
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
@@ -306,8 +296,8 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, softcap: float) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute `forward` for q [B, Lq, Hq, D], k and v [B, Lk, Hkv, D], where mask [B, Lq, Lk] bool
-    is true. Returns o [B, Lq, Hq, D], 0 for a query of no key, and l [B, Lq, Hq]."""
+    """Return o [B, Lq, Hq, D], 0 for a query of no key, and l [B, Lq, Hq], for k and v [B, Lk, Hkv,
+    D] where mask [B, Lq, Lk] is true."""
     wide_q, wide_k, wide_v = (_by_head(x, k.shape[2]) for x in _upcast(q, k, v))
     scores = _scores(wide_q, wide_k, mask, softcap)
     lse = scores.logsumexp(-1).clamp_min(torch.finfo(scores.dtype).min)

@@ -25,9 +25,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def check_model(model: str, wanted: str = FOLDER) -> str | None:
-    """Return hf://ORG/NAME[@REVISION] for a model of the hub, None for a directory, offline.
-    ORG/NAME alone is a model of the hub, unless the directory ORG exists. `wanted`: for messages.
-    """
+    """Return hf://ORG/NAME[@REVISION] for a model of the hub, None for a directory. ORG/NAME alone
+    is of the hub, unless the directory ORG exists. `wanted`: for messages."""
     path, of_the_hub = Path(model), f"a model of the hub is {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION"
     if model.startswith(HUB):
         if not _NAME.fullmatch(model.removeprefix(HUB)):
@@ -51,8 +50,7 @@ def check_model(model: str, wanted: str = FOLDER) -> str | None:
 
 def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) -> str:
     """Return what a run records as its model: the path without links, since a run moves its
-    `latest`, or hf://ORG/NAME@COMMIT. `warn` is called if the cached copy is used because the hub
-    cannot be reached."""
+    `latest`, or hf://ORG/NAME@COMMIT. `warn` is told where only the cache can be asked."""
     name = check_model(model, wanted)
     if name is None:
         return str(Path(model).resolve())
@@ -78,7 +76,7 @@ def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) ->
 
 @lru_cache(8)
 def directory_of(model: str, with_weights: bool = False) -> Path:
-    """Return the directory of a model, downloading what is not in the cache."""
+    """Download what is not in the cache."""
     if not model.startswith(HUB):
         return Path(model)
     directory = _snapshot(model, SMALL_FILES + WEIGHT_FILES * with_weights)

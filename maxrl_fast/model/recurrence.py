@@ -19,11 +19,8 @@ from maxrl_fast.runtime.device import to_device
 
 
 class States:
-    """transformers' cache of one layer: states [n, ...] before a call, and then after it.
-
-    Attributes:
-        conv_states, recurrent_states: by the index that a layer with several gives them.
-    """
+    """transformers' cache of one layer: states [n, ...] before a call, and then after it, by the
+    index that a layer with several gives them."""
 
     record_past = True  # a single token is convolved with what was before it, not in place
 
@@ -53,7 +50,7 @@ class States:
     def update_conv_state(
         self, new: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **_: Any
     ) -> Tensor:
-        """Return the columns [n, C, L] after those kept before, whose last ones are kept."""
+        """Return the columns [n, C, L] after those kept before; the last ones are kept."""
         if self._mask is not None:
             new = new * self._mask[:, None].to(new.dtype)
         before = self.conv_states.get(state_idx)
@@ -129,18 +126,16 @@ def levels_of(lengths: Tensor, parents: Tensor, device: torch.device, shortest: 
 
     Roots are padded before their tokens, where a state of zeros stays zero; segments that end a
     sample after them. A segment between has its state only at the end of a batch, so those of a
-    batch have one length; with fewer than `shortest` tokens, at least 2, it is read again by each
-    segment below it, which costs less (a chunk of transformers' rules has 64 tokens).
-
-    Prompts abc and de; responses uvw and uvx to abc, yz to de, in the stream abcuvwxdeyz:
+    batch have one length; with fewer than `shortest` tokens it is read again by each segment below
+    it, which costs less (a chunk of transformers' rules has 64). Prompts abc and de; responses uvw
+    and uvx to abc, yz to de, in the stream abcuvwxdeyz:
 
         shortest 2:   depth 0   a b c    depth 1   u v   y z    depth 2   w .
                                 . d e                                     x .
         shortest 64:  depth 0   a b c    depth 1   u v                    uv is read three times,
                                 . d e              u v w                  and its output is taken
                                                    u v x                  from the first
-                                                   y z .
-    """
+                                                   y z ."""
     inner, segments = {*parents.tolist()}, list[_Segment]()
     own = torch.arange(int(lengths.sum())).split(lengths.tolist())
     for i, (tokens, p) in enumerate(zip(own, parents.tolist(), strict=True)):
@@ -169,7 +164,7 @@ def levels_of(lengths: Tensor, parents: Tensor, device: torch.device, shortest: 
 
 
 def _batch(chosen: list[_Segment], above: list[int], device: torch.device) -> tuple[Batch, Tensor]:
-    """Return a batch of segments of one depth, whose states before are in these rows, and the
+    """Return a batch of segments of one depth, whose states before are in rows `above`, and the
     tokens of the stream whose outputs are taken from it."""
     is_root = chosen[0].depth == 0
     # a single token would change the state in place
@@ -186,8 +181,7 @@ def _batch(chosen: list[_Segment], above: list[int], device: torch.device) -> tu
 
 
 def over_forest(run: Run, hidden: Tensor, levels: Levels) -> tuple[Tensor, States]:
-    """Return a layer's output [U, H] for the stream [U, H] of a forest, and its states after each
-    root, in their order."""
+    """Return a layer's output for the stream [U, H] of a forest, and its states after each root."""
     done = list[Tensor]()
     states = roots = States({}, {}, None)
     for depth in levels.depths:

@@ -48,13 +48,10 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer, which delimit messages and texts: forged, if in a prompt's
-    text.
-
-    An added token is a control token if it is marked special, is written like one (<|...|>), or is
-    in the chat template: ChatML's tokens are often added without the mark. White space, words such
-    as roles, punctuation, and, without `includes_thinking`, <think> are not.
-    """
+    """The tokens of a tokenizer that delimit messages and texts: forged, if in a prompt's text. An
+    added token is one if it is marked special, is written like one (<|...|>), or is in the chat
+    template: ChatML's are often added without the mark. White space, words such as roles,
+    punctuation, and, without `includes_thinking`, <think> are not."""
 
     def __init__(self, tokenizer: Any, includes_thinking: bool = False):
         template = tokenizer.chat_template or ""
@@ -88,8 +85,7 @@ class ControlTokens:
                 )
 
     def divide(self, text: str, mark: str) -> str:
-        """Return the text with marks inside what would be read as control tokens: its parts between
-        the marks have none."""
+        """Put marks inside what would be read as control tokens: the parts between have none."""
         divided = self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], text)
         ids = {i for part in divided.split(mark) for i in self._encode(part)}
         return mark.join(text) if ids & self._ids else divided
@@ -127,8 +123,8 @@ def tokenizer_files(directory: Path) -> dict[str, bytes]:
 
 
 def saved_files(tokenizer: Any, directory: Path, template: str | None) -> dict[str, bytes]:
-    """Return the files with which checkpoints have the tokenizer of a directory: those there, and
-    what transformers saves beside them. template: in place of its own."""
+    """Return the files of a directory, and what transformers saves beside them. template: in place
+    of its own."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = tokenizer_files(Path(folder)) | tokenizer_files(directory)

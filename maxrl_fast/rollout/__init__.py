@@ -49,8 +49,8 @@ class Sampling:
 
 
 def cut(rollouts: Rollouts, sampling: Sampling) -> Rollouts:
-    """Return responses of one turn up to where `sampling.end_of`, which no engine knows, ends them:
-    later tokens count as never sampled, and a response that ends is not truncated."""
+    """End responses where `sampling.end_of`, which no engine knows, ends them: later tokens count
+    as never sampled, and a response that ends is not truncated."""
     if sampling.end_of is None:
         return rollouts
     ends = [*map(sampling.end_of, unpack(rollouts.tokens, rollouts.lengths))]
@@ -96,7 +96,6 @@ class RolloutRequest:
         return sample_keys(self.seed, self.step, *of_samples)
 
     def name_of(self, sample: int) -> str:
-        """Return how messages call a sample s = g N + n."""
         group, number = divmod(sample, self.num_samples)
         return f"sample {self.first_sample + number} of prompt {int(self.prompts.ids[group])}"
 
@@ -136,7 +135,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class RolloutStatistics:
-    """What the native engine's last call of `generate` took, for benchmarks."""
+    """Of the native engine's last call of `generate`, for benchmarks."""
 
     prefill_seconds: float = 0.0  # for the prompts and the first token of each response
     decode_seconds: float = 0.0
@@ -162,16 +161,14 @@ class Engine(Protocol):
 
         In an episode a stop token ends a turn, which is submitted. The episode ends with turn
         max_turns, with a reply that is the last, or truncated: by the length limit, also where a
-        reply leaves no room for another sampled token. Log-probs are as in `Rollouts`; at
-        temperature 0 they are 0. Those that the engine cannot know are NaN, and training refuses
-        them.
-        """
+        reply leaves no room for another sampled token. Log-probs are as in `Rollouts`; 0 at
+        temperature 0. Those that the engine cannot know are NaN, and training refuses them."""
 
 
 class NativeEngine(Engine):
-    """What our own engines share: a copy of the policy in the compute dtype, which serves requests.
-    cache_bytes: limit of the KV cache, in PyTorch with a step's tensors; samples beyond it wait.
-    max_batch: samples decoded at a time."""
+    """What our own engines share: a copy of the policy in the compute dtype. cache_bytes: limit of
+    the KV cache, in PyTorch with a step's tensors; samples beyond it wait. max_batch: samples
+    decoded at a time."""
 
     def __init__(
         self,
@@ -187,15 +184,15 @@ class NativeEngine(Engine):
         self.statistics = RolloutStatistics()
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Return the KV-cache bytes of a prompt and of a response."""
+        """Of a prompt and of a response in the KV cache."""
         raise NotImplementedError
 
     def serve(self, request: RolloutRequest, prompt: int, own: int) -> Rollouts:
-        """`generate` of a checked request, whose longest prompt and response have so many bytes."""
+        """Serve a checked request, whose longest prompt and response have so many bytes."""
         raise NotImplementedError
 
     def check_fits(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Return `sequence_bytes`; raise InputError if they exceed the cache."""
+        """Raise InputError if `sequence_bytes` exceed the cache."""
         prompt, own = self.sequence_bytes(prompt_length, max_new_tokens)
         if prompt + own > self.cache_bytes:
             raise InputError(
@@ -212,7 +209,7 @@ class NativeEngine(Engine):
 
 
 def check_rewards(rewards: Tensor, prompts: Prompts, step: int) -> None:
-    """Raise NonFiniteError naming the first prompt with a reward [G, N] that is not finite."""
+    """Raise NonFiniteError naming the first prompt with a wrong reward [G, N]."""
     for group, rollout in (~rewards.isfinite()).nonzero()[:1].tolist():
         whose = f"rollout {rollout} of prompt {int(prompts.ids[group])}"
         reward = float(rewards[group, rollout])

@@ -24,8 +24,8 @@ _KEYS_PER_SPLIT = 256  # at least, for one block
 
 
 def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the CUDA kernel supports the model: heads in multiples of 16 bytes, at most 512,
-    and at most 8 query heads per key/value head."""
+    """The CUDA kernel needs heads in multiples of 16 bytes, at most 512, and at most 8 query heads
+    per key/value head."""
     head_bytes = config.head_dim * torch.empty((), dtype=dtype).element_size()
     fits = dtype in DEVICE_DTYPES and head_bytes % 16 == 0 and head_bytes <= 512
     fits = fits and config.num_attention_heads // config.num_key_value_heads <= 8
@@ -33,20 +33,15 @@ def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def num_splits(rows: int, kv_heads: int, limit: int) -> int:
-    """Return how many blocks share a row's keys, so that few rows fill a GPU.
-
-    It depends on sizes alone, so every GPU sums in the same order.
-    """
+    """Return how many blocks share a row's keys, so that few rows fill a GPU. Sizes alone decide,
+    so every GPU sums in the same order."""
     return max(1, min(-(-_BLOCKS // (rows * kv_heads)), limit // _KEYS_PER_SPLIT))
 
 
 @dataclass
 class Step:
-    """One decoding step of A rows; the sequence lengths are the same in every layer.
-
-    Rows starts[g] to starts[g + 1] - 1 have prompt g. Rows past the last start have no prompt, and
-    their attention is undefined.
-    """
+    """One decoding step of A rows; the sequence lengths are the same in every layer. Rows starts[g]
+    to starts[g + 1] - 1 have prompt g, and those past the last start none: undefined attention."""
 
     prompt: Tensor  # [A] int64, each row's prompt
     starts: Tensor  # [G + 1] int32, ascending
@@ -59,8 +54,8 @@ class Step:
 
     @cached_property
     def tile(self) -> tuple[Tensor, Tensor]:
-        """The row of each place of a tile [G, size], a line for each prompt, and the place of
-        each row [A]."""
+        """The row of each place of a tile [G, size], a line for each prompt, and the place of each
+        row."""
         rows = torch.arange(len(self.lengths), device=self.lengths.device)
         places = torch.arange(self.size, device=rows.device)
         tile = (self.starts[:-1, None] + places).clamp_max(len(rows) - 1)
@@ -76,11 +71,9 @@ class Step:
         own: Cache,
         variant: AttentionVariant = PLAIN_ATTENTION,
     ) -> Tensor:
-        """Write the newest tokens' k and v to the cache, and return the attention of q.
-
-        q and the result [A, Hq, D], k and v [A, Hkv, D], whose rows may have any stride, `prompt`
-        [G, prompt_width, Hkv, D], `own` [A, limit, Hkv, D].
-        """
+        """Write the newest tokens' k and v [A, Hkv, D] to the cache, and return the attention of q
+        [A, Hq, D]; their rows may have any stride. `prompt` [G, prompt_width, Hkv, D], `own` [A,
+        limit, Hkv, D]."""
         o, lse = self._to_prompts(q, prompt, variant)
         if self.in_kernel and variant.is_plain:
             return self._to_own_in_kernel(q, k, v, own, o, lse)
@@ -92,7 +85,6 @@ class Step:
     def _to_prompts(
         self, q: Tensor, prompt: Cache, variant: AttentionVariant
     ) -> tuple[Tensor, Tensor]:
-        """Return the attention to the prompts [A, Hq, D] and its log-sum-exp [A, Hq]."""
         width = prompt[0].shape[1]
         kernel = flash.kernel_for(q.device, q.dtype, q.shape[-1])
         if kernel is not flash.REFERENCE and variant.is_plain:

@@ -42,7 +42,7 @@ class Shape(NamedTuple):
 
     @property
     def batch_sizes(self) -> list[int]:
-        """They descend, and are few, as each has a CUDA graph."""
+        """Descending, and few, as each has a CUDA graph."""
         sizes = [self.rows]
         while len(sizes) < NUM_BATCH_SIZES and sizes[-1] > 1:
             sizes.append((sizes[-1] + 1) // 2)
@@ -87,9 +87,8 @@ class DecodeSlots:
     """KV cache and state of the groups that are decoded together, allocated once for many jobs.
 
     A group, a prompt and up to `group_size` of its samples, has a slot, whose keys and values never
-    move. Row `slot * group_size + i` is sample i of that group, until `compact` moves the active
-    rows into the first `rows` rows. A step computes only these.
-    """
+    move. Row `slot * group_size + i` is its sample i, until `compact` moves the active rows into
+    the first `rows` rows. A step computes only these."""
 
     # of a row: its sample's number in the job, -1: none, or its result is stored; its key of
     # random numbers; its slot; its prompt's length - 1; the newest token; the number of tokens; the
@@ -113,8 +112,8 @@ class DecodeSlots:
         in_kernel: bool,
         stream: torch.cuda.Stream | None = None,
     ):
-        """stream: on which steps are captured. Its graphs must be dropped together, as they share
-        its cuBLAS workspace."""
+        """Graphs captured on one stream must be dropped together: they share its cuBLAS
+        workspace."""
         self.model, self.shape, self.dtype, self.in_kernel = model, shape, dtype, in_kernel
         self.bytes, self.device = shape.cache_bytes(model.config, dtype), model.device
         self.num_slots, self.group_size, self.rows = shape.slots, shape.group_size, shape.rows
@@ -140,7 +139,7 @@ class DecodeSlots:
         self.stream = stream
 
     def begin(self, num_slots: int, group_size: int, sampling: Sampling) -> None:
-        """Remove all samples, and prepare a job of so many groups of so many samples at a time."""
+        """Remove all samples, and prepare a job of so many groups of so many samples."""
         self.num_slots, self.group_size, rows = num_slots, group_size, num_slots * group_size
         self.rows = self.fitting(rows)
         self.prompt.copy_((self.all_rows // group_size).clamp_max(self.shape.slots - 1))
@@ -167,7 +166,6 @@ class DecodeSlots:
         return self.caches[layer]
 
     def fitting(self, rows: int) -> int:
-        """Return the smallest batch size that holds so many rows."""
         return min(size for size in self.shape.batch_sizes if size >= rows)
 
     def steps(self, count: int, sampling: Sampling, width: int) -> None:
@@ -242,8 +240,7 @@ class DecodeSlots:
     def admit(
         self, slots: Tensor, prompts: Prompts, samples: Tensor, keys: Tensor, sampling: Sampling
     ) -> None:
-        """Prefill slots [g] with prompts [g], and sample first tokens of samples [g, group_size]
-        (-1: none)."""
+        """Prefill slots [g], and sample first tokens of samples [g, group_size] (-1: none)."""
         lengths = prompts.lengths
         forest = Forest.roots(lengths)
         offsets = torch.arange(int(lengths.max()), device=self.device)
@@ -287,7 +284,7 @@ class DecodeSlots:
         self.done[row] = False
 
     def forget(self, rows: Tensor) -> None:
-        """Mark the results of these rows as stored; their attention reads one key from now on."""
+        """The results of these rows are stored; their attention reads one key from now on."""
         self.sample.index_fill_(0, rows, -1)
         self.given_end.index_fill_(0, rows, 0)
         self.length.index_fill_(0, rows, 1)

@@ -33,15 +33,14 @@ KEPT_SHARE = 0.1
 
 
 def _rounded(n: int) -> int:
-    """Round up to a power of two or 3/4 of one, so that longer prompts rarely need a new KV
-    cache."""
+    """Round up to a power of two or 3/4 of one, so that longer prompts rarely need a new cache."""
     power = 1 << max(n - 1, 0).bit_length()
     return power * 3 // 4 if power >= 4 and n <= power * 3 // 4 else power
 
 
 def decoding_copy(policy: PolicyModel, dtype: torch.dtype) -> PolicyModel:
-    """Return a copy of a policy in the compute dtype, without gradients. Its weights keep their
-    addresses, which CUDA graphs read."""
+    """Return a copy without gradients, whose weights keep their addresses: CUDA graphs read
+    them."""
     if isinstance(policy, Decoder):
         copied: Any = Decoder.empty(policy.config, policy.device, dtype)
         copied.pack()
@@ -88,8 +87,8 @@ class DeviceEngine(NativeEngine):
         return self.bytes_of(1, 0, prompt_length, 0), self.bytes_of(0, 1, 0, max_new_tokens)
 
     def sleep(self) -> None:
-        """Free a KV cache that takes much of the device's memory; to allocate it and capture its
-        graphs again takes tens of milliseconds."""
+        """Free a KV cache that takes much of the device's memory; to make it and its graphs again
+        takes tens of milliseconds."""
         if self.batch is not None and self.batch.bytes > KEPT_SHARE * memory_bytes(self.device):
             self.batch = None
 
@@ -201,8 +200,7 @@ class _Job:
         )
 
     def _slots_to_fill(self, held: Tensor, waiting: int) -> Tensor:
-        """Return empty slots for waiting groups: at least a quarter of all, as small batches are
-        slow."""
+        """Return empty slots, at least a quarter of all, as small batches are slow."""
         if not waiting:
             return torch.arange(0)
         num_slots, group_size = self.batch.num_slots, self.batch.group_size
@@ -238,8 +236,8 @@ class _Job:
 
     def _finish(self, state: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Store the results of samples that had ended in a state. Returns which rows are active,
-        which are held by samples that are active or wait, and their lengths, all [rows] on the
-        host. Only this waits for the device."""
+        which are held by samples that are active or wait, and their lengths, all on the host. Only
+        this waits for the device."""
         batch = self.batch
         done, samples, lengths = state()[:, : batch.rows].clone()
         active = done == 0
@@ -261,8 +259,8 @@ class _Job:
         return active, held, lengths
 
     def _submit(self, turns: Turns, rows: Tensor, samples: Tensor, lengths: Tensor) -> None:
-        """Submit the turns that have ended in these rows [r] of samples [r], and find the rows of
-        all that wait."""
+        """Submit the turns that have ended in these rows [r] of samples [r]; find the rows that
+        wait."""
         ended = list(zip(rows.tolist(), samples.tolist(), lengths.tolist(), strict=True))
         new = [i for i, (_, s, length) in enumerate(ended) if length > turns.lengths[s]]
         tokens = self.batch.tokens[rows[new].to(self.keys.device)].tolist()

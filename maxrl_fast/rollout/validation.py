@@ -31,7 +31,6 @@ class CheckedEngine(Engine):
         self.engine.sleep()
 
     def generate(self, request: RolloutRequest) -> Rollouts:
-        """Raises EngineError on rollouts that cannot be true."""
         rollouts = self.engine.generate(request)
         if wrong := find_wrong(rollouts, request, self.vocab_size):
             whose = f"step {request.step}: the rollout engine {self.name}"
@@ -40,8 +39,8 @@ class CheckedEngine(Engine):
 
 
 def find_wrong(rollouts: Rollouts, request: RolloutRequest, vocab_size: int) -> str:
-    """Return what is wrong with an engine's answer to a request, with prompt and sample; "" if
-    nothing is. Log-probs may be NaN, which an engine returns where it does not know them."""
+    """Return what is wrong with an answer to a request, with prompt and sample; "" if nothing is.
+    Log-probs may be NaN, which an engine returns where it does not know them."""
     limit = request.sampling.max_new_tokens
     if not isinstance(rollouts, Rollouts):
         return f"{type(rollouts).__name__}, wanted Rollouts"

@@ -81,10 +81,9 @@ def check_installed() -> str:
 
 class VllmEngine:
     """Samples responses with vLLM. Random numbers depend on (seed, step), the first prompt and the
-    batch. model: the policy, not sharded yet. cache_bytes: each rank's KV cache. ranks: the
-    processes of the run, which build their engines together. tensor_parallel: number of
-    neighbouring ranks that share an engine and call `generate` together, each with its own prompts
-    or none."""
+    batch. The policy is not sharded yet. cache_bytes: each rank's KV cache. ranks: of the run,
+    which build their engines together. tensor_parallel: number of neighbouring ranks that share an
+    engine and call `generate` together, each with its own prompts or none."""
 
     def __init__(
         self,
@@ -160,8 +159,7 @@ class VllmEngine:
         return f"vllm ({self.version}, {where}, {dtype}, {cache})"
 
     def load_weights(self, model: PolicyModel) -> None:
-        """Also clears the prefix cache. With sharded weights or a shared engine, the ranks must
-        call this together."""
+        """If sharded or with a shared engine, the ranks must call this together."""
         if self._is_asleep:
             # the KV cache later, when the gathered weights have been freed
             self._llm.wake_up(tags=["weights"])
@@ -173,8 +171,8 @@ class VllmEngine:
         self._llm.reset_prefix_cache()
 
     def generate(self, request: RolloutRequest) -> Rollouts:
-        """Ranks that share an engine call it all with environments, each with those of its own
-        prompts, or all without."""
+        """Ranks that share an engine call it all with environments, of their own prompts, or all
+        without."""
         if self._is_asleep:
             raise RuntimeError("load_weights must follow sleep, which discards vLLM's weights")
         prompts, num_samples = request.prompts, request.num_samples
@@ -286,8 +284,8 @@ def check_version(version: str, advice: str = "") -> None:
 
 def logprobs_mode(filters_tokens: bool) -> str:
     """Return vLLM's --logprobs-mode for log-probs of the whole distribution at the temperature:
-    processed ones are after the temperature and the filters, renormalised, raw ones before. So with
-    a filter raw ones are right at temperature 1; at others vLLM has none."""
+    processed ones are after the temperature and the filters, raw ones before. So with a filter raw
+    ones are right at temperature 1; at others vLLM has none."""
     return RAW if filters_tokens else PROCESSED
 
 
@@ -315,12 +313,10 @@ def play(
     answers: Callable[[], tuple[Iterable[tuple[int, Sequence[int], Sequence[float]]], bool]],
     mode: str,
 ) -> Rollouts:
-    """Play episodes as requests of vLLM: one for each turn, with all tokens before it.
-
-    request: of all ranks that share the engine; `turns`, of this rank's samples, are returned. ask:
-    has the turn of a sample sampled, given the tokens before it and parameters. answers: returns
-    finished turns, (sample, tokens, log-probs), and whether there are more.
-    """
+    """Play episodes as requests of vLLM: one for each turn, with all tokens before it. request: of
+    all ranks that share the engine. ask: has the turn of a sample sampled, given the tokens before
+    it and parameters. answers: returns finished turns, (sample, tokens, log-probs), and whether
+    there are more."""
     sampling, ids = request.sampling, request.prompts.ids.tolist()
     prompts = unpack(request.prompts.tokens, request.prompts.lengths)
     tokens: list[list[int]] = [[] for _ in range(request.num_sequences)]
@@ -370,7 +366,7 @@ def play(
 def rollouts_of(
     samples: list[list[Sample]], num_samples: int, sampling: Sampling, mode: str
 ) -> Rollouts:
-    """Return the rollouts of vLLM's samples; a greedy sample is repeated `num_samples` times."""
+    """A greedy sample is repeated `num_samples` times."""
     repeats = num_samples if sampling.temperature == 0 else 1
     chosen = [sample for of_prompt in samples for sample in of_prompt * repeats]
     packed, cu_seqlens = pack([tokens for tokens, _, _ in chosen])
@@ -391,9 +387,8 @@ def _keep_known(logprobs: Tensor, sampling: Sampling, mode: str) -> None:
 def named_weights(
     model: PolicyModel, dtype: torch.dtype, alone: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield them one at a time, in vLLM's dtype, without a second copy of them all. With sharded
-    weights, all ranks must iterate together. alone: a decoder of text within another model has the
-    names that it has alone."""
+    """Yield them one at a time in vLLM's dtype. If sharded, all ranks must iterate together. alone:
+    a decoder of text within another model has the names that it has alone."""
     within, head, tied = "language_model." if alone else "\n", None, ""
     # of a tied embedding, which vLLM also needs as the output matrix
     if model.config.tie_word_embeddings and model.config.model_type not in WITHOUT_HEAD:

@@ -49,9 +49,8 @@ T = TypeVar("T")
 
 
 class VllmServerEngine:
-    """Samples responses with a vLLM server that was started with this policy, at an address such as
-    http://127.0.0.1:8000; all ranks ask it. Random numbers depend on (seed, step, prompt id,
-    sample)."""
+    """Samples with a vLLM server that was started with this policy; all ranks ask it. Random
+    numbers depend on (seed, step, prompt id, sample)."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class VllmServerEngine:
         return f"vllm ({self.version}, at {self.url}; it reads weights from {self._folder})"
 
     def load_weights(self, model: PolicyModel) -> None:
-        """Let the server load them from the folder; all ranks call this and gather together."""
+        """All ranks gather them together, and the first writes them for the server."""
         for i, (name, weight) in enumerate(named_weights(model, self.dtype)):
             if self._ranks.is_first:
                 # a file for each, so that there is no second copy of all
@@ -217,7 +216,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _samples(answer: Any, num_samples: int) -> list[Sample]:
-    """Return the samples in an answer; raise ValueError where they are not what was asked for."""
+    """Raise ValueError where they are not what was asked for."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     samples = list[Sample]()
     if [choice["index"] for choice in choices] != [*range(num_samples)]:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self  # torch needs it too
 
+from maxrl_fast.algorithms.tokens import sequence_sums as sequence_sums
+
 
 def pack(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Concatenate token lists; return tokens [T] and cu_seqlens [S+1], both int64."""
@@ -38,12 +40,6 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """Concatenate the ranges [start, start + length): int64 [sum of lengths]."""
     shift = torch.repeat_interleave(starts - cumulative(lengths)[:-1], lengths)
     return torch.arange(len(shift), device=shift.device) + shift
-
-
-def sequence_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sum packed values [T] over sequences of these lengths [S]; returns [S]."""
-    # Not index_add, which adds in a varying order on a GPU.
-    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 
 def gather_sequences(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,8 @@ void normalise(const GroupAdvantage<Real>& in, double* rewards, int64_t n) {
     rewards[i] = (in.centred ? rewards[i] - low - mean : rewards[i]) * factor;
 }
 
-// Returns whether all advantages are finite.
+}  // namespace
+
 template <typename Real>
 int64_t group_advantage(const GroupAdvantage<Real>& in, int num_threads) {
   const int64_t size = in.group_size;
@@ -86,8 +87,7 @@ int64_t group_advantage(const GroupAdvantage<Real>& in, int num_threads) {
   return are_finite;
 }
 
-const bool defined =
+static const bool defined =
     define_kernel("group_advantage", group_advantage<float>, group_advantage<double>);
 
-}  // namespace
 }  // namespace maxrl::cpu

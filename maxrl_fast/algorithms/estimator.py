@@ -61,6 +61,7 @@ TRAINING_INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
 # They change with every update, so the advantages do: factors of log pi(y_i) of whole responses.
 RATIOS = ("log_ratios", "old_log_ratios", "ref_log_ratios")
 ENUMERATED = "no closed form"
+SCALES = ("one", "leave_one_out", "std", "mean")  # in the order of Scale of csrc/group_advantage.h
 _LARGEST_SIZE = 2**53  # exact in float64; no group is larger
 
 
@@ -116,7 +117,7 @@ class Kernel:
 
     table: Callable[[Group, Any], Tensor] | None = None  # [G, 2, N] of the groups and the size
     centred: bool = False
-    scale: str = "one"  # "leave_one_out", "std" or "mean"
+    scale: str = "one"  # of SCALES
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -60,9 +60,7 @@ class Tokens:
     def sequence_sum(self, x: Tensor) -> Tensor:
         """Return the sum of x [T] over each token's response, [T]."""
         lengths = self.cu_seqlens.diff()
-        kept = torch.where(self.mask, x, 0.0)
-        # Not index_add: its order of additions on a GPU changes from call to call.
-        sums = torch.segment_reduce(kept, "sum", lengths=lengths, unsafe=True, initial=0.0)
+        sums = sequence_sums(torch.where(self.mask, x, 0.0), lengths)
         return sums.repeat_interleave(lengths, output_size=len(x))
 
     def sequence_mean(self, x: Tensor) -> Tensor:
@@ -103,3 +101,9 @@ def limited(log_ratio: Tensor) -> Tensor:
     """Return log-ratios within +-MAX_LOG_RATIO, beyond it without a gradient. NaN stays."""
     limits = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.where(log_ratio.abs() > MAX_LOG_RATIO, limits, log_ratio)
+
+
+def sequence_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Return the sums of packed values [T] over sequences of these lengths [S], [S]."""
+    # Not index_add, which adds in a varying order on a GPU.
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)

@@ -1,7 +1,7 @@
 """The registry of group advantages: a function each, whose signature says what it takes and whose
 docstring is its formula (`Method`).
 
-    @estimator(source="RLOO, Kool et al. 2019", weight="1")
+    @estimator("RLOO, Kool et al. 2019", weight="1")
     def rloo(g: Group) -> Tensor:
         \"\"\"r - mean of the others.\"\"\"
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.group import Group
-from maxrl_fast.algorithms.method import Method, Registry, name_of
+from maxrl_fast.algorithms.method import AnyFunction, Method, Registry, name_of
 from maxrl_fast.algorithms.options import (
     REQUIRED,
     Help,
@@ -156,23 +156,20 @@ class Estimator(Method):
         name, parameters = name_of(function), parameters_of(function)
         of_group, others = bool(parameters) and parameters[0].annotation is Group, parameters[1:]
         options, size = options_of(function) if of_group else {}, None
-        for parameter in others:
-            marks = [note for note in notes_of(parameter.annotation) if isinstance(note, Size)]
-            if marks or parameter.name == "k":
-                size = replace(
-                    (marks or [Size(below_n=0)])[0],
-                    name=parameter.name,
-                    required=parameter.default is parameter.empty,
-                )
-                options.pop(size.name, None)
+        for x in others:
+            marks = [note for note in notes_of(x.annotation) if isinstance(note, Size)]
+            if marks or x.name == "k":
+                of_size = (marks or [Size(below_n=0)])[0]
+                size = replace(of_size, name=x.name, required=x.default is x.empty)
+                options.pop(x.name, None)
         known = ["k", "valid", *INPUTS, *TRAINING_INPUTS, *["state"] * ("state" in fields)]
         given = {*known, "reward_weights", *options, *([size.name] if size else [])}
         for x in others:
-            is_variadic = x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
-            if x.name not in given and x.default is x.empty and not is_variadic:
+            is_named = x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
+            if x.name not in given and x.default is x.empty and is_named:
                 wanted = f"{', '.join(known)} besides the rewards"
                 raise ValueError(f"{name} may ask for {wanted}, got the parameter {x.name}")
-        asked = [parameter.name for parameter in others]
+        asked = [x.name for x in others]
         if "reward_parts" in asked and "reward_weights" not in asked:
             raise ValueError(f"{name} asks for reward_parts, so it must ask for reward_weights too")
         inputs = tuple(key for key in asked if key in known[2:])
@@ -185,15 +182,10 @@ class Estimator(Method):
         needs += [key for key, option in options.items() if option.default is REQUIRED]
         needs += ["rewards 0 or 1"] * fields.get("binary", False)
         needs += ["made for rewards 0 or 1"] * fields.get("for_binary", False)
-        return super().of(
-            function,
-            inputs=inputs,
-            size=size,
-            options=options,
-            of_group=of_group,
-            takes_valid=of_group or "valid" in asked,
-            **({"needs": ", ".join(needs)} | fields),
-        )
+        takes_valid = of_group or "valid" in asked
+        made = {"inputs": inputs, "size": size, "options": options, "needs": ", ".join(needs)}
+        made |= {"of_group": of_group, "takes_valid": takes_valid}
+        return super().of(function, **(made | fields))
 
     def bind(self, **known: Any) -> "Estimator":
         """Return the estimator with these values of inputs that it asks for."""
@@ -220,24 +212,23 @@ class Estimator(Method):
 
     @property
     def has_weight(self) -> bool:
-        """Whether W_N(p) exists: advantages depend only on the group's rewards, at equal
-        lengths."""
+        """Whether advantages depend only on the group's rewards, at equal lengths."""
         return not self.over_batch and set(self.inputs) <= {"lengths"}
 
     def resolve_size(self, n: int | None, k: int | None = None, order: int | None = None) -> int:
         """Return the size, 0 for the largest; raise ValueError if it does not fit groups of n
         (None: uneven)."""
-        given, taken = {"k": k, "order": order}, "" if self.size is None else self.size.name
-        for option, value in given.items():
-            if value is not None and option != taken:
-                raise ValueError(f"{self.name} does not use {option}, got {option}={value!r:.80}")
-        size = given.get(taken)
-        if self.size is None or (size is None and not self.size.required):
+        given = {"k": k, "order": order}
+        value = None if self.size is None else given.pop(self.size.name)
+        for option, other in given.items():
+            if other is not None:
+                raise ValueError(f"{self.name} does not use {option}, got {option}={other!r:.80}")
+        if self.size is None or (value is None and not self.size.required):
             return 0
-        if size is None:
-            raise ValueError(f"{self.name} needs {taken}, {self.size.wanted()}")
-        self.size.check(self.name, size, n)
-        return size
+        if value is None:
+            raise ValueError(f"{self.name} needs {self.size.name}, {self.size.wanted()}")
+        self.size.check(self.name, value, n)
+        return value
 
 
 _REGISTRY = Registry(Estimator)
@@ -248,11 +239,11 @@ _OF_TRAINING = Registry(Estimator)
 TRAINING_ESTIMATORS, training_estimator = _OF_TRAINING.methods, _OF_TRAINING.register
 
 
-def rank_estimator(**fields: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def rank_estimator(source: str, **fields: Any) -> Callable[[AnyFunction], Callable[..., Tensor]]:
     """Register an estimator by the function of its rank tables [G, 2, N] (estimators/max_at_k.py),
     of which the kernel and `Group.rank_transform` make advantages."""
 
-    def decorate(table: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def decorate(table: AnyFunction) -> Callable[..., Tensor]:
         names = [parameter.name for parameter in parameters_of(table)[1:]]  # k, order or nothing
 
         @wraps(table)
@@ -260,6 +251,6 @@ def rank_estimator(**fields: Any) -> Callable[[Callable[..., Tensor]], Callable[
             return g.rank_transform(table(g, **size))
 
         kernel = Kernel(lambda g, size: table(g, **dict.fromkeys(names, size)))
-        return estimator(kernel=kernel, **fields)(function)
+        return estimator(source, kernel=kernel, **fields)(function)
 
     return decorate

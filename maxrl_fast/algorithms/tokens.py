@@ -15,13 +15,8 @@ MAX_LOG_RATIO = 20.0
 @dataclass
 class Tokens:
     """T tokens of S packed responses. Floating tensors are float64: they are small next to the
-    logits.
-
-    Only logprobs and entropy have a gradient. Masked tokens have advantage 0 and log-probs of 0,
-    and count nowhere. metrics: numbers [] that what compares the tokens of an update adds to its
-    metrics; over a step integers are summed, others averaged. clipped_low, clipped_high: tokens [T]
-    bool that the loss has clipped, where it marks them.
-    """
+    logits. Only logprobs and entropy have a gradient. Masked tokens have advantage 0 and log-probs
+    of 0, and count nowhere."""
 
     logprobs: Tensor  # [T], log pi of each token
     entropy: Tensor  # [T], nats
@@ -35,8 +30,10 @@ class Tokens:
     targets: Any = None  # Tensor [T] int64, for losses that ask for logits
     statistics: Any = None  # Tensor [T, ...], of the loss's `statistics`
     generator: torch.Generator | None = None  # on a CPU, for draws
+    # numbers [] that what compares the tokens of an update adds; over a step integers are summed,
+    # others averaged
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    clipped_low: Tensor = field(init=False)
+    clipped_low: Tensor = field(init=False)  # [T] bool, where the loss marks them
     clipped_high: Tensor = field(init=False)
     # [T], the log-ratio for the metric `ratio`, where it is that of the whole response
     metric_log_ratio: Tensor | None = None

@@ -103,11 +103,12 @@ def _of_full_groups(
         plan = _plan(row, n, rewards.dtype, k, order, tuple(options), *options.values())
     except TypeError:  # what cannot be a key is refused by the other way
         return None
-    if plan is None or not address:
+    advantages = torch.empty_like(rewards)
+    to, threads = advantages.data_ptr(), torch.get_num_threads()
+    if plan is None or not address or not to:  # without memory in a FakeTensorMode
         return None
     kernel, _table = plan  # which lives until the call is over
-    advantages, threads = torch.empty_like(rewards), torch.get_num_threads()
-    return advantages if kernel(num_groups, address, advantages.data_ptr(), threads) else None
+    return advantages if kernel(num_groups, address, to, threads) else None
 
 
 @lru_cache(maxsize=256, typed=True)  # 2.0 is not an integer
@@ -122,15 +123,15 @@ def _plan(
 ) -> tuple[Callable[..., bool], Tensor | None] | None:
     """Return the kernel's function with its arguments for groups of n, and the table whose address
     is among them; None without a kernel."""
-    function, kernel = _SHORT.get(dtype), row.kernel
-    if function is None or kernel is None or row.inputs:
+    kernel = row.kernel
+    if kernel is None or row.inputs or dtype not in _SHORT:
         return None
     size, numbers = _resolve(row, n, k, order, dict(zip(names, values, strict=True)))
     table = kernel.table and _table_of_full_groups(row, size, n, torch.device("cpu"))
     address = 0 if table is None else KernelLaunch(table.device).keep(table)
     eps, ddof = numbers.get("eps", 0.0), int(numbers.get("ddof", 0))
     scale = SCALES.index(kernel.scale)
-    return partial(function, n, address, kernel.centred, scale, eps, ddof), table
+    return partial(_SHORT[dtype], n, address, kernel.centred, scale, eps, ddof), table
 
 
 def _of_groups(
@@ -159,9 +160,9 @@ def _of_groups(
     if valid is not None and not row.takes_valid:
         raise ValueError(f"{row.name} has no parameter valid, so all rewards must be there")
     groups = PaddedGroups.of(rewards, group_ids, valid)
-    if row.size is not None and groups.valid is not None and is_host_readable(groups.valid):
+    if size and groups.valid is not None and is_host_readable(groups.valid):
         largest = int(groups.valid.sum(1).max())
-        if size and largest > 1:
+        if row.size is not None and largest > 1:
             row.size.check(row.name, size, largest)
     padded = groups.pad(rewards.detach())  # [G, N]
     if row.kernel is not None and isinstance(estimator, str) and has_kernels(rewards.device):

@@ -51,7 +51,7 @@ def _with_ratios(
 
 
 @estimator(
-    source=f"maxpo with the ratios of {_SECTION}",
+    f"maxpo with the ratios of {_SECTION}",
     weight="depends on the ratios; (1-p)^(k-1) where they are 1",
     centred=True,
 )
@@ -64,7 +64,7 @@ def maxpo_off_policy(
 
 
 @estimator(
-    source=f"maxrl with the ratios of {_SECTION}",
+    f"maxrl with the ratios of {_SECTION}",
     weight="depends on the ratios; (1-(1-p)^order)/p where they are 1",
     centred=True,
 )
@@ -83,7 +83,7 @@ def maxrl_off_policy(
 
 
 @estimator(
-    source=f"{_SECTION}, off-policy BoN",
+    f"{_SECTION}, off-policy BoN",
     weight="depends on the ratios; (k/N) (1-p)^(k-1) where they are 1",
 )
 def bon_off_policy(g: Group, log_ratios: Tensor, *, k: K, clamp_delta: ClampDelta = 0.0) -> Tensor:

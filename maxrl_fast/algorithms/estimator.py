@@ -33,7 +33,10 @@ from maxrl_fast.algorithms.options import (
 
 # What estimators take besides the rewards, and an example of each by the numbers of the rollouts
 # [G, N] from 1 on. Tensors are [G, N], reward_parts [R, G, N]; prompts is a sequence of G, texts
-# and components are one of G sequences of N.
+# and components are one of G sequences of N. Only a run has the last five: two log-ratios of
+# responses, to the policy before the step and to the reference policy; a function that returns the
+# entropies [T] of the tokens of chosen rollouts, bool [G, N], and 0 for other tokens; the update's
+# metrics, a dict to which it adds scalars; and the tensors of `Estimator.state`.
 INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
     "lengths": lambda number: 1 + number % 7,
     "logprobs": lambda number: -number / number.numel(),
@@ -46,18 +49,15 @@ INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
     # every component that it looks for is there
     "components": lambda number: [[defaultdict(float) for _ in group] for group in number],
     "truncated": lambda number: number % 3 == 0,
-}
-# as groups have them: a function may ask for them, and nothing checks them
-OBJECTS = ("prompts", "texts", "components")
-# What only a run has: two log-ratios of responses, [G, N], to the policy before the step and to the
-# reference policy; a function that returns the entropies [T] of the tokens of chosen rollouts, bool
-# [G, N], and 0 for other tokens; and the update's metrics, a dict to which it adds scalars.
-TRAINING_INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
     "old_log_ratios": lambda number: number / number.numel() - 0.5,
     "ref_log_ratios": lambda number: number / number.numel() - 0.5,
     "entropies": lambda number: lambda chosen: torch.ones(int((1 + number % 7).sum())),
     "metrics": lambda number: {},
+    "state": lambda number: {},
 }
+# as groups have them: a function may ask for them, and nothing checks them
+OBJECTS = ("prompts", "texts", "components")
+OBJECTS += ("old_log_ratios", "ref_log_ratios", "entropies", "metrics", "state")
 # They change with every update, so the advantages do: factors of log pi(y_i) of whole responses.
 RATIOS = ("log_ratios", "old_log_ratios", "ref_log_ratios")
 ENUMERATED = "no closed form"
@@ -143,7 +143,6 @@ class Estimator(Method):
     presets: Mapping[str, Any] = field(default_factory=dict)  # defaults of a run's other options
     # rules (config/rules.py) of options that it does not go with
     refuses: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    bound: Mapping[str, Any] = field(default_factory=dict)  # inputs that are known already
 
     noun: ClassVar[str] = "estimator"
     first: ClassVar[str] = "rewards [G, N]"
@@ -162,7 +161,7 @@ class Estimator(Method):
                 of_size = (marks or [Size(below_n=0)])[0]
                 size = replace(of_size, name=x.name, required=x.default is x.empty)
                 options.pop(x.name, None)
-        known = ["k", "valid", *INPUTS, *TRAINING_INPUTS, *["state"] * ("state" in fields)]
+        known = [x for x in ("k", "valid", *INPUTS) if x != "state" or "state" in fields]
         given = {*known, "reward_weights", *options, *([size.name] if size else [])}
         for x in others:
             is_named = x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
@@ -187,19 +186,7 @@ class Estimator(Method):
         made |= {"of_group": of_group, "takes_valid": takes_valid}
         return super().of(function, **(made | fields))
 
-    def bind(self, **known: Any) -> "Estimator":
-        """Return the estimator with these values of inputs that it asks for."""
-        own = {name: known[name] for name in self.inputs if name in known}
-        left = tuple(name for name in self.inputs if name not in own)
-        return replace(self, bound={**self.bound, **own}, inputs=left) if own else self
-
-    def with_examples(self, shape: torch.Size) -> "Estimator":
-        """Return the estimator with examples of what only a run has, for rewards of this shape."""
-        numbers = torch.arange(1, shape.numel() + 1).view(shape)
-        return self.bind(**{name: make(numbers) for name, make in TRAINING_INPUTS.items()})
-
     def compute(self, group: Group, **given: Any) -> Tensor:
-        given |= self.bound
         for name, value in given.items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 given[name] = value.to(torch.float64 if self.of_group else group.dtype)

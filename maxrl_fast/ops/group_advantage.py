@@ -375,7 +375,7 @@ def _by_function(
         raise ValueError(f"{row.name} takes groups of equal size, got the sizes {sizes}")
     unusable, values = None, dict(given)
     for name, x in given.items():
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) and name not in OBJECTS:
             values[name] = x = _padded(name, x, groups)
             wrong = None if x.dtype == torch.bool else find_unusable(row, name, x, groups)
             if wrong is not None:

@@ -1,14 +1,10 @@
 """Estimators of max@k, most of them by rank tables: weights of the gaps of a group's ascending
 rewards, float64, by recurrence.
 
-A table [G, 2, N] holds `offset` and `slope` of each group: for ascending rewards r_(1) <= ... <=
-r_(n), gaps d_0 = r_(1), d_j = r_(j+1) - r_(j),
-
-    v_(i) = sum_{j >= 0} offset_j d_j + sum_{1 <= j < i} slope_j d_j,
-
-which `Group.rank_transform` and the kernel (csrc/group_advantage.h) compute. The table of a sum of
-estimators is the sum of their tables, and centring is a choice of offset. Tables depend only on the
-sizes n of the groups; a size k may be a number, or one for each group, [G, 1].
+A table [G, 2, N] holds `offset` and `slope` of each group, of which `Group.rank_transform` and the
+kernel (csrc/group_advantage.h has the formula) make advantages. The table of a sum of estimators is
+the sum of their tables, and centring is a choice of offset. Tables depend only on the sizes n of
+the groups; a size k may be a number, or one for each group, [G, 1].
 """
 
 import torch

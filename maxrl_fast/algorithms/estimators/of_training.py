@@ -45,11 +45,7 @@ def pacs(
     class_weight: ClassWeight = "balanced",
 ) -> Tensor:
     """-B beta dL/dr_i, where L is the cross-entropy of R under sigmoid(score) and r = beta
-    (log-ratio to the reference); the reference is the sampling policy.
-
-    It is the policy before the step's first update, by the trainer's own log-probs: rounding
-    differences to the rollout engine would add up over a response.
-    """
+    (log-ratio to the reference); the reference is the sampling policy."""
     return -beta * _slopes(g, beta * old_log_ratios, metrics, score, class_weight)[0]
 
 
@@ -82,8 +78,7 @@ def pacs_paper(
     --ref-reset-interval steps.
 
     The log-likelihood has no class weights: with them it would push rare correct rollouts down by
-    more than the critic's term pushes them up. The objective resets the reference.
-    """
+    more than the critic's term pushes them up."""
     slopes, cross_entropy = _slopes(g, beta * ref_log_ratios, metrics, score, class_weight)
     return -beta * slopes - cross_entropy
 

@@ -56,8 +56,8 @@ INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
     "state": lambda number: {},
 }
 # as groups have them: a function may ask for them, and nothing checks them
-OBJECTS = ("prompts", "texts", "components")
-OBJECTS += ("old_log_ratios", "ref_log_ratios", "entropies", "metrics", "state")
+OBJECTS = {"prompts", "texts", "components", "old_log_ratios", "ref_log_ratios", "entropies"}
+OBJECTS |= {"metrics", "state"}
 # They change with every update, so the advantages do: factors of log pi(y_i) of whole responses.
 RATIOS = ("log_ratios", "old_log_ratios", "ref_log_ratios")
 ENUMERATED = "no closed form"
@@ -181,10 +181,15 @@ class Estimator(Method):
         needs += [key for key, option in options.items() if option.default is REQUIRED]
         needs += ["rewards 0 or 1"] * fields.get("binary", False)
         needs += ["made for rewards 0 or 1"] * fields.get("for_binary", False)
-        takes_valid = of_group or "valid" in asked
-        made = {"inputs": inputs, "size": size, "options": options, "needs": ", ".join(needs)}
-        made |= {"of_group": of_group, "takes_valid": takes_valid}
-        return super().of(function, **(made | fields))
+        return super().of(
+            function,
+            inputs=inputs,
+            size=size,
+            options=options,
+            of_group=of_group,
+            takes_valid=of_group or "valid" in asked,
+            **({"needs": ", ".join(needs)} | fields),
+        )
 
     def compute(self, group: Group, **given: Any) -> Tensor:
         for name, value in given.items():

@@ -76,12 +76,20 @@ def linear_divergence(
         check_values("coefficients", c, "finite", ~c.double().isfinite(), None)
     tau = token_temperature(temperature, size, device, mask).to(real)
     divisor = loss_denominator(denominator, "token_mean", size, 0, mask, device)
-    needed = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
+    of_hidden, of_weight = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
     with torch.no_grad():
         index: Any = slice(None) if coefficients is None else mask.nonzero()[:, 0]
-        chunks = Chunks(hidden.detach()[index], weight.detach(), chunk, *needed, softcap)
-        others = teacher_hidden.detach()[index], teacher_weight.detach()
-        teacher = Chunks(*others, chunks.size, False, False, teacher_softcap)
+        chunks = Chunks(
+            hidden.detach()[index], weight.detach(), chunk, of_hidden, of_weight, softcap
+        )
+        teacher = Chunks(
+            teacher_hidden.detach()[index],
+            teacher_weight.detach(),
+            chunks.size,
+            False,
+            False,
+            teacher_softcap,
+        )
         factors = (c.double() / divisor)[index]
         own, grad_hidden, grad_weight = _divergences(
             chunks, teacher, factors, tau[index, None], divergence, beta

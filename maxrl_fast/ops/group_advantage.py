@@ -261,16 +261,14 @@ class PaddedGroups:
     @classmethod
     def of(cls, rewards: Tensor, group_ids: Tensor | None, valid: Tensor | None) -> "PaddedGroups":
         """Pad to the largest group, whose size is read from the device."""
-        shape, total, device = rewards.shape, rewards.numel(), rewards.device
+        shape, total = rewards.shape, rewards.numel()
         if group_ids is None:
             return cls(shape, valid=None if valid is None else valid.reshape(-1, shape[-1]))
         ids, order = group_ids.long().sort(stable=True)
-        group = (ids.diff(prepend=ids[:1]) != 0).long().cumsum(0)  # [S], 0, 0, 1, ...
-        bounds = torch.searchsorted(group, torch.arange(int(group[-1]) + 2, device=device))
-        sizes = bounds.diff()
-        place = torch.arange(int(sizes.max()), device=device)  # [N]
-        present = place < sizes[:, None]  # [G, N]
-        index = order[(bounds[:-1, None] + place).clamp_max(total - 1)]
+        sizes = ids.unique_consecutive(return_counts=True)[1][:, None]  # [G, 1]
+        place = torch.arange(int(sizes.max()), device=rewards.device)  # [N]
+        present = place < sizes  # [G, N]
+        index = order[(sizes.cumsum(0) - sizes + place).clamp_max(total - 1)]
         valid = present if valid is None else present & valid[index]
         return cls(shape, index.masked_fill(~present, total), valid)
 
@@ -479,11 +477,8 @@ def example_inputs(row: Estimator, rewards: Tensor) -> dict[str, Any]:
 
 
 def effective_weight(estimator: str, n: int, pass_rate: Tensor, **options: Any) -> Tensor:
-    """Return W_n(p), the factor of a prompt's gradient under an estimator, for rewards 0 or 1.
-
-    E[(1/n) sum_i A_i grad log pi(y_i)] = W_n(p) grad p, exactly at finite n, with W_n(p) = E_{c ~
-    Bin(n-1, p)} [A_correct(c+1) - A_wrong(c)], A at c correct rollouts. For opo all lengths are
-    equal.
+    """Return W_n(p), the factor of a prompt's gradient under an estimator, for rewards 0 or 1, at
+    finite n (docs/advantages.md#effective-weight). For opo all lengths are equal.
 
     Args:
         estimator: a name in `ESTIMATORS` whose advantages depend only on the rewards of the group.

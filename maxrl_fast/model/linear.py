@@ -26,7 +26,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | Non
         return product
     if added is None:
         return F.linear(x, weight, bias)
-    return torch.addmm(added if bias is None else added + bias, x, weight.t())
+    added = added if bias is None else added + bias
+    # without gradients `added` is not needed any more, and addmm would copy it
+    add = torch.Tensor.addmm if torch.is_grad_enabled() else torch.Tensor.addmm_
+    return add(added, x, weight.t())
 
 
 class Linear(nn.Linear):
@@ -63,8 +66,7 @@ class _Joined(torch.autograd.Function):
 
 
 def packed(layers: Sequence[Linear], x: Tensor) -> Tensor:
-    """Return the layers' outputs next to each other [U, all of them], by one matrix multiplication
-    if they `can_join`."""
+    """Return the layers' outputs next to each other, by one product if they `can_join`."""
     if not can_join(layers, x):
         return torch.cat([layer(x) for layer in layers], -1)
     weight = _Joined.apply(x.dtype, *(layer.weight for layer in layers))
@@ -149,7 +151,7 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, targets: str, seed: 
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapters' matrices by peft's names. If sharded, all ranks must iterate together."""
+    """Yield matrices by peft's names. If sharded, all ranks must iterate together."""
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
             name = f"base_model.model.{path.removeprefix('hf.')}"

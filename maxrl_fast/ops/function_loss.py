@@ -20,7 +20,7 @@ _COPIES = 8  # float32 copies of a chunk of logits that functions of them and gr
 
 
 def tokens_of(batch: TokenBatch, logprobs: Tensor, entropy: Tensor) -> Tokens:
-    """Return a loss function's view of the batch; logprobs and entropy [T] may have a gradient."""
+    """Return the batch for a loss function; logprobs and entropy [T] may have a gradient."""
     mask = batch.loss_mask()
 
     def kept(x: Tensor) -> Tensor:  # masked log-probs may be NaN
@@ -47,8 +47,8 @@ def tokens_of(batch: TokenBatch, logprobs: Tensor, entropy: Tensor) -> Tokens:
 def compared(
     terms: LossTerms, batch: TokenBatch, logprobs: Tensor, entropy: Tensor
 ) -> tuple[LossTerms, TokenBatch]:
-    """Return terms and batch with what the loss reads of all tokens, whose log-probs and entropies
-    [T] these are: its statistics, or the mask and the loss that it is for."""
+    """Return them with what the loss reads of all tokens: its statistics, or the mask and the loss
+    that it is for."""
     if not terms.spec.over_batch or batch.statistics is not None:
         return terms, batch
     tokens = tokens_of(batch, logprobs.detach(), entropy.detach())
@@ -114,7 +114,6 @@ def kl_estimates(d: Tensor, kind: str) -> Tensor:
 def token_logprobs_reference(
     logits: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """For tests, and for devices without a kernel."""
     return _logprobs(scaled(logits, temperature), targets)
 
 
@@ -126,13 +125,12 @@ def _logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scaled(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return logits [T, V] divided by their temperatures [T], in the dtype of computation."""
     real = real_dtype(logits.dtype)
     return logits.to(real) / temperature[:, None].to(real)
 
 
 def loss_of_logits(terms: LossTerms, batch: TokenBatch, part: slice, logits: Tensor) -> Tensor:
-    """Return the LossSums [10] of a part of the tokens, from their logits [C, V]."""
+    """Return the LossSums [10] of a part of the tokens."""
     bounds = (batch.cu_seqlens - part.start).clamp(0, len(logits))
     own = batch.at(part)._replace(cu_seqlens=bounds)
     return function_loss(terms, own, tokens_of(own, *_logprobs(logits, own.targets)), logits)
@@ -141,7 +139,6 @@ def loss_of_logits(terms: LossTerms, batch: TokenBatch, part: slice, logits: Ten
 def linear_loss_of_logits(
     terms: LossTerms, batch: TokenBatch, hidden: Tensor, weight: Tensor, softcap: float
 ) -> Tensor:
-    """Return the LossSums [10] of a loss that reads logits."""
     of_part = partial(loss_of_logits, terms, batch)
     return torch.stack(by_chunks(hidden, weight, of_part, batch.temperature, softcap)).sum(0)
 

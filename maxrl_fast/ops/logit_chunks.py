@@ -40,7 +40,7 @@ def capped_logits(hidden: Tensor, weight: Tensor, softcap: float) -> Tensor:
 def check_hidden(
     hidden: Tensor, weight: Tensor, chunk_tokens: int | None, softcap: float, prefix: str = ""
 ) -> tuple[int, int]:
-    """Return V and the given chunk_tokens, or 0. In errors, names of arguments get the prefix."""
+    """Return V and chunk_tokens, 0 if absent. prefix: of the arguments' names in errors."""
     cap = f"{prefix}softcap"
     check_number(cap, softcap, "finite and at least 0", lambda x: 0 <= x < math.inf)
     for name, matrix in (("hidden", hidden), ("weight", weight)):
@@ -83,11 +83,8 @@ def default_chunk(hidden: Tensor, vocab_size: int) -> int:
 
 @lru_cache(maxsize=256)
 def chunk_tokens(num_tokens: int, most: int, hidden_size: int, multiprocessors: int) -> int:
-    """Return how many tokens, at most `most`, to multiply at a time for least idle multiprocessors.
-
-    The gradient of a chunk's hidden states [C, H] has few tiles of 128 x 256, and its last wave
-    takes as long as a full one. The result is the largest multiple of 128 with the fewest waves.
-    """
+    """Return how many tokens, at most `most`, to multiply at a time: the largest multiple of 128
+    with the fewest waves of tiles, as the last one takes as long as a full one."""
     if num_tokens <= most:
         return max(num_tokens, 1)
     rows, columns = _TILE
@@ -105,11 +102,9 @@ def chunk_tokens(num_tokens: int, most: int, hidden_size: int, multiprocessors: 
 
 
 class Chunks:
-    """The logits hidden @ weight.T, chunk by chunk in the same memory, and the backward pass.
-
-    A chunk's gradient has the dtype of the hidden states and overwrites the logits: those of half
-    precision the first half of each row of float32.
-    """
+    """The logits hidden @ weight.T, chunk by chunk in the same memory, and the backward pass. A
+    chunk's gradient has the dtype of the hidden states and overwrites the logits, in half precision
+    the first half of each row of float32."""
 
     def __init__(
         self,
@@ -169,7 +164,6 @@ class Chunks:
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, beta: int) -> None:
-    """Write beta total + gradient.T hidden [V, H] to total, in its dtype."""
     left, dtype = gradient.T, total.dtype
     if hidden.dtype != dtype and hidden.device.type == "cuda":
         torch.addmm(total, left, hidden, out_dtype=dtype, beta=beta, out=total)

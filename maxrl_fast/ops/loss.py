@@ -1,7 +1,7 @@
 """Policy-gradient losses of packed responses, and log-probs: from logits, and from hidden states
 and the output matrix, one chunk of logits at a time."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,9 @@ from maxrl_fast.ops.loss_kernel import (
     LossTerms,
     TokenRows,
     loss_terms,
-    new_logprobs,
     real_dtype,
     shape_of,
-    write_logprobs_gradient,
+    variant_for,
 )
 
 _NAMES = LossSums._fields[1:]  # two counts, then means over the tokens with a gradient
@@ -201,7 +200,7 @@ def _times(gradient: Tensor, scale: Tensor) -> Tensor:
 
 
 class _TokenLoss(LossFunction):
-    """Hands out a loss [] and its gradient, which are known: within `forward` all takes longer."""
+    """Hands out a loss [] and its gradient, which are known already."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, known: tuple[Tensor, Tensor | None]) -> Tensor:
@@ -241,6 +240,23 @@ class TokenLogprobs(torch.autograd.Function):
         gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
         write_logprobs_gradient(ctx.rows, logits, grads, gradient)
         return gradient, None
+
+
+def new_logprobs(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for log-probs and entropies [T] of logits or hidden states."""
+    logprobs = like.new_empty(len(like), dtype=real_dtype(like.dtype))
+    return logprobs, torch.empty_like(logprobs)
+
+
+def write_logprobs_gradient(
+    rows: TokenRows, logits: Tensor, grads: Sequence[Tensor], gradient: Tensor, first: int = 0
+) -> None:
+    """Write the gradient of the logits [C, V], which may be their memory, from those of the
+    log-probs and the entropies [T]."""
+    call, stop = KernelLaunch(rows.device), first + len(logits)
+    given = [call.keep(x[first:stop].contiguous()) for x in grads]
+    at, variant = call.matrix("gradient", gradient), variant_for(logits, gradient)
+    rows.launch(call, "token_logprobs_backward", logits, first, None, *given, *at, to=variant)
 
 
 def contiguous_rows(logits: Tensor) -> Tensor:

@@ -455,23 +455,6 @@ def sums_of(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.segment_reduce(values, "sum", offsets=cu_seqlens, initial=0.0)
 
 
-def new_logprobs(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return memory for log-probs and entropies [T] of logits or hidden states."""
-    logprobs = like.new_empty(len(like), dtype=real_dtype(like.dtype))
-    return logprobs, torch.empty_like(logprobs)
-
-
-def write_logprobs_gradient(
-    rows: TokenRows, logits: Tensor, grads: Sequence[Tensor], gradient: Tensor, first: int = 0
-) -> None:
-    """Write the gradient of the logits [C, V], which may be their memory, from those of the
-    log-probs and the entropies [T]."""
-    call, stop = KernelLaunch(rows.device), first + len(logits)
-    given = [call.keep(x[first:stop].contiguous()) for x in grads]
-    at, variant = call.matrix("gradient", gradient), variant_for(logits, gradient)
-    rows.launch(call, "token_logprobs_backward", logits, first, None, *given, *at, to=variant)
-
-
 def variant_for(logits: Tensor, gradient: Tensor) -> str:
     """Return the end of a kernel's name. On a GPU the gradient of float32 logits may be bfloat16,
     in the first half of each of their rows."""

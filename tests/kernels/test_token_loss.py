@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.ops.loss_kernel import TokenRows, write_logprobs_gradient
+from maxrl_fast.ops.loss import write_logprobs_gradient
+from maxrl_fast.ops.loss_kernel import TokenRows
 from tests.kernels.devices import NO_CLUSTERS, emulated_gpu
 from tests.models import on_threads
 from tests.ops.loss_definitions import computed, in_float32

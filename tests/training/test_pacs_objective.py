@@ -6,13 +6,12 @@ import torch
 from maxrl_fast.algorithms.estimators import TRAINING_ESTIMATORS
 from maxrl_fast.ops import group_advantage, log_ratio_reward, pacs_loss, token_logprobs
 from maxrl_fast.records import Samples
-from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.registry import make_objective
 from tests.batches import collected, make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder, updated
+from tests.training.test_learner import sampled as sampled_by
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3]])
 N = 4
@@ -30,9 +29,7 @@ def make_learner(model, reference=None, lr=0.05):
 
 
 def sampled(model):
-    return native_engine(model, torch.float32).generate(
-        RolloutRequest(PROMPTS, N, Sampling(0.9, 9, (3,)), 1, 1)
-    )
+    return sampled_by(model, PROMPTS, 0.9)
 
 
 def logprobs(model, rollouts):

@@ -10,7 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from maxrl_fast.algorithms.estimator import Ddof, Eps, training_estimator
 from maxrl_fast.algorithms.estimators.moments import OF_PROXIES, grpo
 from maxrl_fast.algorithms.group import Group
-from maxrl_fast.algorithms.options import Count, CountOrZero, Help, Positive, multiple_of
+from maxrl_fast.algorithms.options import Count, CountOrZero, Help, Positive
 
 Beta = Annotated[Positive, OF_PROXIES]
 Score = Annotated[
@@ -180,7 +180,11 @@ _LEAST_SPREAD = 1e-3  # a smaller standard deviation of rewards or scores counts
     needs="N >= 2; --prompts a multiple of --bundle-size",
     weight="depends on the batch",
     state={"quantiles": (torch.nan, torch.nan)},
-    refuses=multiple_of("bundle_size", "prompts"),
+    refuses={
+        "prompts must be a multiple of bundle_size, got {prompts} and {bundle_size}": (
+            lambda c: c.prompts % c.bundle_size
+        )
+    },
 )
 def riskpo(
     g: Group,

@@ -24,7 +24,6 @@ OBJECTIVES = tuple(name for name in METHODS if name not in _BASELINES)
 
 
 def find_code(option: str, name: str, find: Callable[[Any], Any]) -> Any:
-    """Return the method of an option's FILE.py:FUNCTION or package.module:FUNCTION."""
     function = load_code(option, name, "FUNCTION")
     try:
         return find(function)
@@ -35,7 +34,6 @@ def find_code(option: str, name: str, find: Callable[[Any], Any]) -> Any:
 
 
 def find_objective(name: str) -> Method:
-    """Return the objective of --objective: an estimator, built in or your own, or a class."""
     if is_code(name):
         row: Estimator = find_code("objective", name, find_estimator)
         return row
@@ -68,7 +66,6 @@ def objective_presets(name: str) -> Mapping[str, Any]:
 
 
 def objective_class(name: str) -> Any:
-    """Return what has the `loss` and `owns_loss` of all runs of an objective."""
     row = find_objective(name)
     return row if isinstance(row, Estimator) else row.function
 

@@ -32,19 +32,18 @@ struct GroupAdvantage {
   int64_t num_groups, group_size;
   const Real* rewards;  // [G, N]
   const bool* valid;  // [G, N], or null: all are
-  const double* tables;  // [1 or G, 2, N]: offsets and slopes; null: moments
-  int64_t num_tables;
+  const double* tables;  // [2, N], with valid [G, 2, N]: offsets and slopes; null: moments
   bool centred;  // this and the next three are of moments
   Scale scale;
   double eps;
   int64_t ddof;
   Real* advantages;  // [G, N]
 
-  MAXRL_FIELDS(num_groups, group_size, rewards, valid, tables, num_tables, centred, scale, eps,
-               ddof, advantages)
+  MAXRL_FIELDS(num_groups, group_size, rewards, valid, tables, centred, scale, eps, ddof,
+               advantages)
 
   MAXRL_HOST_DEVICE const double* offsets(int64_t group) const {
-    return tables + (num_tables > 1 ? group * 2 * group_size : 0);
+    return tables + (valid ? group * 2 * group_size : 0);
   }
   MAXRL_HOST_DEVICE bool exists(int64_t i) const { return !valid || valid[i]; }
   MAXRL_HOST_DEVICE static bool accepts(double reward) { return fabs(reward) <= kLargestReward; }

@@ -68,11 +68,10 @@ int64_t group_advantage(const GroupAdvantage<Real>& in, int num_threads) {
           usable &= in.accepts(in.rewards[i]);
           rewards[n++] = in.rewards[i];
         }
-      const double* offset = in.offsets(group);
       if (!usable)
         std::fill_n(rewards, n, std::numeric_limits<double>::quiet_NaN());
       else if (n > 0 && in.tables)
-        rank_transform(rewards, n, offset, offset + size, keys.data());
+        rank_transform(rewards, n, in.offsets(group), in.offsets(group) + size, keys.data());
       else if (n > 0)
         normalise(in, rewards, n);
       n = 0;

@@ -23,8 +23,7 @@ REAL_DTYPES = (
 def check_tensor(name: str, value: Any, device: torch.device | None = None, like: str = "") -> None:
     """Raise TypeError or ValueError unless `value` is a dense tensor of real numbers on `device`.
 
-    `like` names what is on the device. With two devices PyTorch would run the operator's fake.
-    """
+    `like` names what is on the device. With two devices PyTorch would run the operator's fake."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.layout is not torch.strided or value.dtype not in REAL_DTYPES:

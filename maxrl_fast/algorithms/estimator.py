@@ -6,8 +6,7 @@ docstring is its formula (`Method`).
         \"\"\"r - mean of the others.\"\"\"
 
 Positional parameters after the group are inputs, one number for each rollout (INPUTS); keyword-only
-ones are options, and a `Size` in the annotation of one makes it the k of max@k.
-"""
+ones are options, and a `Size` in the annotation of one makes it the k of max@k."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping

@@ -1,6 +1,7 @@
 """What an estimator is given: rewards of groups, padded to one width, and sums over valid ones."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,18 +16,15 @@ class Group:
     """Rewards of G groups of up to N rollouts.
 
     Sums over ranks take a group's rewards in ascending order, r_(1) <= ... <= r_(n), and their gaps
-    d_j = r_(j+1) - r_(j); these are exactly 0 between equal rewards, whose order has no effect.
-    """
+    d_j = r_(j+1) - r_(j); these are exactly 0 between equal rewards, whose order has no effect."""
 
     rewards: Tensor  # [G, N] float64, 0 where not valid
     valid: Tensor  # [G, N] bool, False for padding and for rollouts that are left out
     dtype: torch.dtype = torch.float64  # of the advantages that are wanted
-    n: Tensor = field(init=False)  # [G, 1] float64, how many are valid
-    # not a cached_property: torch.compile cannot trace one
-    _order: Tensor | None = field(init=False, default=None)
 
-    def __post_init__(self) -> None:
-        self.n = self.valid.sum(1, keepdim=True).double()
+    @cached_property
+    def n(self) -> Tensor:  # [G, 1] float64, how many are valid
+        return self.valid.sum(1, keepdim=True).double()
 
     @classmethod
     def of_sizes(cls, sizes: Tensor, width: int) -> "Group":
@@ -72,12 +70,9 @@ class Group:
         ascending = torch.where(self.valid, x, torch.inf).sort(1).values
         return torch.searchsorted(ascending, x.contiguous()).double()
 
-    @property
+    @cached_property
     def order(self) -> Tensor:  # [G, N], rewards ascending, then what is not valid
-        if self._order is None:
-            padded = torch.where(self.valid, self.rewards, torch.inf)
-            self._order = padded.argsort(dim=1, stable=True)
-        return self._order
+        return torch.where(self.valid, self.rewards, torch.inf).argsort(dim=1, stable=True)
 
     @property
     def j(self) -> Tensor:  # [N-1] = 1, 2, ...

@@ -6,8 +6,7 @@ corrections. Each is a function, and one of your own has the same form as the bu
         \"\"\"-A logp.\"\"\"
 
 The docstring up to an empty line is the formula, and what follows it a note. Keyword-only
-parameters are options.
-"""
+parameters are options."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

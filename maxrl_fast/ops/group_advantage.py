@@ -1,8 +1,7 @@
 """Group advantages by any estimator, and how an estimator weighs a prompt (docs/advantages.md).
 
 The kernel (csrc/group_advantage.h) computes those that have a `Kernel`; on a GPU nothing is read
-back, so that a CUDA graph can capture it.
-"""
+back, so that a CUDA graph can capture it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributions import Binomial
 
 from maxrl_fast import _C
 from maxrl_fast.algorithms.arguments import (
@@ -199,16 +199,14 @@ def by_kernel(
     """Return advantages of rewards [G, N]."""
     call, kernel, (num_groups, n) = KernelLaunch(rewards.device), row.kernel, rewards.shape
     assert kernel is not None, f"{row.name} has no kernel"
-    tables, num_tables = 0, 0
+    tables = 0
     if kernel.table is not None and valid is None:
         tables = call.keep_cached(_table_of_full_groups(row, size, n, call.device))
-        num_tables = 1
     elif kernel.table is not None and valid is not None:
         sizes, of_group = valid.sum(1), slice(None)  # [G]
         if not dispatch.is_gpu(call.device):  # a GPU would wait
             sizes, of_group = sizes.unique(return_inverse=True)
-        table = _table(row, size, Group.of_sizes(sizes, n))[of_group]
-        tables, num_tables = call.keep(table), num_groups
+        tables = call.keep(_table(row, size, Group.of_sizes(sizes, n))[of_group])
     advantages = torch.empty_like(rewards)
     call.launch(
         "group_advantage",
@@ -218,7 +216,6 @@ def by_kernel(
         rewards=call.address("rewards", rewards, rewards.dtype, rewards.shape),
         valid=None if valid is None else valid.contiguous(),
         tables=tables,
-        num_tables=num_tables,
         centred=kernel.centred,
         scale=kernel.scale,
         eps=options.get("eps", 0.0),
@@ -486,8 +483,7 @@ def effective_weight(estimator: str, n: int, pass_rate: Tensor, **options: Any) 
         pass_rate: p, any shape, between 0 and 1.
         options: k, order and others, as in `group_advantage`, which raises the same errors.
 
-    Returns W_n(p), float64, of the shape of `pass_rate`.
-    """
+    Returns W_n(p), float64, of the shape of `pass_rate`."""
     row = find_estimator(estimator)
     if not row.has_weight:
         raise ValueError(f"the weight of {row.name} {row.weight}, so it must be another estimator")
@@ -503,7 +499,5 @@ def effective_weight(estimator: str, n: int, pass_rate: Tensor, **options: Any) 
     advantages = group_advantage(rewards, estimator, **options)
     difference = (advantages[1:, 0] - advantages[:-1, -1]).to(p.device)  # [n], by c = 0..n-1
     c = torch.arange(n, dtype=torch.float64, device=p.device)
-    # the logarithm of n - 1 over c
-    choices = torch.lgamma(c[-1] + 1) - torch.lgamma(c + 1) - torch.lgamma(n - c)
-    probability = (choices + torch.xlogy(c, p) + torch.special.xlog1py(n - 1 - c, -p)).exp()
+    probability = Binomial(n - 1, p, validate_args=False).log_prob(c).exp()
     return (probability.where(is_rate, torch.nan) @ difference).view(pass_rate.shape)

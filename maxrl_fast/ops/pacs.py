@@ -41,8 +41,7 @@ def log_ratio_reward(
         mask: [T] bool, False for tokens to leave out.
 
     Returns:
-        [S], of the dtype of logprobs, summed in float64.
-    """
+        [S], of the dtype of logprobs, summed in float64."""
     check_tensor("logprobs", logprobs)
     check_tensor("ref_logprobs", ref_logprobs, logprobs.device, "logprobs are")
     for name, values in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
@@ -150,8 +149,7 @@ def pacs_loss(
     Returns:
         The loss, a scalar of the dtype of reward_proxy, and detached metrics: cross_entropy [S],
         unweighted; and scalars: accuracy, the share of rollouts with psi > 0 just where R = 1;
-        reward_proxy, the mean; score_correct and score_wrong, the means of psi (0 over none).
-    """
+        reward_proxy, the mean; score_correct and score_wrong, the means of psi (0 over none)."""
     check_choice("score", score, SCORES)
     check_choice("weight", weight, WEIGHTS)
     sizes = _group_sizes(reward_proxy, labels, groups)  # [G]

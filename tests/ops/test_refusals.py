@@ -176,6 +176,7 @@ def test_rewards_that_are_not_finite_are_named_by_group_and_rollout():
       got nan at index 8, on a
     lambda rewards, temperature: rewards | may ask for k, valid, lengths, .* got the parameter
       temperature
+    lambda rewards, state: rewards | got the parameter state
     lambda rewards, reward_parts: rewards | asks for reward_parts, so it must ask for
       reward_weights too
     7 | must be one of maxpo, .* or a function of rewards \[G, N\], got 7

@@ -7,8 +7,7 @@ prompt's pass rate. d_j are the gaps of the ascending rewards (`Group`).
 
 `weight` is W_N(p) for rewards 0 and 1: E[(1/N) sum_i A_i grad log pi(y_i)] = W_N(p) grad p, exactly
 at finite N. 1/p is maximum likelihood, 1 is the plain policy gradient. `ops.effective_weight`
-computes it for every estimator that has one.
-"""
+computes it for every estimator that has one."""
 
 from dataclasses import replace
 

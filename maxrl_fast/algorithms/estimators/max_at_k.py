@@ -4,8 +4,7 @@ rewards, float64, by recurrence.
 A table [G, 2, N] holds `offset` and `slope` of each group, of which `Group.rank_transform` and the
 kernel (csrc/group_advantage.h has the formula) make advantages. The table of a sum of estimators is
 the sum of their tables, and centring is a choice of offset. Tables depend only on the sizes n of
-the groups; a size k may be a number, or one for each group, [G, 1].
-"""
+the groups; a size k may be a number, or one for each group, [G, 1]."""
 
 import torch
 from torch import Tensor
@@ -63,8 +62,7 @@ def _improvement(g: Group, k: int) -> Tensor:
 def maxpo(g: Group, *, k: KBelowN) -> Tensor:
     """S_i - S_-i = EI_i - L2O_i.
 
-    It is sum_{j<i} (N/j) C(j,k)/C(N-1,k) d_j, centred.
-    """
+    It is sum_{j<i} (N/j) C(j,k)/C(N-1,k) d_j, centred."""
     return _maxpo(g, k)
 
 
@@ -72,8 +70,7 @@ def maxpo(g: Group, *, k: KBelowN) -> Tensor:
 def expected_improvement(g: Group, *, k: KOfPairs) -> Tensor:
     """EI_i = S_i - M_-i.
 
-    It is sum_{j<i} C(j,k-1)/C(N-1,k-1) d_j.
-    """
+    It is sum_{j<i} C(j,k-1)/C(N-1,k-1) d_j."""
     return _improvement(g, k)
 
 
@@ -98,8 +95,7 @@ def maxrl(g: Group, *, order: Order = None) -> Tensor:
     """(r - mean)/mean for rewards 0 or 1 at order N-1, 0 where mean = 0; else the sum of maxpo over
     k = 1..order.
 
-    sum_{k=1..T} C(j,k)/C(n-1,k) = n/(n-j) (1 - C(j,T+1)/C(n,T+1)) - 1.
-    """
+    sum_{k=1..T} C(j,k)/C(n-1,k) = n/(n-j) (1 - C(j,T+1)/C(n,T+1)) - 1."""
     missed = g.within((g.n - 1 if order is None else order) + 1, g.n)[:, 1:-1]
     return _centred(g, g.n / g.j * (g.n / (g.n - g.j) * (1 - missed) - 1))
 
@@ -133,8 +129,7 @@ def bon_max_second(g: Group) -> Tensor:
 )
 def passk_training(g: Group, *, k: K) -> Tensor:
     """mean over the size-k subsets with i of (max - rho)/(sqrt(rho (1-rho)) + 1e-6), rho = 1 -
-    C(F,k)/C(N,k).
-    """
+    C(F,k)/C(N,k)."""
     # rho is the mean of S. 1 - rho comes from C(F,k)/C(N,k) itself: near rho = 1 the difference
     # would lose it.
     wrong = (g.valid & (g.rewards == 0)).sum(1, keepdim=True)

@@ -11,6 +11,7 @@ from maxrl_fast.algorithms.estimators.max_at_k import shortfall
 from maxrl_fast.algorithms.group import BATCH, Group, ratio
 from maxrl_fast.algorithms.options import BelowOne, Help, Share
 
+OF_PROXIES = Help("Scale of PACS's reward proxies, in reward per nat of log-ratio.")
 FalsePositiveRate = Annotated[
     BelowOne, Help("Probability that the verifier accepts a wrong rollout.")
 ]
@@ -144,16 +145,9 @@ def grpo_nemo(g: Group) -> Tensor:
     weight="(beta/4) (N/(N-1)) ((1-(1-p)^(N-1))/p + (1-p^(N-1))/(1-p))",
     binary=True,
 )
-def pacs_first_update(
-    g: Group,
-    *,
-    beta: Annotated[
-        float, Help("Scale of PACS's reward proxies, in reward per nat of log-ratio.")
-    ] = 1.0,
-) -> Tensor:
+def pacs_first_update(g: Group, *, beta: Annotated[float, OF_PROXIES] = 1.0) -> Tensor:
     """beta N^2/(4 (N-1) C) where r = 1, -beta N^2/(4 (N-1) F) where r = 0, 0 where all r are equal;
-    beta 1.
-    """
+    beta 1."""
     share = g.mean(g.rewards)  # C/N
     return ratio(
         beta * g.n / (4 * (g.n - 1).clamp_min(1)) * (g.rewards - share), share * (1 - share)

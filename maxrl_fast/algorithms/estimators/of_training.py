@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from maxrl_fast.algorithms.estimator import Ddof, Eps, training_estimator
-from maxrl_fast.algorithms.estimators.moments import grpo
+from maxrl_fast.algorithms.estimators.moments import OF_PROXIES, grpo
 from maxrl_fast.algorithms.group import Group
 from maxrl_fast.algorithms.options import Count, CountOrZero, Help, Positive
 
-Beta = Annotated[Positive, Help("Scale of PACS's reward proxies, in reward per nat of log-ratio.")]
+Beta = Annotated[Positive, OF_PROXIES]
 Score = Annotated[
     Literal["rloo", "grpo", "dr_grpo", "naive"],
     Help("Score of a rollout in its group whose cross-entropy PACS minimises."),
@@ -158,8 +158,7 @@ def rl_zvp(
     where all r = 0, H_t its entropy, max over its response.
 
     H_t is the entropy, in nats, of the policy's distribution of token t. Other groups have the
-    advantages of grpo, with its eps and ddof.
-    """
+    advantages of grpo, with its eps and ddof."""
     is_alike = g.valid & (g.largest(g.rewards) == g.smallest(g.rewards))
     values, sizes = entropies(is_alike).double(), lengths.flatten()  # [T], [G N]
 
@@ -202,8 +201,7 @@ def riskpo(
     prompt, and the paper's score s the sum of their rewards. A standard deviation of 0 counts as 1.
     The authors' code (RTkenny/RiskPO) does so only for r, which gives a bundle of equal scores
     advantages of 1e6. The first step sets a and b to the quantiles of its own scores; every step
-    ends with q += .1 (level - share of scores below q).
-    """
+    ends with q += .1 (level - share of scores below q)."""
     rewards, known = g.rewards.cpu(), g.valid.cpu()  # they are few, and the quantiles are there
     bundles = rewards.view(-1, int(bundle_size), rewards.shape[1])  # [G/B, B, N]
     has_score, scores = known.view(bundles.shape).all(1), bundles.sum(1)  # [G/B, N]

@@ -7,8 +7,7 @@ rho; the reasons and the sum by gaps are in docs/objectives/off_policy.md. At de
 1..T, with t_j = C(j,T+1)/C(N-1,T+1) and R = N-1-T, telescoping sums over k from 0 to T give
 
     sum_k t_j(k) = (N - R t_j)/(N-j) =: P,
-    sum_k k t_j(k) = (j P - (T+1) R t_j)/(N+1-j) =: Q,   v_j = (Q - P + 1)/j.
-"""
+    sum_k k t_j(k) = (j P - (T+1) R t_j)/(N+1-j) =: Q,   v_j = (Q - P + 1)/j."""
 
 from typing import Annotated
 

@@ -50,8 +50,7 @@ def ppo(
     dual_clip: NotNegative = math.inf,
 ) -> Tensor:
     """max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)); with dual_clip c at most -A c for A <
-    0.
-    """
+    0."""
     return clipped(t, t.ratio, t.advantages, clip_low, clip_high, dual_clip)
 
 
@@ -126,8 +125,7 @@ def kl_cov(t: Tokens, *, share: Share = 2e-4, coef: NotNegative = 1.0) -> Tensor
 )
 def clip_cov(t: Tokens, *, share: Share = 2e-4, low: float = 1.0, high: float = 5.0) -> Tensor:
     """ppo, and 0 for the chosen tokens: the share of all, drawn from those whose covariance is
-    between low and high.
-    """
+    between low and high."""
     between = covariance(t)
     candidates = ((between > low) & (between < high)).nonzero()[:, 0]
     shuffled = torch.randperm(len(candidates), generator=t.generator)
@@ -229,8 +227,7 @@ def dppo(
     t: Tokens, *, low: NotNegative = 0.2, high: NotNegative = 0.2, kl: NotNegative = 1e-3
 ) -> Tensor:
     """-A rho, 0 where A > 0 and pi - pi_old > high, or A < 0 and pi - pi_old < -low; plus kl (log
-    rho)^2.
-    """
+    rho)^2."""
     ratio = t.ratio.detach()
     # (pi - pi_old) rho, compared with the bounds times rho
     change = t.logprobs.detach().exp() * (ratio - 1)
@@ -305,8 +302,7 @@ def entropy_adv(
 )
 def gmpo(t: Tokens, *, low: NotNegative = 0.4, high: NotNegative = 0.4) -> Tensor:
     """-A s, s = exp(mean_t x_t), x_t = min(log rho_t, high) for A >= 0 and max(log rho_t, -low)
-    below.
-    """
+    below."""
     x = (t.logprobs - t.old_logprobs).detach()
     # By the sign bit: an advantage below 0 times a factor of 0 is -0, and clipped as before.
     x_clipped = torch.where(t.advantages.signbit(), x.clamp_min(-low), x.clamp_max(high))
@@ -326,8 +322,7 @@ def vespo(
     lambda_negative: NotNegative = 2.0,
 ) -> Tensor:
     """-sg(phi(w)) A logp, w = prod_t rho_t, phi(w) = e^lambda w^k e^(-lambda w), k and lambda by
-    the sign of A.
-    """
+    the sign of A."""
     w = t.sequence_ratio(t.sequence_sum(t.log_ratio)).detach()
     k, rate = t.by_sign(k_positive, k_negative), t.by_sign(lambda_positive, lambda_negative)
     return -(rate + k * w.log() - rate * w).exp() * t.advantages * t.logprobs

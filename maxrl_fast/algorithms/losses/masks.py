@@ -56,8 +56,7 @@ def siren(t: Tokens, entropies: Tensor, coef: float, anchor: Tensor) -> Tensor:
     H is the mean over responses of the mean entropy of the tokens above their response's
     SIREN_QUANTILE, as in the authors' code; a response without such tokens counts with 0. anchor:
     float64 [1], H at the run's first update; NaN in that update. The metric siren_anchor is what
-    was used.
-    """
+    was used."""
     above = t.mask & (entropies > t.sequence_quantile(entropies, SIREN_QUANTILE))
     counts = t.sequence_sum(above.double()).clamp_min(1)  # of the token's response
     shares = above / counts / max(len(t.cu_seqlens) - 1, 1)

@@ -11,7 +11,6 @@ import torch
 from rich.table import Table
 
 from maxrl_fast.config.changes import own_options
-from maxrl_fast.config.estimates import describe_run
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.read import located
 from maxrl_fast.config.rules import objective_of
@@ -30,6 +29,7 @@ from maxrl_fast.job.build_policy import build_policy_files
 from maxrl_fast.job.build_task import build_run_task, closing_task
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
+from maxrl_fast.job.estimates import describe_run
 from maxrl_fast.job.fingerprints import fingerprints
 from maxrl_fast.job.health import verdict
 from maxrl_fast.job.loop import RunLoop
@@ -131,7 +131,7 @@ def train(
 def first_lines(run: RunContext, saved: Saved | None, found: list[str]) -> list[str]:
     """Return what runs on what, with what was `found` out when it was built."""
     config, start = run.config, saved.directory if saved else None
-    lines = describe_run(config, run.task, run.policy, run.ranks, start)
+    lines = describe_run(run, start)
     lines.append(describe_files(config, run.policy))
     lines.append(own_options(saved.options, config.flat()) if saved else "")
     return [*filter(None, (*lines, *found, run.scorer.describe()))]

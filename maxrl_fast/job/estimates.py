@@ -6,57 +6,51 @@ import torch
 from torch import nn
 
 from maxrl_fast.algorithms.known import explain_name
-from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import evaluation_schedule, tensor_parallel
-from maxrl_fast.config.rules import objective_of
+from maxrl_fast.job.build import RunContext
 from maxrl_fast.model.attention import kernel_name
-from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops.dispatch import kernels_for
 from maxrl_fast.rollout import ENGINES, MAX_BATCH
 from maxrl_fast.rollout.vllm import MAX_SEQUENCES
 from maxrl_fast.runtime.device import Machine, versions
-from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.tuning import chunk_bytes
-from maxrl_fast.tasks import Task, describe_task
+from maxrl_fast.tasks import describe_task
 from maxrl_fast.training.critic import num_critic_weights
 
 
-def describe_run(
-    config: Config, task: Task, model: PolicyModel, ranks: Ranks, saved: Path | None
-) -> list[str]:
+def describe_run(run: RunContext, saved: Path | None) -> list[str]:
     """Return what runs on what, for the start of a run."""
-    device, dtype, sizes = torch.device(config.run.device), config.run.dtype, model.config
-    chosen, sampling, own = config.chosen, config.sampling, config.parts["objective"]
+    config, device, task, options = run.config, run.device, run.task, run.config.optimizer
+    chosen, sampling, warm = config.chosen, config.sampling, config.warm_start
     method, counts = explain_name(chosen.objective), f"{sampling.rollouts} rollouts a step"
-    for name in own.keys() & {"k", "order", "beta"}:
-        method += f" {name}={sampling.rollouts if sampling.stop_at else own[name]}"
+    for name, value in config.parts["objective"].items():
+        if name in ("k", "order", "beta"):
+            method += f" {name}={sampling.rollouts if sampling.stop_at else value}"
     if most := sampling.stop_at:
         counts = f"{sampling.first_rollouts} to {counts}, until {most} succeed"
     where = f"cpu, {config.run.threads} threads, {torch.backends.cpu.get_cpu_capability()},"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
-    if ranks.size > 1:
-        where += f", one of {ranks.size} processes, with --sharding {config.run.sharding},"
-    how = f"ops: {kernels_for(device)}; attention: "
-    how += kernel_name(device, getattr(torch, dtype), sizes.head_dim)
-    how += "; checkpointed activations" * config.optimizer.checkpoint_activations
-    start = saved or config.model.model
+    if run.ranks.size > 1:
+        where += f", one of {run.ranks.size} processes, with --sharding {config.run.sharding},"
+    attention = kernel_name(device, run.dtype, run.policy.config.head_dim)
+    how = f"ops: {kernels_for(device)}; attention: {attention}"
+    how += "; checkpointed activations" * options.checkpoint_activations
+    start = f"from {saved or config.model.model}" if saved or config.model.model else "new"
     lines = [
         f"maxrl_fast {versions()['maxrl_fast']}: {method}, loss {chosen.loss}, task {task.name}, "
         f"seed {config.run.seed}",
-        f"on {where} in {dtype}; {how}",
-        *_models(config, model, f", {f'from {start}' if start else 'new'}"),
+        f"on {where} in {config.run.dtype}; {how}",
+        *_models(run, f", {start}"),
         f"{sampling.prompts} prompts x {counts}; results in {config.run.out}",
         *describe_task(task),
     ]
     if sampling.ahead:
         lag = f"step n is sampled with the weights after step n - {sampling.ahead + 1}"
         lines.append(f"{lag}; correction: {chosen.correction}")
-    schedule, options, warm = evaluation_schedule(config, task), config.optimizer, config.warm_start
-    between = f", and every {schedule.every} steps on {schedule.num_prompts} prompts"
-    lines.append(
-        f"evaluations before the first step and after the last{between * bool(schedule.every)}"
-    )
+    every, number = evaluation_schedule(config, task)
+    between = f", and every {every} steps on {number} prompts" if every else ""
+    lines.append(f"evaluations before the first step and after the last{between}")
     rates = f"learning rate {options.lr:g} after {options.warmup_steps} steps of warm-up, then "
     rates += f"a cosine to {options.lr / 10:g}" if options.lr_schedule == "cosine" else "constant"
     if saved is None and warm.sft_steps:
@@ -64,29 +58,24 @@ def describe_run(
     return [*lines, rates]
 
 
-def _models(config: Config, model: PolicyModel, start: str = "") -> list[str]:
-    sizes, number, trained = model.config, count(model), count(model, is_trained=True)
+def _models(run: RunContext, start: str = "") -> list[str]:
+    model, sizes = run.policy, run.policy.config
+    number, trained = count(model), count(model, is_trained=True)
     layers = f"{sizes.num_hidden_layers}-layer {sizes.model_type} decoder ({model.backend})"
     adapters = f", {trained:,} of them trained (LoRA)" * (trained < number)
     lines = [f"policy: {layers}, {number:,} parameters{adapters}{start}"]
-    if objective_of(config).needs.critic:
-        rate = f"learning rate {config.parts['objective']['critic_lr']:g}"
+    if run.objective.needs.critic:
+        rate = f"learning rate {run.config.parts['objective']['critic_lr']:g}"
         weights = f"{num_critic_weights(model):,} parameters trained, {rate}"
         lines.append(f"critic: a copy of the policy with a value head, {weights}")
     return lines
 
 
-def estimate(
-    config: Config,
-    task: Task,
-    model: PolicyModel,
-    machine: Machine,
-    teacher: PolicyModel | None = None,
-) -> str:
+def estimate(run: RunContext, machine: Machine) -> str:
     """Return the options that the run uses, and an estimate of its memory on a machine."""
-    memory = estimate_memory(config, task, model, machine, teacher)
+    sizes = {name: x / 1e9 for name, x in estimate_memory(run, machine).items()}
     # a tenth is left for CUDA, NCCL, CUDA graphs and gaps of the allocator
-    usable, needed = 0.9 * machine.memory / 1e9, sum(memory.values()) / 1e9
+    usable, needed = 0.9 * machine.memory / 1e9, sum(sizes.values())
     answer = f"It fits: it needs at most {needed:.1f} GB, within"
     if needed > usable:
         answer = (
@@ -94,87 +83,78 @@ def estimate(
             "or --sharding full on more GPUs needs less.\n"
             f"It does not fit: it needs {needed:.1f} GB, more than"
         )
-    sizes = {**{name: x / 1e9 for name, x in memory.items()}, "total": needed}
     lines = [
         f"{answer} {usable:.1f} GB, nine tenths of the memory.",
         "configuration",
-        *(f"  {name} = {x}" for name, x in config.flat().items() if name != "dry_run"),
-        *_models(config, model),
+        *(f"  {name} = {x}" for name, x in run.config.flat().items() if name != "dry_run"),
+        *_models(run),
         f"memory of {machine.describe()}, estimated in GB (1e9 bytes)",
-        *(f"  {name:35}{x:9.3f}" for name, x in sizes.items()),
+        *(f"  {name:35}{x:9.3f}" for name, x in [*sizes.items(), ("total", needed)]),
     ]
-    if (name := config.chosen.rollout) not in ENGINES:
+    if (name := run.config.chosen.rollout) not in ENGINES:
         lines.append(f"  The memory of the engine {name} is not known and not in the table.")
     return "\n".join(lines)
 
 
-def estimate_memory(
-    config: Config,
-    task: Task,
-    model: PolicyModel,
-    machine: Machine,
-    teacher: PolicyModel | None = None,
-) -> dict[str, float]:
+def estimate_memory(run: RunContext, machine: Machine) -> dict[str, float]:
     """Return the bytes of one process, by what they are for, at the limits of responses and passes.
     The models may be on the meta device."""
-    loss, sampling, sizes, dtype = config.loss, config.sampling, model.config, config.run.dtype
-    needs, width, options = (
-        objective_of(config).needs,
-        getattr(torch, dtype).itemsize,
-        config.optimizer,
-    )
+    config, model, sizes, needs = run.config, run.policy, run.policy.config, run.objective.needs
+    loss, sampling, tokens = config.loss, config.sampling, config.optimizer.token_budget
     part = 1 / machine.processes if config.run.sharding == "full" else 1.0
-    trained, tokens = count(model, is_trained=True) * part, options.token_budget
+    trained, width = count(model, is_trained=True) * part, run.dtype.itemsize
     is_copied = not (loss.reference or loss.teacher_prompt) and (loss.kl_coef or needs.reference)
     responses = sampling.prompts * sampling.rollouts * max(sampling.dynamic_sampling, 1)
     # of each token a layer keeps: 5 numbers of H, 4 of the feed-forward size, 4 of the heads
     heads = (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim
     layer = 5 * sizes.hidden_size + 4 * sizes.intermediate_size + 4 * heads
-    is_short = options.checkpoint_activations
-    kept = sizes.num_hidden_layers * (sizes.hidden_size if is_short else layer) + layer * is_short
-    # the output matrix and its gradient are float32
+    kept = sizes.num_hidden_layers * layer
+    if config.optimizer.checkpoint_activations:
+        kept = sizes.num_hidden_layers * sizes.hidden_size + layer
+    # the output matrix and its gradient are float32; the exact divergence needs both twice
     logits = min(chunk_bytes(machine.device, machine.memory), tokens * sizes.vocab_size * 4)
     logits += 4 * sizes.vocab_size * sizes.hidden_size * model.lm_head.weight.requires_grad
-    is_exact = bool(loss.kl_coef) and loss.kl == "full"  # needs them twice
+    critic = 16 * num_critic_weights(model) * part if needs.critic else 0
     memory = {
         "weights (float32)": 4 * count(model) * part,
         "gradients (float32)": 4 * trained,
         "Adam moments (float32)": 8 * trained,
         "reference policy (float32)": 4 * trained * bool(is_copied),
-        "teacher": width * count(teacher) * part if teacher else 0,
-        "critic with gradients and moments (float32)": (
-            16 * num_critic_weights(model) * part if needs.critic else 0
-        ),
+        "teacher": width * count(run.teacher) * part if run.teacher else 0,
+        "critic with gradients and moments (float32)": critic,
         # every process has all of them: of a token its id in int64 and its log-prob in float32
         "rollouts of a step": 12 * responses * sampling.max_new_tokens * (1 + sampling.ahead),
-        **_of_engine(config, task, model, machine, width),
-        f"copies of weights ({dtype})": width * sum(map(count, model.blocks)) * (width < 4),
+        **_of_engine(run, machine),
+        f"copies of weights ({config.run.dtype})": (
+            width * sum(map(count, model.blocks)) * (width < 4)
+        ),
         f"activations of {tokens} tokens": tokens * width * (kept + layer / 2),
-        "logits of a chunk, output matrix": logits * (1 + is_exact),
+        "logits of a chunk, output matrix": (
+            logits * (2 if loss.kl_coef and loss.kl == "full" else 1)
+        ),
     }
     return {name: size for name, size in memory.items() if size}
 
 
-def _of_engine(
-    config: Config, task: Task, model: PolicyModel, machine: Machine, width: int
-) -> dict[str, float]:
-    """Weights and KV cache; of a vLLM server or a custom engine nothing."""
-    name, sampling, sizes = config.chosen.rollout, config.sampling, model.config
-    if config.parts["rollout"].get("vllm_url") or name not in ENGINES:
+def _of_engine(run: RunContext, machine: Machine) -> dict[str, float]:
+    """Weights and KV cache; nothing of a vLLM server or a custom engine."""
+    config, sampling, sizes = run.config, run.config.sampling, run.policy.config
+    is_vllm, width = config.chosen.rollout == "vllm", run.dtype.itemsize
+    if config.parts["rollout"].get("vllm_url") or config.chosen.rollout not in ENGINES:
         return {}
     number = tensor_parallel(config)
-    most = MAX_SEQUENCES if name == "vllm" else MAX_BATCH[machine.device]
+    most = MAX_SEQUENCES if is_vllm else MAX_BATCH[machine.device]
     rows = min(sampling.samples_of_engine(machine.processes, number), most)
     prompts = -(-rows // min(sampling.rollouts, rows))
-    tokens = rows * sampling.max_new_tokens + prompts * task.prompt_length
+    tokens = rows * sampling.max_new_tokens + prompts * run.task.prompt_length
     keys = sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim
-    share = machine.memory / (4 if machine.device == "cuda" else 8)
-    # vLLM allocates all of it at once
-    cache = sampling.kv_cache_gb * 1e9 if sampling.kv_cache_gb else share
-    if name != "vllm":
-        cache = min(cache, 2 * keys * width * tokens)
-    copy = width * count(model) / number
-    return {f"rollout weights ({config.run.dtype})": copy, f"KV cache of {rows} samples": cache}
+    limit = (sampling.kv_cache_gb or 0) * 1e9
+    limit = limit or machine.memory / (4 if machine.device == "cuda" else 8)
+    return {
+        f"rollout weights ({config.run.dtype})": width * count(run.policy) / number,
+        # vLLM allocates all of it at once
+        f"KV cache of {rows} samples": limit if is_vllm else min(limit, 2 * keys * width * tokens),
+    }
 
 
 def count(module: nn.Module, is_trained: bool = False) -> int:

@@ -14,12 +14,7 @@ from maxrl_fast.algorithms.options import REQUIRED, Option, options_of
 from maxrl_fast.config.help_page import show_help, split_help
 from maxrl_fast.config.names import OF_ONE_START
 from maxrl_fast.config.options import Config, Options, Run
-from maxrl_fast.config.parts import (
-    SECTIONS,
-    default_of,
-    options_of_part,
-    owners_by_option,
-)
+from maxrl_fast.config.parts import SECTIONS, default_of, options_of_part, owners_by_option
 from maxrl_fast.config.rules import check, unused_options
 from maxrl_fast.errors import InputError, printable, warn
 from maxrl_fast.rewards.models import CLASSIFIER

@@ -1,7 +1,5 @@
 """The first lines of a run, and the text of --dry-run with its memory."""
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
@@ -18,7 +16,7 @@ from maxrl_fast.tasks import describe_task
 from maxrl_fast.training.critic import num_critic_weights
 
 
-def describe_run(run: RunContext, saved: Path | None) -> list[str]:
+def describe_run(run: RunContext) -> list[str]:
     """Return what runs on what, for the start of a run."""
     config, device, task, options = run.config, run.device, run.task, run.config.optimizer
     chosen, sampling, warm = config.chosen, config.sampling, config.warm_start
@@ -36,12 +34,12 @@ def describe_run(run: RunContext, saved: Path | None) -> list[str]:
     attention = kernel_name(device, run.dtype, run.policy.config.head_dim)
     how = f"ops: {kernels_for(device)}; attention: {attention}"
     how += "; checkpointed activations" * options.checkpoint_activations
-    start = f"from {saved or config.model.model}" if saved or config.model.model else "new"
+    start = run.saved.directory if run.saved else config.model.model
     lines = [
         f"maxrl_fast {versions()['maxrl_fast']}: {method}, loss {chosen.loss}, task {task.name}, "
         f"seed {config.run.seed}",
         f"on {where} in {config.run.dtype}; {how}",
-        *_models(run, f", {start}"),
+        *_models(run, f", {f'from {start}' if start else 'new'}"),
         f"{sampling.prompts} prompts x {counts}; results in {config.run.out}",
         *describe_task(task),
     ]
@@ -53,7 +51,7 @@ def describe_run(run: RunContext, saved: Path | None) -> list[str]:
     lines.append(f"evaluations before the first step and after the last{between}")
     rates = f"learning rate {options.lr:g} after {options.warmup_steps} steps of warm-up, then "
     rates += f"a cosine to {options.lr / 10:g}" if options.lr_schedule == "cosine" else "constant"
-    if saved is None and warm.sft_steps:
+    if run.saved is None and warm.sft_steps:
         rates += f"; warm start: {warm.sft_steps} steps at {warm.sft_lr:g}"
     return [*lines, rates]
 

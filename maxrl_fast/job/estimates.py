@@ -53,7 +53,7 @@ def describe_run(run: RunContext) -> list[str]:
     rates += f"a cosine to {options.lr / 10:g}" if options.lr_schedule == "cosine" else "constant"
     if run.saved is None and warm.sft_steps:
         rates += f"; warm start: {warm.sft_steps} steps at {warm.sft_lr:g}"
-    return [*lines, rates]
+    return [*lines, rates, _files(run)]
 
 
 def _models(run: RunContext, start: str = "") -> list[str]:
@@ -69,8 +69,20 @@ def _models(run: RunContext, start: str = "") -> list[str]:
     return lines
 
 
+def _files(run: RunContext) -> str:
+    keep, every = run.config.run.keep_checkpoints, run.config.run.save_every
+    number = 2 + (run.config.optimizer.steps // every if every else 0)
+    number = min(number, keep + 2) if keep else number
+    weight = getattr(torch, run.policy.config.dtype).itemsize
+    # weights in float32 and two moments; of the critic too
+    state = 12 * (1 + run.objective.needs.critic)
+    weights = run.policy.parameters()
+    size = sum(x.numel() * (weight + state * x.requires_grad) for x in weights) / 1e9
+    return f"writes up to {number} checkpoints of {size:.2g} GB, {number * size:.2g} GB in all"
+
+
 def estimate(run: RunContext, machine: Machine) -> str:
-    """Return the options that the run uses, and an estimate of its memory on a machine."""
+    """Return what --dry-run prints of a run on a machine."""
     sizes = {name: x / 1e9 for name, x in estimate_memory(run, machine).items()}
     # a tenth is left for CUDA, NCCL, CUDA graphs and gaps of the allocator
     usable, needed = 0.9 * machine.memory / 1e9, sum(sizes.values())
@@ -82,6 +94,8 @@ def estimate(run: RunContext, machine: Machine) -> str:
             f"It does not fit: it needs {needed:.1f} GB, more than"
         )
     lines = [
+        *describe_task(run.task),
+        _files(run),
         f"{answer} {usable:.1f} GB, nine tenths of the memory.",
         "configuration",
         *(f"  {name} = {x}" for name, x in run.config.flat().items() if name != "dry_run"),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from maxrl_fast.config.estimates import estimate
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.read import located, parse
 from maxrl_fast.config.resolve import resolve
@@ -20,13 +19,13 @@ from maxrl_fast.errors import EngineError, InputError, StorageError, UserCodeErr
 from maxrl_fast.job.build import RunContext
 from maxrl_fast.job.build_policy import find_policy
 from maxrl_fast.job.build_task import build_run_task, closing_task
-from maxrl_fast.job.launch import ExitStatus, describe_files, train
+from maxrl_fast.job.estimates import estimate
+from maxrl_fast.job.launch import ExitStatus, train
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.device import Machine, resolve_device
 from maxrl_fast.runtime.loading import naming_user_code
 from maxrl_fast.runtime.output import command
 from maxrl_fast.runtime.ranks import FIRST_RANK_GRACE_SECONDS, Ranks, exit_process, rank0_reports
-from maxrl_fast.tasks import describe_task
 
 
 @command
@@ -89,5 +88,4 @@ def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:
         ranks = Ranks(0, machine.processes)
         resolved = resolve(config, task, ranks, warn)
         run = RunContext.begin(resolved, task, Ranks(), machine=machine, is_empty=True)
-        own = [*describe_task(task), describe_files(run.config, run.policy)]
-        return "\n".join([*own, estimate(run.config, task, run.policy, machine, run.teacher)])
+        return estimate(run, machine)

@@ -14,13 +14,7 @@ from maxrl_fast.algorithms.options import REQUIRED, Option, options_of
 from maxrl_fast.config.help_page import show_help, split_help
 from maxrl_fast.config.names import OF_ONE_START
 from maxrl_fast.config.options import Config, Options, Run
-from maxrl_fast.config.parts import (
-    SECTIONS,
-    default_of,
-    options_of_part,
-    owners_by_option,
-    short_name,
-)
+from maxrl_fast.config.parts import SECTIONS, default_of, options_of_part, owners_by_option
 from maxrl_fast.config.rules import check, unused_options
 from maxrl_fast.errors import InputError, printable, warn
 from maxrl_fast.rewards.models import CLASSIFIER
@@ -248,8 +242,8 @@ def _unknown(
     name: str, x: Given, options: Mapping[str, Option], chosen: Mapping[str, str]
 ) -> InputError:
     is_flag, unknown = x.name.startswith("--"), f"{x.place}unknown option {x.name:.80}"
-    for part in chosen.values():  # another part has the name
-        if (flag := f"{short_name(part)}_{name}") in options:
+    for flag, option in options.items():
+        if option.own_name == name:  # another part has the name
             return InputError(unknown + hint(flag, options, is_flag))
     for section, part in chosen.items():
         if owners := owners_by_option(section).get(name):

@@ -31,7 +31,7 @@ class View(dict[str, Any]):
 
 def _needs(c: View) -> Iterator[tuple[str, Any, str]]:
     """Yield options, whether a run uses them, and what to say where they are given to one that does
-    not; "": they are ignored. What a run does not use is not in its configuration."""
+    not; "": they are ignored."""
     yield (
         "reward_workers reward_concurrency reward_seconds reward_memory_gb reward_env "
         "max_reward_error_rate reward_threshold",
@@ -39,11 +39,8 @@ def _needs(c: View) -> Iterator[tuple[str, Any, str]]:
         f"needs --reward with task {c.task}",
     )
     yield "reward", not is_reward(c.task), f"is not used by task {c.task}"
-    yield (
-        "reward_weights",
-        c.reward,
-        "needs --reward: with --task FILE:f write --task dataset --reward FILE:f and others",
-    )
+    others = "needs --reward: with --task FILE:f write --task dataset --reward FILE:f and others"
+    yield "reward_weights", c.reward, others
     yield "answer_key", spec_of(c.task).gold, f"is not used by task {c.task}"
     yield "max_turns", c.environment or "environment" not in c, "needs --environment"
     yield "overlong_penalty", c.overlong_buffer, "needs --overlong-buffer"

@@ -11,10 +11,8 @@ import torch
 from rich.table import Table
 
 from maxrl_fast.config.changes import own_options
-from maxrl_fast.config.estimates import describe_run
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.read import located
-from maxrl_fast.config.rules import objective_of
 from maxrl_fast.errors import (
     FAILURES,
     InputError,
@@ -29,13 +27,13 @@ from maxrl_fast.job.build import RunContext, answered_task, prepare
 from maxrl_fast.job.build_task import build_run_task, closing_task
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
+from maxrl_fast.job.estimates import describe_run
 from maxrl_fast.job.fingerprints import fingerprints
 from maxrl_fast.job.health import verdict
 from maxrl_fast.job.loop import RunLoop
 from maxrl_fast.job.resume import check_same, find_saved
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
-from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
@@ -131,13 +129,10 @@ def train(
 
 def first_lines(run: RunContext, found: list[str]) -> list[str]:
     """Return what runs on what, with what was `found` out when it was built."""
-    config, saved = run.config, run.saved
-    start = saved.directory if saved else None
-    lines = describe_run(config, run.task, run.policy, run.ranks, start)
-    lines.append(describe_files(config, run.policy))
-    lines.append(own_options(saved.options, config.flat()) if saved else "")
+    lines = describe_run(run)
+    lines += [own_options(run.saved.options, run.config.flat())] if run.saved else []
     source = run.scorer.source
-    return [*filter(None, (*lines, *found, *(source.lines() if source else ())))]
+    return [*lines, *filter(None, (*found, *(source.lines() if source else ())))]
 
 
 def check_rewards(run: RunContext, warn: Callable[[str], None]) -> None:
@@ -226,18 +221,6 @@ def close(loop: RunLoop, ending: ExitStatus) -> None:
     listing = {**files.listing(), **({"next": f"maxrl-fast report {out}"} if sampled else {})}
     for name, text in listing.items():
         screen.info(f"{name:<12}{text}")
-
-
-def describe_files(config: Config, model: PolicyModel) -> str:
-    """Return how much a run writes, for its first lines."""
-    keep, every = config.run.keep_checkpoints, config.run.save_every
-    number = 2 + (config.optimizer.steps // every if every else 0)
-    number = min(number, keep + 2) if keep else number
-    weight = getattr(torch, model.config.dtype).itemsize
-    # weights in float32 and two moments; of the critic too
-    state = 12 * (1 + objective_of(config).needs.critic)
-    size = sum(x.numel() * (weight + state * x.requires_grad) for x in model.parameters()) / 1e9
-    return f"writes up to {number} checkpoints of {size:.2g} GB, {number * size:.2g} GB in all"
 
 
 def evaluation_table(before: dict[str, Any], after: dict[str, Any]) -> Table:

@@ -49,6 +49,7 @@ FILES = {
     "run/config.json": json.dumps(RUN),
     "run/checkpoints/step-000000/config.json": "{}",
     "run/latest/config.json": "{}",
+    "early/config.json": json.dumps(RUN),
     "old/config.json": '{"steps": 5, "estimator_options": "eps=1"}',
     "half/config.json": "{}",
     "half/progress.json": "{}",

@@ -8,9 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from maxrl_fast import train
-from maxrl_fast.config.estimates import estimate_memory
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
+from maxrl_fast.job.build import RunContext
+from maxrl_fast.job.estimates import estimate_memory
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Rollouts, Samples
@@ -71,7 +72,7 @@ def measured_update(model, dtype, lengths=(64, 48)):
 def estimated(model, machine, *flags, sharding="none"):
     task = MazeTask(9)
     config = resolve(parse([*flags]), task).replace(sharding=sharding)
-    return estimate_memory(config, task, model, machine)
+    return estimate_memory(RunContext(config, task, model), machine)
 
 
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 300}

@@ -171,13 +171,7 @@ def test_vllm_engines_divide_the_processes():
 
 
 def test_every_option_has_help_and_every_name_is_used_once():
-    taken, names = Config.names(), [x for g in Config.groups().values() for x in options_of(g)]
-    assert len(names) == len(taken)
-    owners = {name: ["group"] for name in taken}
-    for section in SECTIONS:
-        for name in owners_by_option(section):
-            owners.setdefault(name, []).append(section)
-    assert {name: x for name, x in owners.items() if len(x) > 1} == {}
-    for group in Config.groups().values():
-        for option in options_of(group).values():
-            assert option.help, f"{option.name} has no help"
+    groups = [options_of(group) for group in Config.groups().values()]
+    names = [name for own in (*groups, *map(owners_by_option, SECTIONS)) for name in own]
+    assert {name for name in names if names.count(name) > 1} == set()
+    assert {name for own in groups for name, option in own.items() if not option.help} == set()

@@ -33,7 +33,7 @@ from maxrl_fast.rollout import RolloutRequest, check_finite
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.rollout.vllm import VllmOptions
 from maxrl_fast.runtime.device import resolve_device
-from maxrl_fast.runtime.files import CHECKSUMS, read_json, remove, replace_folder, storing
+from maxrl_fast.runtime.files import CHECKSUMS, read_json
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks.dataset import DatasetOptions
@@ -134,6 +134,7 @@ class Session:
         run.place()
         self.config, self.engine, self.learner = run.config, run.engine, run.learner
         self.task: Any = task
+        self._positions = run.policy.config.max_position_embeddings
         self.learner.copy_policy()
         if saved:
             load_learner(saved.directory / "state", self.learner, ranks)
@@ -165,10 +166,10 @@ class Session:
                 if len(rows) != len(read) or len({*map(len, rows)}) > 1:
                     wanted = f"as many to each of {len(read)} prompts"
                     raise InputError(f"responses must be {wanted}, got {responses!r:.80}")
-                pairs = [(x, y) for x, row in zip(read, rows, strict=True) for y in row]
-                for _, text in pairs:
-                    check_utf8(text, "responses")
-                given = [task.encode_demonstration(*x, "responses")[1] for x in pairs]
+                for prompt, row in zip(read, rows, strict=True):
+                    for text in row:
+                        check_utf8(text, "responses")
+                        given.append(task.encode_demonstration(prompt, text, "responses")[1])
         elif responses is not None or not len(prompts):
             raise InputError("prompts must be at least one, of text where responses are given")
         parts = prompts.to(device), Rollouts.given(given).to(device), task
@@ -179,10 +180,6 @@ class Session:
             wanted = f"at most {most} tokens, got {longest}"
             raise InputError(f"a prompt with a response must have {wanted}")
         return samples
-
-    @property
-    def _positions(self) -> int:
-        return self._run.policy.config.max_position_embeddings
 
     def _checked(self, samples: Any) -> SessionSamples:
         if isinstance(samples, SessionSamples) and len(samples.rollouts):
@@ -203,10 +200,10 @@ class Session:
         """Sample n responses to each prompt with the newest weights and new random numbers. None:
         the session's option, or as many tokens as the positions leave."""
         run, own, n = self._run, self.encode(prompts).prompts, _number("n", Count, n)
-        room = self._positions - int(own.lengths.max())
-        limit, heat = max(1, min(run.sampling.max_new_tokens, room)), run.sampling.temperature
+        heat, room = run.sampling.temperature, self._positions - int(own.lengths.max())
         if temperature is not None:
             heat = _number("temperature", NotNegative, temperature)
+        limit = max(1, min(run.sampling.max_new_tokens, room))
         if max_new_tokens is not None:
             limit = _number("max_new_tokens", Count, max_new_tokens)
         sampling = replace(run.sampling, temperature=heat, max_new_tokens=limit)
@@ -286,16 +283,10 @@ class Session:
         read_again = self.config.loss.reference, model.model if model.lora_rank else None
         if str(path) in read_again:
             raise InputError(f"out must not be the model that from_run will read, got {path}")
-        saved, new = Snapshot.of(self.learner, ranks.is_first), path.with_name(f".{path.name}.new")
-        if ranks.is_first:
-            with storing(str(path)):
-                remove(new)  # of a killed process
+        saved = Snapshot.of(self.learner, ranks.is_first)
         if ranks.is_first or saved.is_sharded:
             record = progress_record(self._run, Progress("session", self._draws), {}, {})
-            write_checkpoint(new, self._run, record, saved)
-        if ranks.is_first:
-            with storing(str(path)):
-                replace_folder(new, path)
+            write_checkpoint(path, self._run, record, saved)
         ranks.wait_for_all()
 
 

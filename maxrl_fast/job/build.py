@@ -25,7 +25,6 @@ from maxrl_fast.job.build_policy import (
 from maxrl_fast.job.build_task import build_run_task, build_scorer, closing_task
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.model.flash import choose
-from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.rewards.combined import MajorityVote
 from maxrl_fast.rewards.output import RewardOutput
@@ -125,10 +124,9 @@ class RunContext:
         lines = [*choose(self.device, self.dtype, *how), check_exact(policy)]
         if self.teacher is not None:
             check_exact(self.teacher)
-        is_users = name not in ("native", "vllm")
-        is_vllm = name == "vllm" and isinstance(policy, HuggingFacePolicy)
-        # weights of a run that resumes are loaded later; tests cover the other engines
-        if (is_users or is_vllm) and (saved is None or saved.decoder is None):
+        is_users, is_native = name not in ("native", "vllm"), policy.backend == "native"
+        # weights of our decoder are loaded later on resuming; tests cover the other engines
+        if (is_users and not (saved and is_native)) or (name == "vllm" and not is_native):
             if is_users:
                 self.engine.load_weights(policy)
             lines.append(check_engine(policy, self.engine, name))

@@ -43,9 +43,8 @@ def progress_record(
 ) -> str:
     """Return the content of progress.json."""
     parts: dict[str, Any] = {"progress": dataclasses.asdict(progress), "logs": logs}
-    parts |= {"decoder": dataclasses.asdict(run.policy.config), "random": random_states()}
-    parts |= {"options": run.config.flat(), "fingerprints": fingerprints}
-    return json.dumps(parts | {"machine": machine_of(run.ranks)})
+    parts |= {"random": random_states(), "options": run.config.flat()}
+    return json.dumps(parts | {"fingerprints": fingerprints, "machine": machine_of(run.ranks)})
 
 
 def write_checkpoint(

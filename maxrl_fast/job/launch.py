@@ -131,27 +131,27 @@ def train(
 
 def first_lines(run: RunContext, found: list[str]) -> list[str]:
     """Return what runs on what, with what was `found` out when it was built."""
-    config, saved = run.config, run.saved
-    start = saved.directory if saved else None
+    config, start, again = run.config, None, ""
+    if run.saved:
+        start, again = run.saved.directory, own_options(run.saved.options, config.flat())
     lines = describe_run(config, run.task, run.policy, run.ranks, start)
-    lines.append(describe_files(config, run.policy))
-    lines.append(own_options(saved.options, config.flat()) if saved else "")
-    return [*filter(None, (*lines, *found, run.scorer.describe()))]
+    lines += [describe_files(config, run.policy), again, *found, run.scorer.describe()]
+    return [*filter(None, lines)]
 
 
 def check_rewards(run: RunContext, warn: Callable[[str], None]) -> None:
     """Score two short rollouts of each of the first two prompts; warn if some rewards fail.
     RewardError if all fail. All ranks must call this."""
-    scorer, task, source = run.scorer.rehearsal(), run.task, run.config.reward.reward_source
-    answered_task(run.config, task, run.objective)  # or an error
+    scorer, task, config = run.scorer.rehearsal(), run.task, run.config
+    answered_task(config, task, run.objective)  # or an error
     # rewards that serve only the evaluation may be any number
-    is_binary = run.objective.needs.binary and source != "vote"
+    is_binary = run.objective.needs.binary and config.reward.reward_source != "vote"
     if not scorer.can_fail and not is_binary:
         return
     prompts = task.prompts("train", 0, NUM_PROMPTS).to(run.device)
     limit = min(run.sampling.max_new_tokens, MAX_TOKENS)
-    sampling, seed = replace(run.sampling, max_new_tokens=limit), run.config.run.seed
-    request = RolloutRequest(prompts, NUM_ROLLOUTS, sampling, seed)
+    sampling = replace(run.sampling, max_new_tokens=limit)
+    request = RolloutRequest(prompts, NUM_ROLLOUTS, sampling, config.run.seed)
     rewards = sample_and_score(run.engine, task, scorer, request).rewards
     if warning := scorer.failures(run.ranks, WHEN)[1]:
         warn(warning)
@@ -180,13 +180,13 @@ def supervised(loop: RunLoop, ending: ExitStatus) -> Iterator[None]:
             checkpoints.wait()  # for a save that started before
         except StorageError as other:
             screen.error(str(other))
-        newest, failed = checkpoints.newest, RuntimeError()
-        is_kept = newest is not None and newest.exists()
-        kept = f"the last good checkpoint is {newest}" if is_kept else "no checkpoint was written"
+        newest, said = checkpoints.newest, "no checkpoint was written"
+        if newest is not None and newest.exists():
+            said = f"the last good checkpoint is {newest}"
         if isinstance(error, FAILURES):
-            failed = type(error)(f"{error}; {kept}. {error.advice}")
+            failed: RuntimeError = type(error)(f"{error}; {said}. {error.advice}")
         elif isinstance(error, UserCodeError | InputError) and loop.progress.step:
-            sentence = f"{error}, after {loop.progress}; {kept}. {UserCodeError.advice}"
+            sentence = f"{error}, after {loop.progress}; {said}. {UserCodeError.advice}"
             failed = UserCodeError(sentence, code=1)
         else:
             raise
@@ -207,8 +207,8 @@ def close(loop: RunLoop, ending: ExitStatus) -> None:
         else:
             ending.code, ending.error = 1, StorageError(f"{error}. {error.advice}")
     evaluations = sorted(loop.progress.evaluations.items())
-    num_prompts = max((x["num_prompts"] for _, x in evaluations), default=0)
-    whole = {n: x for n, x in evaluations if x["num_prompts"] == num_prompts}
+    most = max((x["num_prompts"] for _, x in evaluations), default=0)
+    whole = {n: x for n, x in evaluations if x["num_prompts"] == most}
     if len(whole) > 1:
         first, *_, last = whole.values()
         screen.console.print(evaluation_table(first, last))
@@ -217,10 +217,11 @@ def close(loop: RunLoop, ending: ExitStatus) -> None:
     total = sum(seconds.values())
     stages = (f"{x} {s:.1f} s ({s / total:.0%})" for x, s in seconds.items() if s * 99 > total)
     screen.info(f"{total:.1f} s: {', '.join(stages)}")
-    sampled, out = loop.progress.tokens["rollout"], shlex.quote(str(files.out))
+    sampled, listing = loop.progress.tokens["rollout"], files.listing()
     if trained := loop.clock.total(*STEP):
         screen.info(f"{sampled / trained:,.0f} sampled tokens per second of training steps")
-    listing = {**files.listing(), **({"next": f"maxrl-fast report {out}"} if sampled else {})}
+    if sampled:
+        listing["next"] = f"maxrl-fast report {shlex.quote(str(files.out))}"
     for name, text in listing.items():
         screen.info(f"{name:<12}{text}")
 

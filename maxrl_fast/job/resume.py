@@ -11,7 +11,6 @@ from maxrl_fast.config.changes import ROUNDING, changes, differing
 from maxrl_fast.config.options import SHAPE
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.progress import Progress
-from maxrl_fast.model.decoder import DecoderConfig, RopeScaling
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import DamagedError, verify_checksums
 from maxrl_fast.runtime.ranks import Ranks
@@ -20,10 +19,10 @@ from maxrl_fast.runtime.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Saved:
+    """A checkpoint's folder and the content of its progress.json."""
+
     directory: Path
     progress: Progress
-    # None: a transformers policy, whose sizes are read from `directory`
-    decoder: DecoderConfig | None
     logs: dict[str, int]  # bytes of each log when the checkpoint was written
     random: dict[str, Any]
     options: dict[str, Any]
@@ -32,15 +31,7 @@ class Saved:
 
     @classmethod
     def of_json(cls, directory: Path, fields: dict[str, Any]) -> "Saved":
-        """Read the content of progress.json in `directory`."""
-        sizes, decoder = dict(fields["decoder"]), None
-        if "rope_scaling" in sizes:
-            if sizes["rope_scaling"] is not None:
-                sizes["rope_scaling"] = RopeScaling(**sizes["rope_scaling"])
-            decoder = DecoderConfig(**sizes)
-        names = ("logs", "random", "options", "fingerprints", "machine")
-        rest = (fields[name] for name in names)
-        return cls(directory, Progress.of_json(fields["progress"]), decoder, *rest)
+        return cls(directory, **{**fields, "progress": Progress.of_json(fields["progress"])})
 
 
 def rename_damaged_after(directory: Path) -> None:

@@ -44,10 +44,10 @@ from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 
 _GROUPS = Model, Optimizer, Loss, Decoding, Place, TextOptions, VllmOptions
+_OF_RUNS = "model teacher_prompt prompt_suffix max_prompt_tokens steps warmup_steps lr_schedule"
 _OPTIONS = {x.name for group in _GROUPS for x in fields(group)}
+_OPTIONS -= {"updates_per_step", *_OF_RUNS.split()}
 _OPTIONS |= {"loss", "rollout", "seed", "sharding"}
-_OPTIONS -= {"model", "teacher_prompt", "prompt_suffix", "max_prompt_tokens"}
-_OPTIONS -= {"steps", "warmup_steps", "lr_schedule", "updates_per_step"}
 
 
 class _GivenTexts(TextTask):
@@ -89,13 +89,12 @@ class SessionSamples(Samples):
 
 
 class Session:
-    """A policy, the engine that samples from it and the learner that trains it. A wrong argument
-    raises InputError and changes nothing.
+    """A policy, the engine that samples from it and the learner that trains it (docs/session.md).
+    A wrong argument raises InputError and changes nothing.
 
     Args:
         model: a Hugging Face folder, or hf://ORG/NAME.
-        options: of the model, the loss, the engine and the optimizer, as on the command line.
-    """
+        options: of the model, the loss, the engine and the optimizer, as on the command line."""
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
         self._start(_parsed(options, task="dataset", model=model), None)
@@ -110,30 +109,30 @@ class Session:
         if not (is_saved and (saved := find_saved(path, Ranks(), warn))):
             raise InputError(f"folder must be of a run with a checkpoint, or of save, got {folder}")
         if "loss" not in options:  # it would follow from the objective, which is the caller's
-            names = [x for x in ("loss", "aggregation") if x in saved.options]
-            options = {x: saved.options[x] for x in names} | options
+            kept = saved.options.keys() & {"loss", "aggregation"}
+            options = {x: saved.options[x] for x in kept} | options
         session = cls.__new__(cls)
         session._start(_parsed(options, resume=saved.directory, objective="maxpo"), saved)
         return session
 
     def _start(self, config: Config, saved: Saved | None) -> None:
-        ranks, start = Ranks.of_environment(), saved and saved.directory
+        ranks = Ranks.of_environment()
         _connect(resolve_device(config.run.device))
         if is_text := dataset_spec(config.chosen.task) is not None:  # without data, or a teacher's
             config = config.replace(sft_steps=0, eval_prompts=None, teacher_prompt=None)
 
         def make_task(found: Config) -> Any:
-            folder = start or found.model.directory
+            folder = saved.directory if saved else found.model.directory
             if is_text and folder:
                 return _GivenTexts(folder, DatasetOptions(**found.parts["task"]))
             return build_run_task(found)
 
-        config, task = prepare(config, ranks, warn, make_task)
+        self.task: Any
+        config, self.task = prepare(config, ranks, warn, make_task)
         torch.set_num_threads(config.run.threads)
-        self._run = run = RunContext.begin(config, task, ranks, saved)
+        self._run = run = RunContext.begin(config, self.task, ranks, saved)
         run.place()
         self.config, self.engine, self.learner = run.config, run.engine, run.learner
-        self.task: Any = task
         self._positions = run.policy.config.max_position_embeddings
         self.learner.copy_policy()
         if saved:

@@ -44,7 +44,8 @@ def progress_record(
     """Return the content of progress.json."""
     parts: dict[str, Any] = {"progress": dataclasses.asdict(progress), "logs": logs}
     parts |= {"random": random_states(), "options": run.config.flat()}
-    return json.dumps(parts | {"fingerprints": fingerprints, "machine": machine_of(run.ranks)})
+    parts |= {"fingerprints": fingerprints, "machine": machine_of(run.ranks)}
+    return json.dumps(parts, default=lambda array: array.tolist())  # of random states
 
 
 def write_checkpoint(

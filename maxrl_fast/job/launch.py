@@ -79,18 +79,16 @@ def train(
         held.enter_context(ranks.connected(device))
         held.enter_context(located(config.places))
         config, task = prepare(config, ranks, warn, make_task)
-        own = (isinstance(task, ToolTask) and task.output) or RewardOutput()
-        output = held.enter_context(closing(own))
+        output = (isinstance(task, ToolTask) and task.output) or RewardOutput()
+        held.enter_context(closing(output))
         held.enter_context(closing_task(task))
         held.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(config.run.threads)
         # the same on all ranks: its name may contain the time
         out, is_resumed = Path(ranks.values(str(config.run.out))[0]), config.run.resume is not None
         if ranks.values(is_resumed)[0] != is_resumed:
-            raise InputError(
-                "--resume auto needs a folder that all processes share, but only some of them see "
-                f"a run in {out}"
-            )
+            wanted = "a folder that all processes share, but only some of them see a run in"
+            raise InputError(f"--resume auto needs {wanted} {out}")
         lock, saved = locked(out, ranks.is_first, LOCK_LIMIT, warn), None
         if is_resumed:
             held.enter_context(lock)
@@ -99,10 +97,9 @@ def train(
                 said = f"{out}, which Session.save wrote; --model {out} starts from it"
                 raise InputError(f"--resume must be the folder of a run, got {said}")
         prints, config = fingerprints(config, task, saved), config.replace(out=out)
-        given: dict[str, Any] = {"functions": functions or {}, "output": output}
-        run = RunContext.begin(config, task, ranks, saved, **given)
+        run = RunContext.begin(config, task, ranks, saved, functions=functions or {}, output=output)
         if saved:
-            check_same(saved, run.config.flat(), prints, ranks, warn, config.run.allow_changes)
+            check_same(saved, run.config, prints, ranks, warn)
         found = run.place()
         held.enter_context(closing(run.scorer))
         if not saved:
@@ -202,10 +199,11 @@ def close(loop: RunLoop, ending: ExitStatus) -> None:
     try:
         files.close(seconds)
     except StorageError as error:
+        failed = StorageError(f"{error}. {error.advice}")
         if ending.error:  # it comes first; the caller prints it
-            screen.error(f"{error}. {error.advice}")
+            screen.error(str(failed))
         else:
-            ending.code, ending.error = 1, StorageError(f"{error}. {error.advice}")
+            ending.code, ending.error = 1, failed
     evaluations = sorted(loop.progress.evaluations.items())
     most = max((x["num_prompts"] for _, x in evaluations), default=0)
     whole = {n: x for n, x in evaluations if x["num_prompts"] == most}

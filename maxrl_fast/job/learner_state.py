@@ -1,6 +1,5 @@
 """Random states and the learner's tensors, with which a resumed run is bitwise identical."""
 
-import base64
 import json
 import random
 from dataclasses import dataclass
@@ -29,34 +28,23 @@ OFFSETS = "DCP_SHARDING_INFO"  # in the metadata of a file, as torch.distributed
 
 def random_states() -> dict[str, Any]:
     """Return the states of the global generators, which tasks' and rewards' code may use."""
-    numbers: dict[str, Any] = np.random.get_state(legacy=False)
-    state = {**numbers["state"], "key": numbers["state"]["key"].tolist()}
     return {
         "python": random.getstate(),
-        "numpy": {**numbers, "state": state},
-        "torch": _text(torch.get_rng_state()),
-        "cuda": [_text(state) for state in torch.cuda.get_rng_state_all()],
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all(),
     }
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restore what `random_states` returned, after a round trip through JSON."""
+    """Restore what `random_states` returned, as it was or after a round trip through JSON."""
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
-    numbers = states["numpy"]["state"]
-    state = {**numbers, "key": np.array(numbers["key"], dtype=np.uint32)}
-    np.random.set_state({**states["numpy"], "state": state})
-    torch.set_rng_state(_bytes(states["torch"]))
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(torch.as_tensor(states["torch"], dtype=torch.uint8))
     if len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([_bytes(state) for state in states["cuda"]])
-
-
-def _text(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _bytes(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        own = [torch.as_tensor(state, dtype=torch.uint8) for state in states["cuda"]]
+        torch.cuda.set_rng_state_all(own)
 
 
 def learner_tensors(learner: Learner) -> dict[str, Tensor]:

@@ -159,8 +159,8 @@ def _named_objects(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Cal
 
 
 def _stored(option: str, value: Any, folder: Path) -> Any:
-    """Return the file of rows that are given in place of one, named by its content, for a resumed
-    run to read again; names of files as they are."""
+    """Return the file of rows that are given in place of one, named by its content; a resumed run
+    reads it again. Names of files stay."""
     if hasattr(value, "to_list"):  # a Dataset, whose images are not decoded
         value = value.to_list()
     elif hasattr(value, "to_dict"):

@@ -302,9 +302,8 @@ def _not_free(path: Path) -> str:
     return f"to which {added[0]} was added: move it away" if added else ""
 
 
-@cache
+@cache  # once in a program
 def _connect(device: torch.device) -> None:
-    """Connect the ranks, once in a program."""
     connection = Ranks.of_environment().connected(device)
     connection.__enter__()
 

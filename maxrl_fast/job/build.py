@@ -134,8 +134,7 @@ class RunContext:
 
     @cached_property
     def policy_files(self) -> PolicyFiles:
-        """What checkpoints have besides the policy's weights. A resumed run keeps the configuration
-        of its checkpoint."""
+        # a resumed run keeps the configuration of its checkpoint
         start = self.saved.directory if self.saved else self.config.model.directory
         return build_policy_files(self.task, self.policy, start)
 
@@ -182,8 +181,7 @@ class RunContext:
         return None if source is None else TeacherPrompts(self.task, source, limit)
 
     @cached_property
-    def copies(self) -> tuple[PolicyModel | None, PolicyModel | None]:
-        """The reference policy and the critic's model."""
+    def copies(self) -> tuple[PolicyModel | None, PolicyModel | None]:  # reference, critic
         needs, loss, policy = self.objective.needs, self.config.loss, self.policy
         make: Change = (lambda x: x) if self.config.run.sharding == "full" else None
         reference = self.teacher

@@ -41,7 +41,6 @@ START = "step-000000"  # written after the warm start; later policies are compar
 def progress_record(
     run: RunContext, progress: Progress, logs: Mapping[str, int], fingerprints: Mapping[str, str]
 ) -> str:
-    """Return the content of progress.json."""
     parts: dict[str, Any] = {"progress": dataclasses.asdict(progress), "logs": logs}
     parts |= {"random": random_states(), "options": run.config.flat()}
     parts |= {"fingerprints": fingerprints, "machine": machine_of(run.ranks)}
@@ -152,10 +151,9 @@ class Checkpoints:
         return self._files.out / "checkpoints" / progress.name
 
     def save(self, progress: Progress, learner: Learner) -> None:
-        """Start to write a checkpoint, unless this step already has one: a thread writes a copy on
-        the host while training continues. With sharded weights (FSDP2) the ranks write together
-        before this returns. StorageError if this save or the previous one fails; NonFiniteError,
-        and nothing is written, if a weight or a moment is NaN or infinite."""
+        """Start to write a checkpoint, unless this step has one: a thread writes a copy on the host
+        while training continues; with sharded weights the ranks write before this returns.
+        StorageError if this save or the one before fails; NonFiniteError: nothing is written."""
         directory, ranks = self._directory(progress), self._run.ranks
         if directory == self._begun:
             return

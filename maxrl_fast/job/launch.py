@@ -127,7 +127,6 @@ def train(
 
 
 def first_lines(run: RunContext, found: list[str]) -> list[str]:
-    """Return what runs on what, with what was `found` out when it was built."""
     config, start, again = run.config, None, ""
     if run.saved:
         start, again = run.saved.directory, own_options(run.saved.options, config.flat())
@@ -194,7 +193,6 @@ def supervised(loop: RunLoop, ending: ExitStatus) -> Iterator[None]:
 
 
 def close(loop: RunLoop, ending: ExitStatus) -> None:
-    """Close the files, and print what the run has come to."""
     files, screen, seconds = loop.files, loop.screen, loop.clock.seconds
     try:
         files.close(seconds)
@@ -225,7 +223,6 @@ def close(loop: RunLoop, ending: ExitStatus) -> None:
 
 
 def describe_files(config: Config, model: PolicyModel) -> str:
-    """Return how much a run writes, for its first lines."""
     keep, every = config.run.keep_checkpoints, config.run.save_every
     number = 2 + (config.optimizer.steps // every if every else 0)
     number = min(number, keep + 2) if keep else number

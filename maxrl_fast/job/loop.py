@@ -24,10 +24,8 @@ from maxrl_fast.training.trainer import StepRecord
 
 @dataclass
 class RunLoop:
-    """Does the part of a run that `progress` says is left.
-
-    It evaluates before the first step, after the last, and as `schedule` says between them.
-    """
+    """Does what `progress` says is left. It evaluates before the first step, after the last, and as
+    `schedule` says between them."""
 
     context: RunContext
     checkpoints: Checkpoints
@@ -87,7 +85,6 @@ class RunLoop:
                 self.checkpoints.safe_point(progress, learner)
 
     def _keep(self, n: int, record: StepRecord) -> None:
-        """Log a step's results, and count the step as done."""
         batch, progress, run = record.batch, self.progress, self.context
         if count := run.config.evaluation.keep_rollouts:
             for rollout in rollout_records(run.task, batch, record.advantages, count, self.ranks):
@@ -150,7 +147,7 @@ class RunLoop:
     def _evaluate(
         self, evaluator: Evaluator, kept: KeptSamples
     ) -> tuple[Evaluation, dict[str, float]]:
-        """Return an evaluation on a held-out set, and the metrics of its rewards."""
+        """Return also the metrics of the rewards."""
         scorer, when = evaluator.scorer, f"evaluation at step {self.progress.step}"
         with (
             self.clock("evaluation"),

@@ -108,5 +108,5 @@ def check_same(
 
 
 def machine_of(ranks: Ranks) -> dict[str, Any]:
-    """Return what rounding depends on besides the options."""
+    """What rounding depends on besides the options."""
     return {**versions(), "processes": ranks.size}

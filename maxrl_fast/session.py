@@ -38,7 +38,7 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks.dataset import DatasetOptions
 from maxrl_fast.tasks.jsonl import check_utf8, read_prompt
-from maxrl_fast.tasks.names import dataset_spec
+from maxrl_fast.tasks.names import is_dataset
 from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
 from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
@@ -118,7 +118,7 @@ class Session:
     def _start(self, config: Config, saved: Saved | None) -> None:
         ranks = Ranks.of_environment()
         _connect(resolve_device(config.run.device))
-        if is_text := dataset_spec(config.chosen.task) is not None:  # without data, or a teacher's
+        if is_text := is_dataset(config.chosen.task):  # without data, or a teacher's
             config = config.replace(sft_steps=0, eval_prompts=None, teacher_prompt=None)
 
         def make_task(found: Config) -> Any:

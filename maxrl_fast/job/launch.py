@@ -131,14 +131,17 @@ def first_lines(run: RunContext, found: list[str]) -> list[str]:
     if run.saved:
         start, again = run.saved.directory, own_options(run.saved.options, config.flat())
     lines = describe_run(config, run.task, run.policy, run.ranks, start)
-    lines += [describe_files(config, run.policy), again, *found, run.scorer.describe()]
-    return [*filter(None, lines)]
+    source = run.scorer.source
+    lines += [describe_files(config, run.policy), again, *found]
+    return [*filter(None, (*lines, *(source.lines() if source else ())))]
 
 
 def check_rewards(run: RunContext, warn: Callable[[str], None]) -> None:
     """Score two short rollouts of each of the first two prompts; warn if some rewards fail.
     RewardError if all fail. All ranks must call this."""
-    scorer, task, config = run.scorer.rehearsal(), run.task, run.config
+    task, config = run.task, run.config
+    # every response is scored, and only if all fail it is an error
+    scorer = replace(run.scorer, max_error_rate=1.0, answer_limit=None)
     answered_task(config, task, run.objective)  # or an error
     # rewards that serve only the evaluation may be any number
     is_binary = run.objective.needs.binary and config.reward.reward_source != "vote"

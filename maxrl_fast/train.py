@@ -88,6 +88,6 @@ def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:
     with closing_task(task):
         ranks = Ranks(0, machine.processes)
         resolved = resolve(config, task, ranks, warn)
-        run = RunContext.begin(resolved, task, Ranks(), machine=machine, is_empty=True)
+        run = RunContext.begin(resolved, task, Ranks(), machine=machine)
         own = [*describe_task(task), describe_files(run.config, run.policy)]
         return "\n".join([*own, estimate(run.config, task, run.policy, machine, run.teacher)])

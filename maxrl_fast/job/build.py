@@ -92,11 +92,11 @@ class RunContext:
         ranks: Ranks,
         saved: Saved | None = None,
         machine: Machine | None = None,
-        is_empty: bool = False,
         **others: Any,
     ) -> "RunContext":
         """Build the policy and its teacher on the CPU, or without weights for another `machine`;
         the configuration says whether `place` will shard them."""
+        is_empty = machine is not None
         policy = build_policy(config, task, saved, is_empty)
         teacher = build_reference(config, task, is_empty)
         device, needs = torch.device(config.run.device), objective_of(config).needs

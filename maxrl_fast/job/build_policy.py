@@ -34,7 +34,7 @@ PolicyFiles = tuple[dict[str, Any], dict[str, checkpoint.StoredTensor]]
 def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Config:
     """Return the configuration with --model and --reference resolved to a folder or a hub commit,
     the same on all ranks."""
-    if not ranks.is_first:  # only the first rank shows a download's progress
+    if not ranks.is_first:  # which alone shows a download's progress
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     found, model = dict[str, str](), config.model.model
     if config.run.resume is not None and not str(model).startswith(HUB):

@@ -12,7 +12,6 @@ from maxrl_fast.evaluation.scores import label_of, score_of
 from maxrl_fast.job.build import RunContext
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.health import Health
-from maxrl_fast.job.progress import Progress
 from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
@@ -35,8 +34,7 @@ class RunLoop:
     def __post_init__(self) -> None:
         run, loss = self.context, self.context.config.loss
         self.clock, self.ranks, self.trainer = run.clock, run.ranks, run.trainer
-        # with the seconds that the clock counts
-        self.progress = run.saved.progress if run.saved else Progress(seconds=run.clock.seconds)
+        self.progress = self.checkpoints.progress
         self.schedule, self.evaluators = evaluation_schedule(run.config, run.task), run.evaluators
         needs_no_rewards = bool(loss.kl_coef) and has_teacher(loss)
         self.health = Health(needs_no_rewards, run.config.optimizer.clip_grad)
@@ -56,33 +54,31 @@ class RunLoop:
             done = f"it had done all its {self.num_steps} steps"
             self.screen.info(f"the run is finished: {done}; the last evaluation is repeated")
         learner.copy_policy()
-        trainer.waiting += checkpoints.restore(learner)
-        checkpoints.waiting = trainer.settle
+        checkpoints.begin(learner)
         trainer.engine.load_weights(learner.model)
         if progress.step == 0:
-            checkpoints.save(progress, learner)
-        with checkpoints.kept(progress, learner):
+            checkpoints.save()
+        with checkpoints.kept():
             self._evaluate_if_due()
             with self.screen.stage("train", self.num_steps, done=progress.step) as stage:
                 for n in range(progress.step + 1, self.num_steps + 1):
                     record = trainer.step(n, progress.next_prompt)
                     stage.advance(n, summary(record.metrics))
                     self._keep(n, record)
-                    checkpoints.safe_point(progress, learner, is_last=n == self.num_steps)
+                    checkpoints.safe_point(is_last=n == self.num_steps)
                     self._evaluate_if_due()
                 checkpoints.wait()
 
     def _warm_start(self) -> None:
         warm_start, progress = self.context.warm_start, self.progress
-        learner, total = warm_start.learner, warm_start.num_steps
-        if not total:
+        if not (total := warm_start.num_steps):
             return
-        self.checkpoints.restore(learner)
+        self.checkpoints.begin(warm_start.learner)
         with self.screen.stage("warm start", total, lines=10, done=progress.step) as stage:
             for step, loss in warm_start.steps(done=progress.step):
                 progress.step = step
                 stage.advance(step, f"loss {loss:.3f}")
-                self.checkpoints.safe_point(progress, learner)
+                self.checkpoints.safe_point()
 
     def _keep(self, n: int, record: StepRecord) -> None:
         batch, progress, run = record.batch, self.progress, self.context
@@ -142,7 +138,7 @@ class RunLoop:
             self.files.write("pass_rates", {"step": step, **joined.pass_counts()})
         self.files.write_samples(samples, step)
         self._show(step, done, samples)
-        self.checkpoints.mark_best(self.progress, self.trainer.learner)
+        self.checkpoints.mark_best()
 
     def _evaluate(
         self, evaluator: Evaluator, kept: KeptSamples
@@ -159,7 +155,7 @@ class RunLoop:
                 stage.advance(done)
                 if warning := scorer.failures(self.ranks, when)[1]:
                     self.screen.warning(warning)
-                self.checkpoints.stop_point(self.progress, self.trainer.learner)
+                self.checkpoints.stop_point()
 
             found = evaluator.evaluate(after_chunk, kept.take)
         return found, scorer.pop_metrics().over(self.ranks)

@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -274,7 +275,7 @@ class Conversation:
         control = {i for i, text in self._control.texts.items() if text not in THINKING}
         names = {self.text([i], raw=True): i for i in control | listed}
         pattern, end = any_of(names), 0
-        for asked in ([], [{"role": "user", "content": NAME}]):
+        for asked in ([], [{**_ASKED, "content": NAME}]):
             try:
                 text = self._render([_ASKED, _said(WORD), *asked])
             except InputError:  # which is said of the prompts and demonstrations
@@ -316,20 +317,22 @@ class Conversation:
                 message["role"] = "system"
             if reasoning := message.get(REASONING[0]):
                 message |= dict.fromkeys(REASONING, reasoning)
-        options = {
-            "chat_template": self._template,
-            "tools": self._tools,
-            "tokenize": False,
-            "add_generation_prompt": begins,
+        apply = partial(
+            self.tokenizer.apply_chat_template,
+            chat_template=self._template,
+            tools=self._tools,
+            tokenize=False,
+            add_generation_prompt=begins,
             **self._arguments,
-        }
+        )
         try:
             with _time_limit():
                 try:
-                    return str(self.tokenizer.apply_chat_template(chat, **options))
+                    return str(apply(chat))
                 except TypeError:  # some templates take the arguments of calls as text
-                    chat = json.loads(json.dumps(chat), object_hook=_with_text_arguments)
-                    return str(self.tokenizer.apply_chat_template(chat, **options))
+                    return str(
+                        apply(json.loads(json.dumps(chat), object_hook=_with_text_arguments))
+                    )
         # errors of jinja and of the template itself; MemoryError has no text
         except Exception as error:
             cause = str(error) or type(error).__name__

@@ -161,9 +161,8 @@ class MazeTask:
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
         mazes = [self.maze("train", i) for i in range(start, start + count)]
-        return self._encode(start, mazes), Rollouts.given(
-            [[*shortest_path(maze), DONE, EOS] for maze in mazes]
-        )
+        answers = [[*shortest_path(maze), DONE, EOS] for maze in mazes]
+        return self._encode(start, mazes), Rollouts.given(answers)
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         return judge(prompts, rollouts, self.size)

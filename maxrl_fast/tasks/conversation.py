@@ -228,12 +228,11 @@ class Conversation:
         self._opens_thinking, texts = before.rstrip().endswith(THINKING[0]), []
         for content in ("", WORD):
             text = self._render([_ASKED, _said(content, tool_calls=[call])])
-            start = text.rfind(WORD) + len(WORD) if WORD in text else _common(before, text)
-            if NAME in text[start:]:
-                texts.append(self._stops.split(text[start:])[0])
+            after = text.rpartition(WORD)[2] if WORD in text else text[_common(before, text) :]
+            if NAME in after:
+                texts.append(self._stops.split(after)[0])
         form = learn(texts, tools)
-        read = [(one.name, one.arguments) for one in form.read(texts[0])] if form else []
-        if form is None or read != [(NAME, ARGUMENTS)]:
+        if form is None or form.read(texts[0]) != [ToolCall(NAME, ARGUMENTS)]:
             what = texts[0] if texts else "nothing"
             raise self._error(
                 f"must write calls of tools in a form that can be read, for --environment, got "
@@ -330,9 +329,8 @@ class Conversation:
                 try:
                     return str(apply(chat))
                 except TypeError:  # some templates take the arguments of calls as text
-                    return str(
-                        apply(json.loads(json.dumps(chat), object_hook=_with_text_arguments))
-                    )
+                    chat = json.loads(json.dumps(chat), object_hook=_with_text_arguments)
+                    return str(apply(chat))
         # errors of jinja and of the template itself; MemoryError has no text
         except Exception as error:
             cause = str(error) or type(error).__name__

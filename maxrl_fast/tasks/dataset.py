@@ -169,15 +169,14 @@ class DatasetTask(TextTask):
                 )
         self.prompt_length = max(len(x) for part in self._lines.values() for x, _ in part)
         told = f"{self.name}: {self.num_train_prompts} prompts and {self.num_test_prompts} held out"
-        if len(held_out) > 1:
-            told += f" ({', '.join(f'{n} of {x}' for x, n in self.held_out.items())})"
-        self._told = [told]
+        sets = ", ".join(f"{n} of {x}" for x, n in self.held_out.items())
+        self._told = [told + f" ({sets})" * (len(held_out) > 1)]
         if num_shared := sum(tuple(tokens) in held for part in every for tokens, _ in part):
             what = "kept" if own.allow_overlap else "left out of training"
             self._told.append(f"{num_shared} prompts that are held out too are {what}")
-        if self._num_long:
-            long = f"{self._num_long} prompts longer than {own.max_prompt_tokens} tokens"
-            self._told.append(f"{long} are left out")
+        if long := self._num_long:
+            most = own.max_prompt_tokens
+            self._told.append(f"{long} prompts longer than {most} tokens are left out")
         if odd := self._odd:
             self._told.append(f"{len(odd)} without an answer left out, such as {odd[0]}")
 

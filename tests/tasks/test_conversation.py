@@ -223,6 +223,7 @@ def test_stop_tokens_are_those_of_all_files_and_texts_end_a_response(tmp_path):
     assert texts_of(codec, ended) == ["x</a>", "none", "</a>"]
     assert ended.truncated.tolist() == [False, True, False]
     assert ended.logprobs.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 13, 14]
+    assert TextTask(codec.model, TextOptions(stop=("x", "<think>"))).stop_texts == ["x"]
     with refused("--stop must be single tokens with --environment, got '</a>'"):
         TextTask(codec.model, TextOptions(stop=("</a>",)), tools=[{}])
 

@@ -216,6 +216,8 @@ def test_prompts_with_words_spaces_and_think_tags_that_are_tokens_are_accepted(t
             b'{"prompt": [{"role": "user", "content": "1", "name": "Ada"}]}',
             "line 2: prompt must have messages with .* each as text, got {'role': 'user', .*'name'",
         ),
+        (b'{"prompt": [{"role": "user", "content": "1", "thinking": "a"}]}', "must have messages"),
+        (b'{"prompt": [{"role": "assistant", "content": "1", "name": "a"}]}', "must have messages"),
         (b'{"prompt": "1", "response": "2"}', "line 2: the key 'response'"),
     ],
 )

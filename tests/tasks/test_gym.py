@@ -64,6 +64,7 @@ def test_questions_depend_only_on_seed_split_and_index(policy):
     assert other.prompts("train", 0, 7).columns != task.prompts("train", 0, 7).columns
     far = task.prompts("train", 10**6, 2)  # beyond the size of one data set
     assert far.ids.tolist() == [10**6, 10**6 + 1]
+    assert far.columns != task.prompts("train", 0, 2).columns  # another epoch of it
 
 
 def test_no_question_is_in_both_splits(policy):

@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -227,12 +228,11 @@ class Conversation:
         self._opens_thinking, texts = before.rstrip().endswith(THINKING[0]), []
         for content in ("", WORD):
             text = self._render([_ASKED, _said(content, tool_calls=[call])])
-            start = text.rfind(WORD) + len(WORD) if WORD in text else _common(before, text)
-            if NAME in text[start:]:
-                texts.append(self._stops.split(text[start:])[0])
+            after = text.rpartition(WORD)[2] if WORD in text else text[_common(before, text) :]
+            if NAME in after:
+                texts.append(self._stops.split(after)[0])
         form = learn(texts, tools)
-        read = [(one.name, one.arguments) for one in form.read(texts[0])] if form else []
-        if form is None or read != [(NAME, ARGUMENTS)]:
+        if form is None or form.read(texts[0]) != [ToolCall(NAME, ARGUMENTS)]:
             what = texts[0] if texts else "nothing"
             raise self._error(
                 f"must write calls of tools in a form that can be read, for --environment, got "
@@ -274,7 +274,7 @@ class Conversation:
         control = {i for i, text in self._control.texts.items() if text not in THINKING}
         names = {self.text([i], raw=True): i for i in control | listed}
         pattern, end = any_of(names), 0
-        for asked in ([], [{"role": "user", "content": NAME}]):
+        for asked in ([], [{**_ASKED, "content": NAME}]):
             try:
                 text = self._render([_ASKED, _said(WORD), *asked])
             except InputError:  # which is said of the prompts and demonstrations
@@ -316,20 +316,21 @@ class Conversation:
                 message["role"] = "system"
             if reasoning := message.get(REASONING[0]):
                 message |= dict.fromkeys(REASONING, reasoning)
-        options = {
-            "chat_template": self._template,
-            "tools": self._tools,
-            "tokenize": False,
-            "add_generation_prompt": begins,
+        apply = partial(
+            self.tokenizer.apply_chat_template,
+            chat_template=self._template,
+            tools=self._tools,
+            tokenize=False,
+            add_generation_prompt=begins,
             **self._arguments,
-        }
+        )
         try:
             with _time_limit():
                 try:
-                    return str(self.tokenizer.apply_chat_template(chat, **options))
+                    return str(apply(chat))
                 except TypeError:  # some templates take the arguments of calls as text
                     chat = json.loads(json.dumps(chat), object_hook=_with_text_arguments)
-                    return str(self.tokenizer.apply_chat_template(chat, **options))
+                    return str(apply(chat))
         # errors of jinja and of the template itself; MemoryError has no text
         except Exception as error:
             cause = str(error) or type(error).__name__

@@ -145,20 +145,20 @@ class DatasetTask(TextTask):
     def _arrange(self, train: list[Part], held_out: list[Part]) -> None:
         """Encode the lines of parts, and set what prompts are made of."""
         own, asked = self.options, Kept()
-        self._starts, self._lines = dict[str, int](), {"train": asked, TEST: Kept()}
+        self._lines = {"train": asked, TEST: (shown := Kept())}
+        self._starts, self.held_out = dict[str, int](), dict[str, int]()
         self.set_samples = {x.name: x.number for x in held_out if x.number}
         every = [self._kept(part) for part in train]
         for part in held_out:
-            self._starts[part.name] = len(self._lines[TEST])
-            self._lines[TEST] += self._kept(part)
-        held = {tuple(tokens) for tokens, _ in self._lines[TEST]}
+            self._starts[part.name] = len(shown)
+            shown += self._kept(part)
+            self.held_out[part.name] = len(shown) - self._starts[part.name]
+        held = {tuple(tokens) for tokens, _ in shown}
         self._left_out = set() if own.allow_overlap else held
         for part, kept in zip(train, every, strict=True):
             left = [x for x in kept if tuple(x[0]) not in self._left_out]
             asked += left * (part.number or 1)
-        self.num_train_prompts, self.num_test_prompts = map(len, self._lines.values())
-        ends = [*self._starts.values(), self.num_test_prompts][1:]
-        self.held_out = {x: end - i for (x, i), end in zip(self._starts.items(), ends, strict=True)}
+        self.num_train_prompts, self.num_test_prompts = len(asked), len(shown)
         counts = ({"train": self.num_train_prompts} if train else {}) | self.held_out
         for split, number in counts.items():
             if not number:
@@ -167,17 +167,16 @@ class DatasetTask(TextTask):
                     f"the {split} split, got none; without --test-data a tenth of the prompts is "
                     "held out, which are not trained on without --allow-overlap"
                 )
-        self.prompt_length = max(len(x) for part in self._lines.values() for x, _ in part)
+        self.prompt_length = max(len(tokens) for tokens, _ in asked + shown)
         told = f"{self.name}: {self.num_train_prompts} prompts and {self.num_test_prompts} held out"
-        if len(held_out) > 1:
-            told += f" ({', '.join(f'{n} of {x}' for x, n in self.held_out.items())})"
-        self._told = [told]
+        sets = ", ".join(f"{n} of {x}" for x, n in self.held_out.items())
+        self._told = [told + f" ({sets})" * (len(held_out) > 1)]
         if num_shared := sum(tuple(tokens) in held for part in every for tokens, _ in part):
             what = "kept" if own.allow_overlap else "left out of training"
             self._told.append(f"{num_shared} prompts that are held out too are {what}")
-        if self._num_long:
-            long = f"{self._num_long} prompts longer than {own.max_prompt_tokens} tokens"
-            self._told.append(f"{long} are left out")
+        if long := self._num_long:
+            most = own.max_prompt_tokens
+            self._told.append(f"{long} prompts longer than {most} tokens are left out")
         if odd := self._odd:
             self._told.append(f"{len(odd)} without an answer left out, such as {odd[0]}")
 
@@ -247,9 +246,9 @@ class DatasetTask(TextTask):
     def prompts(self, split: str, start: int, count: int) -> Prompts:
         start += self._starts.get(split, 0)
         lines = self._lines["train" if split == "train" else TEST]
-        indices = range(start, start + count)
-        chosen = [self._shuffled(lines, i) if split == "train" else lines[i] for i in indices]
-        return prompts_of([tokens for tokens, _ in chosen], indices, [line for _, line in chosen])
+        ids = range(start, start + count)
+        chosen = [self._shuffled(lines, i) if split == "train" else lines[i] for i in ids]
+        return prompts_of([tokens for tokens, _ in chosen], ids, [line for _, line in chosen])
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
         ids = range(start, start + count)

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.rewards.programs import program_of, tests_of
@@ -14,8 +14,7 @@ AsLine = Callable[[dict[str, Any]], dict[str, Any]]
 GoldAnswer = Callable[[dict[str, Any], str | None], str]  # (line, key of --answer-key)
 
 
-@dataclass(frozen=True)
-class AnswerForm:
+class AnswerForm(NamedTuple):
     """How a response gives its answer: after the reasoning come `marker`, `opening`, which
     tokenizers merge with the answer, the answer and `closing` (VeriFree, Zhou et al. 2025)."""
 

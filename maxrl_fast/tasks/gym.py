@@ -68,39 +68,41 @@ class GymTask(TextTask):
         own = {key: x for key, x in options.items() if x != generator[key].default}
         self._dataset, self._config, self._seed = name, json.dumps(own), seed
         try:
-            first = verifiers.gym_dataset(name, self._config, 0)
-            sample = verifiers.gym_entry(name, self._config, 0, 0)
+            self._size = max(len(verifiers.gym_dataset(name, self._config, 0)), 1)
+            answer = verifiers.gym_entry(name, self._config, 0, 0)["answer"]
         except Exception as error:  # its checks raise any exception, AssertionError too
-            cause = f"{type(error).__name__}: {error}"
             raise InputError(
-                f"reasoning-gym cannot create {name!r} with {self._config}: {cause}"
+                f"reasoning-gym cannot create {name!r} with {self._config}: "
+                f"{type(error).__name__}: {error}"
             ) from error
-        self._size = max(len(first), 1)
-        self.has_demonstrations = isinstance(sample["answer"], str)
+        self.has_demonstrations = isinstance(answer, str)
         super().__init__(model, TextOptions(**text))
         version = importlib.metadata.version("reasoning-gym")
-        # By the tokenizer and its chat template.
         encoded = self.encode_prompt(self.prompt("1 + 1 =" + self._suffix), "a question")
+        # with what the tokenizer and its chat template make of a question
         self.fingerprint = f"reasoning-gym {version}, {encoded}"
         self.name = f"{name} of reasoning-gym {version}"
         self.prompt_length = self.options.max_prompt_tokens
         self._question = lru_cache(4096)(self._find)
-        self._turn = Lock()  # some generators seed NumPy's global random numbers
+        # some generators seed NumPy's global random numbers, and a thread makes training prompts
+        self._turn = Lock()
 
     def _find(self, split: str, i: int) -> tuple[list[int], dict[str, Any]]:
+        epoch, index = divmod(i, self._size)
         for t in range(TRIES):
-            seed = zlib.crc32(f"{self._seed} {split} {i // self._size} {t}".encode()) % SEEDS
-            entry = verifiers.gym_entry(self._dataset, self._config, seed, i % self._size)
+            seed = zlib.crc32(f"{self._seed} {split} {epoch} {t}".encode()) % SEEDS
+            entry = verifiers.gym_entry(self._dataset, self._config, seed, index)
             question, answer = entry["question"], entry["answer"]
             is_test = zlib.crc32(question.encode()) % TEST_SHARE == 0
-            if is_test == (split == "test"):
-                prompt = self.prompt(question + self._suffix)
-                tokens = self.encode_prompt(prompt, f"{self.name}, question {i}")
-                if self.fits(tokens):
-                    line = {"prompt": prompt, "question": question, "name": self._dataset}
-                    line |= {"config": self._config, "seed": seed, "index": i % self._size}
-                    # some data sets have no answer
-                    return tokens, line | ({"answer": answer} if isinstance(answer, str) else {})
+            if is_test != (split == "test"):
+                continue
+            prompt = self.prompt(question + self._suffix)
+            tokens = self.encode_prompt(prompt, f"{self.name}, question {i}")
+            if self.fits(tokens):
+                line = {"prompt": prompt, "question": question, "name": self._dataset}
+                line |= {"config": self._config, "seed": seed, "index": index}
+                # some data sets have no answer
+                return tokens, line | ({"answer": answer} if isinstance(answer, str) else {})
         raise InputError(
             f"{self.name} must have questions of at most {self.prompt_length} tokens for the "
             f"{split} split, got none in {TRIES} draws: its questions are longer (raise "
@@ -109,10 +111,10 @@ class GymTask(TextTask):
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
         """The columns name the data set, seed and index of each question, for the reward."""
+        ids = range(start, start + count)
         with self._turn:
-            found = [self._question(split, i) for i in range(start, start + count)]
-        ids, lines = range(start, start + count), [line for _, line in found]
-        return prompts_of([tokens for tokens, _ in found], ids, lines)
+            found = [self._question(split, i) for i in ids]
+        return prompts_of([tokens for tokens, _ in found], ids, [line for _, line in found])
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
         prompts, shown = self.prompts("train", start, count), []

@@ -93,23 +93,22 @@ def judge(prompts: Prompts, rollouts: Rollouts, size: int) -> Tensor:
     Every token before DONE must be a move, and none up to the goal may enter a wall or leave the
     grid."""
     device = rollouts.tokens.device
-    # [S, size * size]
-    is_open = cells_of(prompts, size).flatten(1) != WALL
+    is_open = cells_of(prompts, size).flatten(1) != WALL  # [S, size * size]
     is_open = is_open.repeat_interleave(len(rollouts) // len(prompts), 0)
 
     tokens = rollouts.padded_tokens(PAD)  # [S, L]
     is_done = tokens == DONE
     before_done = is_done.cumsum(1) == 0
+    moves = torch.tensor([*MOVES], device=device)
     steps = torch.zeros(VOCAB_SIZE, 2, dtype=torch.int64, device=device)
-    steps[list(MOVES)] = torch.tensor(list(MOVES.values()), device=device)
+    steps[moves] = torch.tensor([*MOVES.values()], device=device)
     position = 1 + steps[tokens].cumsum(1)  # [S, L, 2], row and column after each token
     inside = ((position >= 0) & (position < size)).all(-1)
     row, column = position.clamp(0, size - 1).unbind(-1)
     is_legal = inside & is_open.gather(1, row * size + column)
     at_goal = inside & (row == size - 2) & (column == size - 2) & before_done
     counts = before_done & (at_goal.cumsum(1) - at_goal.long() == 0)  # not after the goal
-    is_move = torch.isin(tokens, torch.tensor(list(MOVES), device=device))
-    is_walk = (is_move | ~before_done).all(1) & (is_legal | ~counts).all(1)
+    is_walk = (torch.isin(tokens, moves) | ~before_done).all(1) & (is_legal | ~counts).all(1)
     return (is_done.any(1) & is_walk & at_goal.any(1)).float()
 
 
@@ -161,18 +160,17 @@ class MazeTask:
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
         mazes = [self.maze("train", i) for i in range(start, start + count)]
-        return self._encode(start, mazes), Rollouts.given(
-            [[*shortest_path(maze), DONE, EOS] for maze in mazes]
-        )
+        answers = [[*shortest_path(maze), DONE, EOS] for maze in mazes]
+        return self._encode(start, mazes), Rollouts.given(answers)
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
         return judge(prompts, rollouts, self.size)
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
         """The moves and DONE are an answer without reasoning."""
-        mazes = (cells_of(prompts, self.size) != WALL).tolist()
-        solutions = [ReferenceAnswer(0, [], [*shortest_path(maze), DONE]) for maze in mazes]
-        return [solution for solution in solutions for _ in range(len(rollouts) // len(prompts))]
+        mazes, num_rollouts = cells_of(prompts, self.size) != WALL, len(rollouts) // len(prompts)
+        found = [ReferenceAnswer(0, [], [*shortest_path(x), DONE]) for x in mazes.tolist()]
+        return [answer for answer in found for _ in range(num_rollouts)]
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
         return decode_words(WORDS, tokens)

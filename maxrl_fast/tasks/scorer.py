@@ -45,24 +45,16 @@ class MetricAccumulator(dict[str, tuple[float, float]]):
 
 @dataclass
 class Scorer:
-    """Gives every response its reward.
-
-    Args:
-        source: gives the rewards; None: the task scores, or the environments of an EpisodeTask.
-        max_error_rate: the largest fraction of rewards that may fail in one `score`, or between two
-            calls of `failures`.
-        threshold: rewards above it become 1, others 0; None: rewards are unchanged.
-        answer_limit: in characters; a response with a longer answer or without one gets reward 0
-            without a call. None: all are scored.
-        num_ranks: processes that score a part each. One gives up early where its failures alone
-            are more than all may have.
-    """
+    """Gives every response its reward."""
 
     task: Task
-    source: RewardSource | None
+    source: RewardSource | None  # None: the task scores, or the environments of an EpisodeTask
+    # of the rewards of one `score`, and between two calls of `failures`
     max_error_rate: float = 1.0
-    threshold: float | None = None
+    threshold: float | None = None  # rewards above it become 1, others 0; None: unchanged
+    # in characters; responses with a longer answer or none get reward 0 without a call; None: no
     answer_limit: int | None = None
+    # that score a part each; one gives up where its failures alone are more than all may have
     num_ranks: int = 1
 
     def __post_init__(self) -> None:
@@ -86,12 +78,9 @@ class Scorer:
         beat: Progress = no_progress,
         zero_truncated: bool = False,
     ) -> Tensor:
-        """Return rewards [S] float32 of N responses to each prompt; NaN where one failed.
-
-        `episodes`, the environments of the responses, end; a source gives the rewards of those that
-        did not fail. `beat` is called meanwhile. With `zero_truncated`, a truncated response and
-        its components have 0, also if they failed.
-        """
+        """Return rewards [S] float32 of N responses to each prompt; NaN where one failed. The
+        environments `episodes` end; a source gives the rewards of those that did not fail. With
+        `zero_truncated`, a truncated response and its components have 0, also if they failed."""
         self.components = [{}] * len(rollouts)
         if episodes is None and self.source is None:
             rewards = self.task.score(prompts, rollouts)

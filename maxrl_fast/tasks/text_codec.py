@@ -87,26 +87,38 @@ class TextTask:
         self._template = None if file is None else _read_template(file)
         if self._template is not None:
             self.tokenizer.chat_template = self._template
-        one = dict[str, int]()  # texts of one token, which ends a response too
+        listed, added = self._listed_stops(), self.tokenizer.added_tokens_decoder
+        self.stop_texts = list[str]()
         for x in options.stop:
             ids = self.tokenizer(x, add_special_tokens=False)["input_ids"]
-            if len(ids) == 1 and x in self.tokenizer.decode(ids):
-                one[x] = ids[0]
-        if tools and (longer := [x for x in options.stop if x not in one]):
-            raise InputError(
-                f"--stop must be single tokens with --environment, got {longer[0]!r}, which the "
-                f"tokenizer of {model} divides"
-            )
-        listed = _listed_stops(model, self.tokenizer, self.vocab_size) | {*one.values()}
+            is_one = len(ids) == 1 and x in self.tokenizer.decode(ids)
+            listed |= {*ids} if is_one else set()  # it ends a response as a token, too
+            if tools and not is_one:
+                raise InputError(
+                    f"--stop must be single tokens with --environment, got {x!r}, which the "
+                    f"tokenizer of {model} divides"
+                )
+            if not (tools or (is_one and ids[0] in added)):  # no other tokens spell an added one
+                self.stop_texts.append(x)
         day = options.template_date and date.fromisoformat(options.template_date)
         how = listed, tools, options.chat_template_kwargs, day or None, file
         self.conversation = Conversation(self.tokenizer, *how)
-        self.stop_ids, added = self.conversation.stop_ids, self.tokenizer.added_tokens_decoder
-        # no other tokens spell an added one
-        self.stop_texts = [x for x in options.stop if not tools and one.get(x) not in added]
+        self.stop_ids = self.conversation.stop_ids
         control = None if options.allow_special_tokens else ControlTokens(self.tokenizer)
         self._refuse = control.refuse if control else lambda prompt, what: None
         self._has_tools, self._has_template = bool(tools), self.tokenizer.chat_template is not None
+
+    def _listed_stops(self) -> set[int]:
+        """Return the end-of-sequence tokens of all files where transformers looks for them."""
+        listed = [self.tokenizer.eos_token_id]
+        for name in ("generation_config.json", "config.json"):
+            path = self.model / name
+            fields = read_json(path) if path.exists() else {}
+            text = fields.get("text_config")  # of a model that reads images too
+            for part in (fields, text if isinstance(text, dict) else {}):
+                ids = part.get("eos_token_id")
+                listed += ids if isinstance(ids, list) else [ids]
+        return {i for i in listed if type(i) is int and 0 <= i < self.vocab_size}
 
     def prompt(self, question: str) -> str | list[Message]:
         """Return one user message, or the question unchanged if no chat template is used."""
@@ -202,18 +214,6 @@ def prompts_of(
 ) -> Prompts:
     packed, cu_seqlens = pack(tokens)
     return Prompts(packed, cu_seqlens, torch.tensor(ids, dtype=torch.int64), tuple(columns))
-
-
-def _listed_stops(model: Path, tokenizer: Any, vocab_size: int) -> set[int]:
-    """Return the end-of-sequence tokens of all files where transformers looks for them."""
-    listed = [tokenizer.eos_token_id]
-    for name in ("generation_config.json", "config.json"):
-        fields = read_json(model / name) if (model / name).exists() else {}
-        text = fields.get("text_config")  # of a model that reads images too
-        for part in (fields, text if isinstance(text, dict) else {}):
-            ids = part.get("eos_token_id")
-            listed += ids if isinstance(ids, list) else [ids]
-    return {i for i in listed if type(i) is int and 0 <= i < vocab_size}
 
 
 def _read_template(path: Path) -> str:

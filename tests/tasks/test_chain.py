@@ -22,14 +22,12 @@ def test_rewards_equal_a_simulation():
     responses = [task.actions[:n].tolist() for n in (12, 11, 1)]
     for _ in range(400):
         right = task.actions[: rng.randint(0, 12)].tolist()
-        responses.append(
-            (right + rng.choices([LEFT, RIGHT, EOS, PAD, BOS, 7], k=rng.randint(1, 12)))[:12]
-        )
+        others = rng.choices([LEFT, RIGHT, EOS, PAD, BOS, 7], k=rng.randint(1, 12))
+        responses.append((right + others)[:12])
     prompts = task.prompts("train", 5, 1)
     rewards = task.score(prompts, Rollouts.given(responses))
-    assert torch.equal(
-        rewards, torch.tensor([simulated_steps(task, response) / 12 for response in responses])
-    )
+    expected = torch.tensor([simulated_steps(task, response) / 12 for response in responses])
+    assert torch.equal(rewards, expected)
     assert rewards[0] == 1
     assert rewards.unique().numel() > 8
 

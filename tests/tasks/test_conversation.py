@@ -16,7 +16,7 @@ from maxrl_fast.tasks import conversation
 from maxrl_fast.tasks.jsonl import read_lines, read_prompt
 from maxrl_fast.tasks.text_codec import TextOptions, TextTask
 from tests.tables import refused
-from tests.tasks.test_dataset import CHAT, save_byte_level_policy
+from tests.tasks.test_dataset import CHAT, save_byte_level_policy, texts_of
 
 ASKED = [{"role": "user", "content": "2+2?"}]
 MARKS = ("<bos>", "<eos>", "<|start|>", "<|end|>", "<|user|>", "<think>", "</think>")
@@ -172,11 +172,11 @@ def test_a_response_continues_a_prompt_that_is_text(scheme):
             assert chat.text([*before, *learned[:-1]]) == prompt + response
 
 
+SHORT = {"chat_template_kwargs": {"short": True}}
+
+
 def test_arguments_that_a_template_does_not_read_are_refused(tmp_path):
-    chat, options = (
-        "{% generation %}{% endgeneration %}" + CHAT,
-        {"chat_template_kwargs": {"short": True}},
-    )
+    chat, options = "{% generation %}{% endgeneration %}" + CHAT, SHORT
     codec_of(tmp_path, chat + "{% if short is defined %}{% endif %}", **options)
     for part in ("", "{# short #}", "{{ 'short' }}", "{{ messages.short }}", "{% set short = 1 %}"):
         with refused("does not read 'short' of"):
@@ -186,7 +186,7 @@ def test_arguments_that_a_template_does_not_read_are_refused(tmp_path):
 def test_arguments_a_file_and_a_day_are_the_templates(tmp_path):
     clock = "{% if short %}S{% endif %}{{ strftime_now('%d %b %H:%M') }}"
     (tmp_path / "chat.jinja").write_text(clock + CHAT)
-    options = {"chat_template": tmp_path / "chat.jinja", "chat_template_kwargs": {"short": True}}
+    options = {"chat_template": tmp_path / "chat.jinja", **SHORT}
     codec = codec_of(tmp_path, None, template_date="2024-07-26", **options)
     assert codec.decode(codec.conversation.prompt(ASKED)).startswith("S26 Jul 00:00<|im_start|>")
     assert codec.conversation.clock == "2024-07-26"
@@ -220,10 +220,10 @@ def test_stop_tokens_are_those_of_all_files_and_texts_end_a_response(tmp_path):
     rollouts.truncated[:] = True
     rollouts.logprobs[:] = torch.arange(len(rollouts.tokens))
     ended = cut(rollouts, Sampling(1.0, 20, codec.stop_ids, end_of=codec.length_to_stop))
-    parts = ended.tokens.split(ended.lengths.tolist())
-    assert [codec.decode(part.tolist()) for part in parts] == ["x</a>", "none", "</a>"]
+    assert texts_of(codec, ended) == ["x</a>", "none", "</a>"]
     assert ended.truncated.tolist() == [False, True, False]
     assert ended.logprobs.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 13, 14]
+    assert TextTask(codec.model, TextOptions(stop=("x", "<think>"))).stop_texts == ["x"]
     with refused("--stop must be single tokens with --environment, got '</a>'"):
         TextTask(codec.model, TextOptions(stop=("</a>",)), tools=[{}])
 

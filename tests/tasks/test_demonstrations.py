@@ -1,7 +1,3 @@
-"""Demonstrations of --sft-data: how they are read and asked, what is learned from them, on which
-processes, and resuming.
-"""
-
 import json
 
 import pytest
@@ -13,7 +9,7 @@ from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from maxrl_fast.tasks.jsonl import read_demonstrations
 from tests.tables import refused
-from tests.tasks.test_dataset import SUMS, written
+from tests.tasks.test_dataset import SUMS, texts_of, written
 
 SHOWN = [{"prompt": f"{a}*{b}=", "response": f"{a * b}."} for a in range(5) for b in range(3)]
 TALK = [
@@ -36,9 +32,7 @@ def task_of(tmp_path, policy, demonstrations, name="dataset", **options):
 
 def texts(task, start, count):
     shown = task.demonstrations(start, count)
-    parts = [x.tokens.split(x.lengths.tolist()) for x in shown]
-    texts = [[task.decode(x.tolist(), with_special=True) for x in part] for part in parts]
-    return [*zip(*texts, strict=True)]
+    return [*zip(*(texts_of(task, x, with_special=True) for x in shown), strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +95,6 @@ def test_demonstrations_of_held_out_prompts_are_left_out(tmp_path, policy):
     [
         ({"prompt": "1", "answer": "2"}, "at 'response', .*; it has the keys 'prompt"),
         ({"messages": TALK[:2]}, "line 1: a demonstration must have text at 'response'"),
-        ({"question": "1", "response": "2"}, r"have a prompt at 'prompt' \(--prompt-key\), but"),
     ],
 )
 def test_lines_without_a_prompt_or_a_response_are_refused(tmp_path, line, message):
@@ -123,10 +116,10 @@ def job(tmp_path, policy):
     )
     data, shown = written(tmp_path / "sums.jsonl", SUMS), written(tmp_path / "shown.jsonl", SHOWN)
     return (
-        f"--task {tmp_path}/reward.py:score --data {data} --sft-data {shown} --sft-batch "
-        "5 --sft-steps 5 --sft-lr 1e-2 --objective rloo --prompts 4 --rollouts 2 --steps "
-        "2 --max-new-tokens 5 --eval-prompts 2 --eval-samples 2 --threads 1 --dtype "
-        f"float32 --reward-workers 1 --model {policy}"
+        f"--task {tmp_path}/reward.py:score --data {data} --sft-data {shown} --sft-batch 15 "
+        "--sft-steps 1 --sft-lr 1e-2 --objective rloo --prompts 4 --rollouts 2 --steps 1 "
+        "--max-new-tokens 5 --eval-prompts 2 --eval-samples 2 --threads 1 --dtype float32 "
+        f"--reward-workers 1 --model {policy} --out {tmp_path}/run"
     ).split()
 
 
@@ -134,8 +127,7 @@ def test_the_warm_start_learns_the_responses_alone(job, policy, tmp_path, capsys
     """Its loss is the mean of -log p of the responses' tokens, their stop tokens too, by
     transformers.
     """
-    flags = f"--sft-steps 1 --sft-batch 15 --steps 1 --out {tmp_path}/run"
-    assert train.main([*job, *flags.split()]) == 0
+    assert train.main(job) == 0
     out = capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     logprobs = []

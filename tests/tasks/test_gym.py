@@ -6,9 +6,9 @@ from reasoning_gym.factory import DATASETS
 
 from maxrl_fast.config.options import Reward
 from maxrl_fast.job.build_task import build_scorer, build_task
-from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards import verifiers
 from maxrl_fast.runtime.ranks import Ranks
+from tests.tasks.test_dataset import responses, texts_of
 
 NEEDS = {"composite": {"datasets": [{"name": "gcd", "weight": 1, "config": {}}]}}
 
@@ -17,18 +17,16 @@ def task_of(name, policy, seed=0, **options):
     return build_task(f"gym:{name}", {"max_prompt_tokens": 10**6, **options}, seed, policy)
 
 
-def scored(task, prompts, responses):
+def scored(task, prompts, texts):
     options = Reward(reward_seconds=60.0, reward_workers=1)
-    given = [task.conversation.demonstration("", response)[1] for response in responses]
     with contextlib.closing(build_scorer(options, task)) as scorer:
-        return scorer.score(prompts, Rollouts.given(given)), scorer.failures(Ranks(), "now")[1]
+        rewards = scorer.score(prompts, responses(task, texts))
+        return rewards, scorer.failures(Ranks(), "now")[1]
 
 
 @pytest.mark.parametrize("name", sorted(DATASETS))
 def test_every_data_set(name, policy):
-    """Every data set has a question at an index. If it gives the answer as text, that answer gets
-    reward 1.
-    """
+    """An answer that is text gets reward 1."""
     task = task_of(name, policy, **NEEDS.get(name, {}))
     prompts = task.prompts("train", 1, 1)
     (line,) = prompts.columns
@@ -44,10 +42,7 @@ def test_every_data_set(name, policy):
 def test_rewards_come_from_the_verifier(policy):
     task = task_of("chain_sum", policy)
     prompts, solutions = task.demonstrations(0, 3)
-    answers = [
-        task.decode(part.tolist()) for part in solutions.tokens.split(solutions.lengths.tolist())
-    ]
-    a, b, c = answers
+    a, b, c = texts_of(task, solutions)
     right = [f"I add: <answer>{a}</answer>", f"\\boxed{{{b}}}"]
     right.append(f"<answer>1</answer><answer>{c}</answer>")
     wrong = ["<answer>x</answer>", f"{b}, I think, or else {c}", "\\boxed{}"]
@@ -69,6 +64,7 @@ def test_questions_depend_only_on_seed_split_and_index(policy):
     assert other.prompts("train", 0, 7).columns != task.prompts("train", 0, 7).columns
     far = task.prompts("train", 10**6, 2)  # beyond the size of one data set
     assert far.ids.tolist() == [10**6, 10**6 + 1]
+    assert far.columns != task.prompts("train", 0, 2).columns  # another epoch of it
 
 
 def test_no_question_is_in_both_splits(policy):

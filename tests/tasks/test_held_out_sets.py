@@ -8,7 +8,7 @@ from maxrl_fast import evaluate, train
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.report.reading import read_folder
 from tests.tables import refused
-from tests.tasks.test_dataset import save_byte_level_policy, written
+from tests.tasks.test_dataset import save_byte_level_policy, texts_of, written
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPQA = {"Correct Answer": "red", **{f"Incorrect Answer {i}": f"no {i}" for i in (1, 2, 3)}}
@@ -53,8 +53,7 @@ def task_of(policy, **options):
 
 def prompts(task, split):
     batch = task.prompts(split, 0, task.held_out.get(split, task.num_train_prompts))
-    texts = [task.decode(x.tolist()) for x in batch.tokens.split(batch.lengths.tolist())]
-    return batch.ids.tolist(), texts, [line["answer"] for line in batch.columns]
+    return batch.ids.tolist(), texts_of(task, batch), [line["answer"] for line in batch.columns]
 
 
 def test_known_sets_have_their_keys_and_answers(policy, hub):

@@ -6,12 +6,11 @@ import pytest
 
 from maxrl_fast.config.options import Reward
 from maxrl_fast.job.build_task import build_scorer, build_task
-from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards.verifiers import boxed
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
 from tests.tables import refused, table
-from tests.tasks.test_dataset import written
+from tests.tasks.test_dataset import responses, written
 
 GSM8K = [
     {"question": f"Tom has {n} apples and buys 1,000.", "answer": f"{n} + 1000\n#### {1000 + n:,}"}
@@ -111,8 +110,8 @@ DEFAULTS = Reward()
 @contextlib.contextmanager
 def scored(task, count, texts, options=DEFAULTS):
     with contextlib.closing(build_scorer(options, task)) as scorer:
-        given = Rollouts.given([task.conversation.demonstration("", text)[1] for text in texts])
-        yield scorer, scorer.score(task.prompts("train", 0, count), given).tolist()
+        prompts = task.prompts("train", 0, count)
+        yield scorer, scorer.score(prompts, responses(task, texts)).tolist()
 
 
 def test_missing_and_long_answers_are_wrong_and_counted_once(tmp_path, policy):

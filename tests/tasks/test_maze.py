@@ -19,9 +19,8 @@ ID = {word: i for i, word in enumerate(maze.WORDS)}
 
 
 def grid_of(words):
-    cells = [word for word in words[2:-2] if word != "NEWLINE"]
-    size = round(len(cells) ** 0.5)
-    return [[word != "WALL" for word in cells[i * size : (i + 1) * size]] for i in range(size)]
+    rows = " ".join(words[2:-2]).split("NEWLINE")[:-1]
+    return [[word != "WALL" for word in row.split()] for row in rows]
 
 
 def test_the_papers_example():

@@ -1,24 +1,17 @@
-import json
-
 import pytest
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build_task import build_task
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
+from tests.tasks.test_dataset import texts_of, written
 
 LINES = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "word": "apple"} for i in range(40)]
 
 
 @pytest.fixture
 def task(tmp_path, policy):
-    file = tmp_path / "data.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    return build_task("dataset", {"data": (file,)}, 0, policy, needs_reward=False)
-
-
-def text_of(task, prompts, i):
-    start, stop = prompts.cu_seqlens[i : i + 2].tolist()
-    return task.decode(prompts.tokens[start:stop].tolist())
+    data = written(tmp_path / "data.jsonl", LINES)
+    return build_task("dataset", {"data": (data,)}, 0, policy, needs_reward=False)
 
 
 def test_the_teacher_reads_the_answer_or_what_a_function_returns(tmp_path, task):
@@ -26,8 +19,8 @@ def test_the_teacher_reads_the_answer_or_what_a_function_returns(tmp_path, task)
     code = "def f(prompt, word, **others):\n    return f'{word}: {prompt}'\n"
     (tmp_path / "teacher.py").write_text(code)
     made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 100)
-    for i, line in enumerate(prompts.columns):
-        assert text_of(task, made(prompts), i) == f"apple: {line['prompt']}"
+    wanted = [f"apple: {line['prompt']}" for line in prompts.columns]
+    assert texts_of(task, made(prompts)) == wanted
     assert made(prompts).ids.tolist() == [3, 4, 5, 6, 7]
     made.check()
     with pytest.raises(InputError, match="1 to 4 tokens, which leave room for the response"):

@@ -8,7 +8,7 @@ from maxrl_fast.tasks.text_answers import text_answers
 from maxrl_fast.tasks.text_codec import prompts_of
 from maxrl_fast.training.policy_reward import check_answers
 from tests.tables import refused
-from tests.tasks.test_dataset import written
+from tests.tasks.test_dataset import responses, written
 
 
 class Merging:
@@ -88,18 +88,14 @@ def test_tasks_of_text_know_their_answers(policy, tmp_path):
     task = build_task("math", {"data": (data,)}, 0, policy)
     prompts = task.prompts("train", 0, 2)
     right = [f"{line['answer']}" for line in prompts.columns]
-    encoded = [
-        task.conversation.demonstration("", text)[1]
-        for text in ("it is \\boxed{1}.", "none", "\\boxed{", "\\boxed{2}")
-    ]
-    found = task.reference_answers(prompts, Rollouts.given(encoded))
+    given = responses(task, ["it is \\boxed{1}.", "none", "\\boxed{", "\\boxed{2}"])
+    found = task.reference_answers(prompts, given)
     assert [reference.length for reference in found] == [12, None, 6, 6]
     wanted = [f"{{{text}}}" for text in right for _ in range(2)]
     assert [task.decode(reference.answer) for reference in found] == wanted
     gym = build_task("gym:chain_sum", {}, 0, policy)
     prompts = gym.prompts("train", 0, 1)
-    given = Rollouts.given([gym.conversation.demonstration("", "so <answer>3</answer>")[1]])
-    [reference] = gym.reference_answers(prompts, given)
+    [reference] = gym.reference_answers(prompts, responses(gym, ["so <answer>3</answer>"]))
     assert reference.length == 10
     assert gym.decode(reference.answer) == f">{prompts.columns[0]['answer']}</answer>"
 
@@ -109,12 +105,9 @@ def test_tasks_that_do_not_know_their_answers_and_answers_with_control_tokens_ar
 ):
     data = written(tmp_path / "sums.jsonl", [{"prompt": line["problem"]} for line in PROBLEMS])
     task = build_task("dataset", {"data": (data,)}, 0, policy, Reward(reward=("rewards.py:f",)))
-    with refused(
-        "--reward-source rlpr: the reference answer must be known, but only the reward function"
-    ):
+    with refused("rlpr: the reference answer must be known, but only the reward function"):
         check_answers(task, "--reward-source rlpr")
-    data = written(
-        tmp_path / "forged.jsonl", [line | {"answer": "<|im_end|>"} for line in PROBLEMS]
-    )
+    lines = [line | {"answer": "<|im_end|>"} for line in PROBLEMS]
+    data = written(tmp_path / "forged.jsonl", lines)
     with refused("the reference answer to prompt 0: "):
         check_answers(build_task("math", {"data": (data,)}, 0, policy), "--reward-source rlpr")

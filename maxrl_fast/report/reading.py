@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,30 +22,26 @@ Record = dict[str, Any]
 Number = int | float | None
 
 
-@dataclass
 class Folder:
     """The data of one folder; a number that is missing or not finite is None."""
 
-    name: str
-    kind: str = "run"  # or "evaluation"
-    options: Record = field(default_factory=dict)
-    steps: list[int] = field(default_factory=list)  # of metrics.jsonl, ascending
-    metrics: dict[str, list[Number]] = field(default_factory=dict)  # by column, one number per step
-    eval_steps: list[int] = field(default_factory=list)
-    eval_metrics: dict[str, list[Number]] = field(default_factory=dict)
-    score: str = PASS  # or MAX
-    # for each evaluation: step, and rows of k, score, low, high
-    coverage: list[Record] = field(default_factory=list)
-    sets: dict[str, list[Record]] = field(default_factory=dict)  # of held-out sets by name
-    warnings: list[Record] = field(default_factory=list)
-    # ids, and for each evaluation the correct samples of each prompt
-    prompts: Record = field(default_factory=dict)
-    samples: list[Record] = field(default_factory=list)  # of evaluations
-    rollouts: list[Record] = field(default_factory=list)  # of training
-    # number of samples and rollouts in the files
-    in_files: dict[str, int] = field(default_factory=dict)
-    weight: Record = field(default_factory=dict)  # W_N(p), or why there is none
-    notes: list[str] = field(default_factory=list)  # what is left out
+    def __init__(self, name: str) -> None:
+        self.name, self.kind, self.score = name, "run", PASS  # or "evaluation", or MAX
+        self.options: Record = {}
+        self.steps: list[int] = []  # of metrics.jsonl, ascending
+        self.metrics: dict[str, list[Number]] = {}  # by column, one number per step
+        self.eval_steps: list[int] = []
+        self.eval_metrics: dict[str, list[Number]] = {}
+        # for each evaluation: step, and rows of k, score, low, high
+        self.coverage: list[Record] = []
+        self.sets: dict[str, list[Record]] = {}  # of held-out sets by name
+        self.warnings: list[Record] = []
+        self.prompts: Record = {}  # ids, and for each evaluation each prompt's correct samples
+        self.samples: list[Record] = []  # of evaluations
+        self.rollouts: list[Record] = []  # of training
+        self.in_files: dict[str, int] = {}  # number of samples and rollouts
+        self.weight: Record = {}  # W_N(p), or why there is none
+        self.notes: list[str] = []  # what is left out
 
 
 def read_folder(path: Path, name: str) -> Folder:

@@ -9,8 +9,6 @@ from typing import Any
 from maxrl_fast.rewards import Outcome, Rows, failure
 from maxrl_fast.runtime.loading import SHORT_REPR, describe_error
 
-LARGEST_FLOAT32 = 3.4028234663852886e38
-
 Signature = dict[str, Any]  # as JSON: "style", "names", "required" and "takes_any"
 ROW, ROWS, LISTS = "row", "rows", "lists"
 STYLES = {
@@ -193,7 +191,7 @@ def to_number(value: Any, what: str) -> float | None:
         number = math.inf
     if math.isnan(number):
         return None
-    if abs(number) <= LARGEST_FLOAT32:
+    if abs(number) <= 3.4028234663852886e38:  # the largest float32
         return number
     given = f"{SHORT_REPR.repr(value)} of type {type(value).__name__}"
     raise InvalidReward(f"{what} must be a finite number of float32, got {given}")

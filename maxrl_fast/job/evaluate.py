@@ -48,7 +48,6 @@ from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.text_codec import end_of
 from maxrl_fast.training.logprob_parity import check_exact
 from maxrl_fast.training.stopwatch import Stopwatch
@@ -66,17 +65,22 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     # with held-out sets that are given no other data is read
     task = build_task(*named, test_only=parsed.measure.split != "train")
     config = resolve(parsed, source, task, screen.warning)
-    configs = set_configs(config, task)
-    torch.set_num_threads(config.place.threads)
+    place, how, configs = config.place, config.sampling, set_configs(config, task)
+    torch.set_num_threads(place.threads)
     others = [_read_others(own) for own in configs]
-    engine = _engine(config, source, task, max(map(_batch, configs)))
-    device, dtype = torch.device(config.place.device), getattr(torch, config.place.dtype)
-    scorer = build_scorer(config.reward, task, device, dtype)
+    chunks = [max(1, ROLLOUTS[place.device] // own.measure.samples) for own in configs]
+    sizes = [(x.measure.eval_prompts, x.measure.samples) for x in configs]
+    batch = max(min(num, chunk) * n for (num, n), chunk in zip(sizes, chunks, strict=True))
+    engine = _engine(config, source, task, batch)
+    rules = how.temperature, how.max_new_tokens, task.stop_ids, how.top_k, how.top_p, how.min_p
+    sampling = Sampling(*rules, end_of=end_of(task))
+    device, passes = torch.device(place.device), []
+    scorer = build_scorer(config.reward, task, device, getattr(torch, place.dtype))
     with closing_task(task), contextlib.closing(scorer):
-        passes = [
-            _evaluate_set(own, source, _evaluator(own, engine, task, scorer), against, screen)
-            for own, against in zip(configs, others, strict=True)
-        ]
+        for own, size, chunk, against in zip(configs, sizes, chunks, others, strict=True):
+            options = *size, how.seed, device, own.measure.split, chunk
+            evaluator = Evaluator(engine, task, scorer, sampling, *options)
+            passes.append(_evaluate_set(own, source, evaluator, against, screen))
     if len(passes) > 1:
         screen.console.print(sets_table(passes, config.measure.confidence))
     return 0
@@ -251,26 +255,6 @@ def _engine(config: EvaluationConfig, source: Source, task: Task, batch: int) ->
     return engine
 
 
-def _evaluator(config: EvaluationConfig, engine: Engine, task: Task, scorer: Scorer) -> Evaluator:
-    measure, options = config.measure, config.sampling
-    how = options.temperature, options.max_new_tokens, task.stop_ids, options.top_k
-    sampling = Sampling(*how, options.top_p, options.min_p, end_of=end_of(task))
-    return Evaluator(
-        *(engine, task, scorer, sampling, measure.eval_prompts, measure.samples, options.seed),
-        device=torch.device(config.place.device),
-        split=measure.split,
-        chunk=_chunk(config),
-    )
-
-
-def _chunk(config: EvaluationConfig) -> int:
-    return max(1, ROLLOUTS[config.place.device] // config.measure.samples)
-
-
-def _batch(config: EvaluationConfig) -> int:
-    return min(config.measure.eval_prompts, _chunk(config)) * config.measure.samples
-
-
 def _introduction(
     config: EvaluationConfig, source: Source, evaluator: Evaluator, num_distinct: int
 ) -> Iterator[str]:
@@ -283,12 +267,12 @@ def _introduction(
     filters = {"top-k": sampling.top_k, "min-p": sampling.min_p, "top-p": sampling.top_p % 1}
     how = [f"temperature {sampling.temperature:g}"]
     how += [f"{name} {value:g}" for name, value in filters.items() if value]
-    distinct = ""
+    prompts = f"{measure.eval_prompts} {measure.split} prompts"
     if num_distinct < measure.eval_prompts:
-        distinct = f" ({num_distinct} distinct: intervals treat all prompts as distinct)"
+        prompts += f" ({num_distinct} distinct: intervals treat all prompts as distinct)"
     yield (
-        f"{measure.eval_prompts} {measure.split} prompts{distinct} x {measure.samples} samples, "
-        f"{', '.join(how)}, at most {sampling.max_new_tokens} tokens; {evaluator.engine.describe()}"
+        f"{prompts} x {measure.samples} samples, {', '.join(how)}, at most "
+        f"{sampling.max_new_tokens} tokens; {evaluator.engine.describe()}"
     )
     if described := evaluator.scorer.describe():
         yield described

@@ -8,8 +8,7 @@ of the environment, word, value]:
     end null                 ask for the reward and drop it
 
 Its outcome has the text that the environment returned, or the reward, and the component
-"tool_errors" of a call that raised an error. After a failure the environment is dropped.
-"""
+"tool_errors" of a call that raised an error. After a failure the environment is dropped."""
 
 import contextlib
 import signal

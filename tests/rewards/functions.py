@@ -17,8 +17,7 @@ def pid(x=None):
 
 def act(action, x=0.0, **arguments):
     """Call one of the functions below, so that one pool can test them all. Without an action,
-    return x.
-    """
+    return x."""
     return globals()[action](**arguments) if action else x
 
 

@@ -19,6 +19,7 @@ from maxrl_fast.evaluation.coverage import (
     bootstrap,
     majority_at_k,
     max_at_k,
+    mean_over_sets,
     powers_of_two,
 )
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator, is_correct
@@ -29,16 +30,10 @@ from maxrl_fast.evaluation.outcome import (
     contents_of,
     differences,
     settings_of,
-    shown_score,
 )
 from maxrl_fast.evaluation.scores import MAX, PASS
 from maxrl_fast.evaluation.source import Source
-from maxrl_fast.evaluation.tables import (
-    comparison_table,
-    numbers_table,
-    sets_table,
-    summary_table,
-)
+from maxrl_fast.evaluation.tables import add_scores, new_table, shown, summary_table
 from maxrl_fast.job.build_policy import build_engine
 from maxrl_fast.job.build_task import build_scorer, build_task, closing_task
 from maxrl_fast.job.screen import Screen
@@ -52,6 +47,14 @@ from maxrl_fast.tasks.text_codec import end_of
 from maxrl_fast.training.logprob_parity import check_exact
 from maxrl_fast.training.stopwatch import Stopwatch
 
+# keys of eval.json and what the table calls them
+SHOWN = {
+    "solved": "prompts solved at least once",
+    "response_length_mean": "response length, tokens",
+    "truncated": "truncated",
+    "reward_errors": "failed rewards",
+    "distinct_answers": "distinct answers, share",
+}
 NUMBERS = "response_length_mean", "truncated", "reward_errors", "num_tokens"  # of each record
 SAMPLES = "samples.jsonl"
 ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progress
@@ -81,8 +84,12 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
             options = *size, how.seed, device, own.measure.split, chunk
             evaluator = Evaluator(engine, task, scorer, sampling, *options)
             passes.append(_evaluate_set(own, source, evaluator, against, screen))
-    if len(passes) > 1:
-        screen.console.print(sets_table(passes, config.measure.confidence))
+    if (num := len(passes)) > 1:
+        name = f"mean pass@k of {num} sets ({config.measure.confidence:.0%} interval)"
+        table = new_table("k", name)
+        for k in [k for k in passes[0] if all(k in x for x in passes)]:
+            table.add_row(str(k), shown(mean_over_sets([x[k] for x in passes])))
+        screen.console.print(table)
     return 0
 
 
@@ -121,7 +128,9 @@ def _compare(
 ) -> dict[str, Any]:
     """Print evaluations beside each other; return the gains over the others by name, with intervals
     where the prompts are the same."""
-    outcomes, score = [own, *others], shown_score([own, *others])
+    outcomes = [own, *others]
+    is_binary = all(x.content["per_prompt"]["rewards"] is None for x in outcomes)
+    score = PASS if is_binary else MAX
     smallest = min(outcome.num_samples for outcome in outcomes)
     ks = [k for k in config.measure.k or powers_of_two(smallest) if k <= smallest]
     ours, *estimates = [outcome.estimates(score, ks) for outcome in outcomes]
@@ -135,8 +144,14 @@ def _compare(
     if others:
         for letter, outcome in zip(letters, outcomes, strict=True):
             screen.info(f"{letter}  {outcome.name}")
-        screen.console.print(comparison_table(score, letters, [ours, *estimates], gains))
-    screen.console.print(numbers_table(letters if others else [""], outcomes))
+        table = new_table("held-out prompts", *letters, *(f"A - {x}" for x in letters[1:]))
+        means = [{k: float(x.mean()) for k, x in own.items()} for own in (ours, *estimates)]
+        add_scores(table, score, means, gains)
+        screen.console.print(table)
+    table = new_table("", *(letters if others else [""]))
+    for key, name in SHOWN.items():
+        table.add_row(name, *(f"{outcome.content[key]:.3f}" for outcome in outcomes))
+    screen.console.print(table)
     return {other.name: gain for other, gain in zip(others, gains, strict=True)}
 
 

@@ -111,7 +111,13 @@ class Caller:
         """Return the outcome of each row of a call, or one failure for all."""
         try:
             if self.signature["style"] == LISTS:
-                values = list_of(awaited(self._begin(lists_of(rows))), len(rows))
+                result = awaited(self._begin(lists_of(rows)))
+                values = result.tolist() if hasattr(result, "tolist") else result
+                if not isinstance(values, list | tuple) or len(values) != len(rows):
+                    raise InvalidReward(
+                        "a function of `completions` must return a list with a number for each of "
+                        f"the {len(rows)} completions, got {SHORT_REPR.repr(result)}"
+                    )
             elif self.signature["style"] == ROWS:
                 values = run_coroutines([*map(self._later, rows)], self._seconds)
             else:
@@ -137,16 +143,6 @@ def lists_of(rows: Rows) -> dict[str, Any]:
         for prompt, text in zip(lists["prompts"], lists["completions"], strict=True)
     ]
     return lists
-
-
-def list_of(result: Any, count: int) -> list[Any]:
-    values = result.tolist() if hasattr(result, "tolist") else result
-    if not isinstance(values, list | tuple) or len(values) != count:
-        raise InvalidReward(
-            f"a function of `completions` must return a list with a number for each of the {count} "
-            f"completions, got {SHORT_REPR.repr(result)}"
-        )
-    return [*values]
 
 
 def outcome_of(value: Any) -> Outcome:

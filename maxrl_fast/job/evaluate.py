@@ -289,5 +289,4 @@ def _introduction(
         f"{prompts} x {measure.samples} samples, {', '.join(how)}, at most "
         f"{sampling.max_new_tokens} tokens; {evaluator.engine.describe()}"
     )
-    if described := evaluator.scorer.describe():
-        yield described
+    yield from evaluator.scorer.source.lines() if evaluator.scorer.source else ()

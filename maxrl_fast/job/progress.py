@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Phase = Literal["warm start", "training"]
+Phase = Literal["warm start", "training", "session"]  # session: of Session.save
 
 
 @dataclass

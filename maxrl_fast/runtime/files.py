@@ -2,6 +2,7 @@
 locks, and JSON files of others."""
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -44,6 +45,24 @@ def atomic_file(path: Path) -> Iterator[Path]:
         remove(temporary)
         raise
     fsync(path.parent)
+
+
+def replace_folder(new: Path, path: Path) -> None:
+    """Rename a folder to `path`, where another may be, which is removed: a kill leaves one of the
+    two there. Without the kernel's exchange (NFS), a kill in between leaves .NAME.old and .NAME.new
+    beside it."""
+    old, here, exchange = new, -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if not path.exists():
+        new.rename(path)
+    else:
+        call = getattr(ctypes.CDLL(None), "renameat2", None)
+        if not call or call(here, os.fsencode(new), here, os.fsencode(path), exchange):
+            old = path.with_name(f".{path.name}.old")
+            remove(old)
+            path.rename(old)
+            new.rename(path)
+    fsync(path.parent)
+    remove(old)
 
 
 def remove(path: Path) -> None:

@@ -79,13 +79,12 @@ def _packed(folders: list[Folder]) -> str:
 
 
 def _prompt_set(folder: Folder) -> str:
-    """Where this id of the held-out prompts is equal, prompts can be compared by id."""
-    options = folder.options
-    if not options:
+    """Where this text is equal, held-out prompts can be compared by id."""
+    if not (options := folder.options):
         return folder.name
     own = [options.get(name) for name in OF_TASK]
     own += [options.get("split", "test"), options.get("task_seed", options.get("seed"))]
-    return hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
+    return json.dumps(own)
 
 
 def _shown_options(folders: list[Folder]) -> tuple[list[str], list[str]]:

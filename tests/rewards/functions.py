@@ -66,7 +66,10 @@ def segfault():
 
 
 def fork_and_return():
-    return 1.0 if os.fork() else 2.0
+    if os.fork() == 0:
+        return 2.0
+    time.sleep(0.3)  # the child's answer would be the first
+    return 1.0
 
 
 def fork_and_raise():

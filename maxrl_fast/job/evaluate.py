@@ -81,8 +81,8 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     scorer = build_scorer(config.reward, task, device, getattr(torch, place.dtype))
     with closing_task(task), contextlib.closing(scorer):
         for own, size, chunk, against in zip(configs, sizes, chunks, others, strict=True):
-            options = *size, how.seed, device, own.measure.split, chunk
-            evaluator = Evaluator(engine, task, scorer, sampling, *options)
+            part = *size, how.seed, device, own.measure.split, chunk
+            evaluator = Evaluator(engine, task, scorer, sampling, *part)
             passes.append(_evaluate_set(own, source, evaluator, against, screen))
     if (num := len(passes)) > 1:
         name = f"mean pass@k of {num} sets ({config.measure.confidence:.0%} interval)"

@@ -1,6 +1,5 @@
 """The command line `python -m maxrl_fast.evaluate`: what it computes, writes, compares and
-refuses.
-"""
+refuses."""
 
 import json
 import re
@@ -243,8 +242,7 @@ def test_test_data_needs_no_other_data(tmp_path):
 @pytest.mark.slow
 def test_rewards_other_than_0_and_1_are_shown_by_mean_and_max(shared_run, tmp_path, capsys):
     """In a run's files and tables, evaluate, --against and the report, max@k is that of all
-    subsets; a failed reward is null and counts as the lowest.
-    """
+    subsets; a failed reward is null and counts as the lowest."""
     out, sizes = shared_run("text"), "--eval-prompts 7 --samples 6".split()
     ends, means = [record["max_at_k"] for record in read_lines(out / "eval.jsonl")], []
     assert (out / "best").resolve().name == f"step-{2 * (ends[1]['1'] > ends[0]['1']):06d}"

@@ -5,7 +5,6 @@ in float64."""
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 import torch
@@ -123,18 +122,13 @@ def _wilson_bounds(values: Tensor, common: Tensor, z: float) -> tuple[Tensor, Te
     the most common value, as shares of how far they can: to 1 and 0, or -1 for differences."""
     least, most = float(values.min()), float(values.max())
     up, down = max(most, 1.0) - common, common - (0.0 if least >= 0 else min(least, -1.0))
-    (above, most_above), (below, most_below) = (
-        wilson(side.clamp_min(0).mean(0) / far.clamp_min(ROUNDING), len(values), z)
-        for side, far in ((values - common, up), (common - values, down))
-    )
+    extra, bounds = z * z / len(values), list[Tensor]()
+    for side, far in ((values - common, up), (common - values, down)):
+        share = side.clamp_min(0).mean(0) / far.clamp_min(ROUNDING)
+        half = (extra * (share * (1 - share) + extra / 4)) ** 0.5
+        bounds += [(share + extra / 2 + sign * half) / (1 + extra) for sign in (-1, 1)]
+    above, most_above, below, most_below = bounds
     return common + above * up - most_below * down, common + most_above * up - below * down
-
-
-def wilson(share: Any, n: int, z: float) -> tuple[Any, Any]:
-    """Return Wilson's interval of a share, or a tensor of shares, of n."""
-    more = z * z / n
-    middle, half = share + more / 2, (more * (share * (1 - share) + more / 4)) ** 0.5
-    return (middle - half) / (1 + more), (middle + half) / (1 + more)
 
 
 def mean_over_sets(intervals: Sequence[Interval]) -> Interval:

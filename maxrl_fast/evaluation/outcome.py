@@ -13,7 +13,7 @@ from torch import Tensor
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import max_at_k, outcomes
 from maxrl_fast.evaluation.evaluator import is_correct
-from maxrl_fast.evaluation.scores import MAX, PASS
+from maxrl_fast.evaluation.scores import PASS
 from maxrl_fast.records import unpack
 from maxrl_fast.runtime.files import read_json
 from maxrl_fast.tasks import Task
@@ -62,11 +62,6 @@ class Outcome:
         """The score of every prompt [P], by k."""
         values = is_correct(self.rewards).float() if score == PASS else self.rewards
         return {k: max_at_k(values, k) for k in ks}
-
-
-def shown_score(outcomes: Sequence[Outcome]) -> str:
-    """Return PASS, or MAX if any reward is neither 0 nor 1."""
-    return PASS if all(x.content["per_prompt"]["rewards"] is None for x in outcomes) else MAX
 
 
 def settings_of(options: dict[str, Any], contents: Sequence[str]) -> dict[str, Any]:

@@ -4,21 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
-from torch import Tensor
 
-from maxrl_fast.evaluation.coverage import Interval, mean_over_sets
-from maxrl_fast.evaluation.outcome import Outcome
+from maxrl_fast.evaluation.coverage import Interval
 from maxrl_fast.evaluation.scores import MAX, PASS, label_of
 
 CONTINUOUS = "Some rewards are neither 0 nor 1. max@1 is the mean reward."
-# keys of eval.json and what the tables call them
-NUMBERS = {
-    "solved": "prompts solved at least once",
-    "response_length_mean": "response length, tokens",
-    "truncated": "truncated",
-    "reward_errors": "failed rewards",
-    "distinct_answers": "distinct answers, share",
-}
 
 
 def new_table(*columns: str) -> Table:
@@ -58,34 +48,4 @@ def summary_table(content: Mapping[str, Any], confidence: float) -> Table:
         table.add_row(str(k), shown(interval), *means)
     if score == MAX:
         table.caption = CONTINUOUS
-    return table
-
-
-def sets_table(sets: Sequence[dict[int, Interval]], confidence: float) -> Table:
-    """Of the mean of pass@k over held-out sets."""
-    table = new_table("k", f"mean pass@k of {len(sets)} sets ({confidence:.0%} interval)")
-    for k in [k for k in sets[0] if all(k in x for x in sets)]:
-        table.add_row(str(k), shown(mean_over_sets([x[k] for x in sets])))
-    return table
-
-
-def comparison_table(
-    score: str,
-    letters: Sequence[str],
-    estimates: Sequence[Mapping[int, Tensor]],
-    gains: Sequence[Mapping[int, Interval]],
-) -> Table:
-    """Of the score by k, and the gain over each evaluation but the first."""
-    changes = (f"{letters[0]} - {letter}" for letter in letters[1:])
-    table = new_table("held-out prompts", *letters, *changes)
-    means = [{k: float(x.mean()) for k, x in own.items()} for own in estimates]
-    add_scores(table, score, means, gains)
-    return table
-
-
-def numbers_table(letters: Sequence[str], outcomes: Sequence[Outcome]) -> Table:
-    """Of the numbers that do not depend on k."""
-    table = new_table("", *letters)
-    for key, name in NUMBERS.items():
-        table.add_row(name, *(f"{outcome.content[key]:.3f}" for outcome in outcomes))
     return table

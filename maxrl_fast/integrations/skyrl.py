@@ -5,12 +5,12 @@ maxrl_fast must be installed there too."""
 import functools
 from typing import Any
 
+from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
+
 from maxrl_fast.integrations.rollouts import advantages_and_returns, names
 
 
 def register(name: str, **options: Any) -> None:
-    from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
-
     if name not in names():
         raise ValueError(f"the estimator must be one of {', '.join(names())}, got {name!r:.80}")
     key = f"maxrl_fast/{name}"
@@ -21,14 +21,8 @@ def register(name: str, **options: Any) -> None:
     )
 
 
-def _register_all() -> None:
-    from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
-
-    # includes the driver's, with its options, once Ray runs
-    known = AdvantageEstimatorRegistry.list_available()
-    for name in names():
-        if f"maxrl_fast/{name}" not in known:
-            register(name)
-
-
-_register_all()
+# includes the driver's, with its options, once Ray runs
+_known = AdvantageEstimatorRegistry.list_available()
+for _name in names():
+    if f"maxrl_fast/{_name}" not in _known:
+        register(_name)

@@ -5,8 +5,7 @@
     trainer = MaxPOTrainer(..., estimator_options={"k": 8})  # everything else as for a GRPOTrainer
 
 TRL has no hook for advantages, so the mixin overrides two private methods of GRPOTrainer. Tested
-with TRL 1.16.
-"""
+with TRL 1.16."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -33,8 +32,7 @@ class AdvantageMixin(_Base):  # type: ignore[misc]
         estimator: a name in `ops.ESTIMATORS` that needs only rewards and lengths.
         estimator_options: arguments of `ops.group_advantage`, such as k. ValueError where these,
             num_generations and the rewards do not fit each other.
-        others: as for GRPOTrainer.
-    """
+        others: as for GRPOTrainer."""
 
     estimator: str = "maxrl"
     estimator_options: Mapping[str, Any] = {}

@@ -19,6 +19,7 @@ from maxrl_fast.evaluation.coverage import (
     bootstrap,
     majority_at_k,
     max_at_k,
+    mean_over_sets,
     powers_of_two,
 )
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator, is_correct
@@ -29,16 +30,10 @@ from maxrl_fast.evaluation.outcome import (
     contents_of,
     differences,
     settings_of,
-    shown_score,
 )
 from maxrl_fast.evaluation.scores import MAX, PASS
 from maxrl_fast.evaluation.source import Source
-from maxrl_fast.evaluation.tables import (
-    comparison_table,
-    numbers_table,
-    sets_table,
-    summary_table,
-)
+from maxrl_fast.evaluation.tables import add_scores, new_table, shown, summary_table
 from maxrl_fast.job.build_policy import build_engine
 from maxrl_fast.job.build_task import build_scorer, build_task, closing_task
 from maxrl_fast.job.screen import Screen
@@ -48,11 +43,18 @@ from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.text_codec import end_of
 from maxrl_fast.training.logprob_parity import check_exact
 from maxrl_fast.training.stopwatch import Stopwatch
 
+# keys of eval.json and what the table calls them
+SHOWN = {
+    "solved": "prompts solved at least once",
+    "response_length_mean": "response length, tokens",
+    "truncated": "truncated",
+    "reward_errors": "failed rewards",
+    "distinct_answers": "distinct answers, share",
+}
 NUMBERS = "response_length_mean", "truncated", "reward_errors", "num_tokens"  # of each record
 SAMPLES = "samples.jsonl"
 ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progress
@@ -66,19 +68,28 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     # with held-out sets that are given no other data is read
     task = build_task(*named, test_only=parsed.measure.split != "train")
     config = resolve(parsed, source, task, screen.warning)
-    configs = set_configs(config, task)
-    torch.set_num_threads(config.place.threads)
+    place, how, configs = config.place, config.sampling, set_configs(config, task)
+    torch.set_num_threads(place.threads)
     others = [_read_others(own) for own in configs]
-    engine = _engine(config, source, task, max(map(_batch, configs)))
-    device, dtype = torch.device(config.place.device), getattr(torch, config.place.dtype)
-    scorer = build_scorer(config.reward, task, device, dtype)
+    chunks = [max(1, ROLLOUTS[place.device] // own.measure.samples) for own in configs]
+    sizes = [(x.measure.eval_prompts, x.measure.samples) for x in configs]
+    batch = max(min(num, chunk) * n for (num, n), chunk in zip(sizes, chunks, strict=True))
+    engine = _engine(config, source, task, batch)
+    rules = how.temperature, how.max_new_tokens, task.stop_ids, how.top_k, how.top_p, how.min_p
+    sampling = Sampling(*rules, end_of=end_of(task))
+    device, passes = torch.device(place.device), []
+    scorer = build_scorer(config.reward, task, device, getattr(torch, place.dtype))
     with closing_task(task), contextlib.closing(scorer):
-        passes = [
-            _evaluate_set(own, source, _evaluator(own, engine, task, scorer), against, screen)
-            for own, against in zip(configs, others, strict=True)
-        ]
-    if len(passes) > 1:
-        screen.console.print(sets_table(passes, config.measure.confidence))
+        for own, size, chunk, against in zip(configs, sizes, chunks, others, strict=True):
+            part = *size, how.seed, device, own.measure.split, chunk
+            evaluator = Evaluator(engine, task, scorer, sampling, *part)
+            passes.append(_evaluate_set(own, source, evaluator, against, screen))
+    if (num := len(passes)) > 1:
+        name = f"mean pass@k of {num} sets ({config.measure.confidence:.0%} interval)"
+        table = new_table("k", name)
+        for k in [k for k in passes[0] if all(k in x for x in passes)]:
+            table.add_row(str(k), shown(mean_over_sets([x[k] for x in passes])))
+        screen.console.print(table)
     return 0
 
 
@@ -117,7 +128,9 @@ def _compare(
 ) -> dict[str, Any]:
     """Print evaluations beside each other; return the gains over the others by name, with intervals
     where the prompts are the same."""
-    outcomes, score = [own, *others], shown_score([own, *others])
+    outcomes = [own, *others]
+    is_binary = all(x.content["per_prompt"]["rewards"] is None for x in outcomes)
+    score = PASS if is_binary else MAX
     smallest = min(outcome.num_samples for outcome in outcomes)
     ks = [k for k in config.measure.k or powers_of_two(smallest) if k <= smallest]
     ours, *estimates = [outcome.estimates(score, ks) for outcome in outcomes]
@@ -131,8 +144,14 @@ def _compare(
     if others:
         for letter, outcome in zip(letters, outcomes, strict=True):
             screen.info(f"{letter}  {outcome.name}")
-        screen.console.print(comparison_table(score, letters, [ours, *estimates], gains))
-    screen.console.print(numbers_table(letters if others else [""], outcomes))
+        table = new_table("held-out prompts", *letters, *(f"A - {x}" for x in letters[1:]))
+        means = [{k: float(x.mean()) for k, x in own.items()} for own in (ours, *estimates)]
+        add_scores(table, score, means, gains)
+        screen.console.print(table)
+    table = new_table("", *(letters if others else [""]))
+    for key, name in SHOWN.items():
+        table.add_row(name, *(f"{outcome.content[key]:.3f}" for outcome in outcomes))
+    screen.console.print(table)
     return {other.name: gain for other, gain in zip(others, gains, strict=True)}
 
 
@@ -251,26 +270,6 @@ def _engine(config: EvaluationConfig, source: Source, task: Task, batch: int) ->
     return engine
 
 
-def _evaluator(config: EvaluationConfig, engine: Engine, task: Task, scorer: Scorer) -> Evaluator:
-    measure, options = config.measure, config.sampling
-    how = options.temperature, options.max_new_tokens, task.stop_ids, options.top_k
-    sampling = Sampling(*how, options.top_p, options.min_p, end_of=end_of(task))
-    return Evaluator(
-        *(engine, task, scorer, sampling, measure.eval_prompts, measure.samples, options.seed),
-        device=torch.device(config.place.device),
-        split=measure.split,
-        chunk=_chunk(config),
-    )
-
-
-def _chunk(config: EvaluationConfig) -> int:
-    return max(1, ROLLOUTS[config.place.device] // config.measure.samples)
-
-
-def _batch(config: EvaluationConfig) -> int:
-    return min(config.measure.eval_prompts, _chunk(config)) * config.measure.samples
-
-
 def _introduction(
     config: EvaluationConfig, source: Source, evaluator: Evaluator, num_distinct: int
 ) -> Iterator[str]:
@@ -283,11 +282,11 @@ def _introduction(
     filters = {"top-k": sampling.top_k, "min-p": sampling.min_p, "top-p": sampling.top_p % 1}
     how = [f"temperature {sampling.temperature:g}"]
     how += [f"{name} {value:g}" for name, value in filters.items() if value]
-    distinct = ""
+    prompts = f"{measure.eval_prompts} {measure.split} prompts"
     if num_distinct < measure.eval_prompts:
-        distinct = f" ({num_distinct} distinct: intervals treat all prompts as distinct)"
+        prompts += f" ({num_distinct} distinct: intervals treat all prompts as distinct)"
     yield (
-        f"{measure.eval_prompts} {measure.split} prompts{distinct} x {measure.samples} samples, "
-        f"{', '.join(how)}, at most {sampling.max_new_tokens} tokens; {evaluator.engine.describe()}"
+        f"{prompts} x {measure.samples} samples, {', '.join(how)}, at most "
+        f"{sampling.max_new_tokens} tokens; {evaluator.engine.describe()}"
     )
     yield from evaluator.scorer.source.lines() if evaluator.scorer.source else ()

@@ -35,7 +35,8 @@ def render(folders: list[Folder]) -> str:
         "style": style,
         "script": script,
         "samples": _packed(folders),
-        "data": _embedded(page_data(folders)),  # last: its texts may contain a mark
+        # last: its texts may contain a mark, and </script> or <!--, whose letters are escaped
+        "data": _json(page_data(folders)).translate({ord(x): f"\\u{ord(x):04x}" for x in "<>&"}),
     }
     page = _asset("page.html")
     for mark, text in marks.items():
@@ -78,13 +79,12 @@ def _packed(folders: list[Folder]) -> str:
 
 
 def _prompt_set(folder: Folder) -> str:
-    """Where this id of the held-out prompts is equal, prompts can be compared by id."""
-    options = folder.options
-    if not options:
+    """Where this text is equal, held-out prompts can be compared by id."""
+    if not (options := folder.options):
         return folder.name
     own = [options.get(name) for name in OF_TASK]
     own += [options.get("split", "test"), options.get("task_seed", options.get("seed"))]
-    return hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
+    return json.dumps(own)
 
 
 def _shown_options(folders: list[Folder]) -> tuple[list[str], list[str]]:
@@ -141,12 +141,6 @@ def _value(value: Any) -> Any:
 
 def _json(data: Record) -> str:
     return json.dumps(data, allow_nan=False, separators=(",", ":"))
-
-
-def _embedded(data: Record) -> str:
-    """JSON that is safe inside HTML: texts may contain </script> or <!--."""
-    text = _json(data).replace("<", "\\u003c").replace(">", "\\u003e")
-    return text.replace("&", "\\u0026")
 
 
 def _digest(text: str) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,30 +22,26 @@ Record = dict[str, Any]
 Number = int | float | None
 
 
-@dataclass
 class Folder:
     """The data of one folder; a number that is missing or not finite is None."""
 
-    name: str
-    kind: str = "run"  # or "evaluation"
-    options: Record = field(default_factory=dict)
-    steps: list[int] = field(default_factory=list)  # of metrics.jsonl, ascending
-    metrics: dict[str, list[Number]] = field(default_factory=dict)  # by column, one number per step
-    eval_steps: list[int] = field(default_factory=list)
-    eval_metrics: dict[str, list[Number]] = field(default_factory=dict)
-    score: str = PASS  # or MAX
-    # for each evaluation: step, and rows of k, score, low, high
-    coverage: list[Record] = field(default_factory=list)
-    sets: dict[str, list[Record]] = field(default_factory=dict)  # of held-out sets by name
-    warnings: list[Record] = field(default_factory=list)
-    # ids, and for each evaluation the correct samples of each prompt
-    prompts: Record = field(default_factory=dict)
-    samples: list[Record] = field(default_factory=list)  # of evaluations
-    rollouts: list[Record] = field(default_factory=list)  # of training
-    # number of samples and rollouts in the files
-    in_files: dict[str, int] = field(default_factory=dict)
-    weight: Record = field(default_factory=dict)  # W_N(p), or why there is none
-    notes: list[str] = field(default_factory=list)  # what is left out
+    def __init__(self, name: str) -> None:
+        self.name, self.kind, self.score = name, "run", PASS  # or "evaluation", or MAX
+        self.options: Record = {}
+        self.steps: list[int] = []  # of metrics.jsonl, ascending
+        self.metrics: dict[str, list[Number]] = {}  # by column, one number per step
+        self.eval_steps: list[int] = []
+        self.eval_metrics: dict[str, list[Number]] = {}
+        # for each evaluation: step, and rows of k, score, low, high
+        self.coverage: list[Record] = []
+        self.sets: dict[str, list[Record]] = {}  # of held-out sets by name
+        self.warnings: list[Record] = []
+        self.prompts: Record = {}  # ids, and for each evaluation each prompt's correct samples
+        self.samples: list[Record] = []  # of evaluations
+        self.rollouts: list[Record] = []  # of training
+        self.in_files: dict[str, int] = {}  # number of samples and rollouts
+        self.weight: Record = {}  # W_N(p), or why there is none
+        self.notes: list[str] = []  # what is left out
 
 
 def read_folder(path: Path, name: str) -> Folder:
@@ -80,17 +75,13 @@ def _read_run(run: RunFolder, folder: Folder) -> None:
         file = printable(run.path / "metrics.jsonl")
         raise InputError(f"{file} must hold at least one step, and has none")
     folder.steps, folder.metrics = [x["step"] for x in records], _columns(records)
-    _read_evaluations(_by_step(run.log("eval")), folder)
     weight, unknown = run.path / "weight.json", {"reason": "weight.json does not have it"}
     folder.weight = read_json(weight) if weight.exists() else unknown
-    _read_pass_rates(run, folder)
     folder.warnings = run.log("warnings")
-
-
-def _read_evaluations(records: list[Record], folder: Folder) -> None:
-    most = max((x.get("num_prompts", 0) for x in records), default=0)
+    evaluations = _by_step(run.log("eval"))
+    most = max((x.get("num_prompts", 0) for x in evaluations), default=0)
     # one on a part of the prompts is not comparable
-    whole = [x for x in records if x.get("num_prompts", 0) == most]
+    whole = [x for x in evaluations if x.get("num_prompts", 0) == most]
     folder.eval_steps, folder.eval_metrics = [x["step"] for x in whole], _columns(whole)
     folder.score = score_of(whole)
     for key in sorted({key.removesuffix(PASS) for x in whole for key in x if key.endswith(PASS)}):
@@ -98,6 +89,15 @@ def _read_evaluations(records: list[Record], folder: Folder) -> None:
             if rows := _coverage(x.get(key + folder.score, x.get(key + PASS))):
                 own = folder.sets.setdefault(key[:-1], []) if key else folder.coverage
                 own.append({"step": x["step"], "rows": rows})
+    if counts := _by_step(run.log("pass_rates")):
+        ids = counts[-1]["ids"]
+        same = [x for x in counts if x["ids"] == ids]
+        if skipped := len(counts) - len(same):
+            said = "evaluations in pass_rates.jsonl have other prompts and are left out"
+            folder.notes.append(f"{skipped:,} {said}")
+        _take_counts(same, ids, counts[-1]["num_prompts"], folder)
+        prompts = run.log("eval_prompts")[:MOST_TEXTS]
+        folder.prompts["texts"] = [[x["id"], _text(x["prompt"], PROMPT_LENGTH)] for x in prompts]
 
 
 def _read_evaluation(file: Path, folder: Folder) -> None:
@@ -115,18 +115,6 @@ def _read_evaluation(file: Path, folder: Folder) -> None:
         if rewards := own.get("rewards"):
             own |= {"reward_mean": [*map(fmean, rewards)], "reward_max": [*map(max, rewards)]}
         _take_counts([record | own | {"step": None}], own["id"], len(own["id"]), folder)
-
-
-def _read_pass_rates(run: RunFolder, folder: Folder) -> None:
-    if records := _by_step(run.log("pass_rates")):
-        ids = records[-1]["ids"]
-        same = [x for x in records if x["ids"] == ids]
-        if skipped := len(records) - len(same):
-            said = "evaluations in pass_rates.jsonl have other prompts and are left out"
-            folder.notes.append(f"{skipped:,} {said}")
-        _take_counts(same, ids, records[-1]["num_prompts"], folder)
-        prompts = run.log("eval_prompts")[:MOST_TEXTS]
-        folder.prompts["texts"] = [[x["id"], _text(x["prompt"], PROMPT_LENGTH)] for x in prompts]
 
 
 def _take_counts(records: list[Record], ids: list[int], total: int, folder: Folder) -> None:

@@ -8,8 +8,7 @@ of the environment, word, value]:
     end null                 ask for the reward and drop it
 
 Its outcome has the text that the environment returned, or the reward, and the component
-"tool_errors" of a call that raised an error. After a failure the environment is dropped.
-"""
+"tool_errors" of a call that raised an error. After a failure the environment is dropped."""
 
 import contextlib
 import signal
@@ -82,9 +81,10 @@ def _schema(owner: str, name: str, tool: Callable[..., Any]) -> dict[str, Any]:
         with contextlib.suppress(ValueError):  # a decorator that is written in C
             inspect.signature(tool, follow_wrapped=False).bind(**names)
     except Exception as error:
-        needed = "a docstring that describes every argument, and type hints"
-        why = f"{error}; a name with _ in front is no tool"
-        raise LoadError(f"the tool {owner}.{name} needs {needed}: {why}") from error
+        raise LoadError(
+            f"the tool {owner}.{name} needs a docstring that describes every argument, and type "
+            f"hints: {error}; a name with _ in front is no tool"
+        ) from error
     schema["function"]["name"] = name
     return schema
 
@@ -120,9 +120,8 @@ class EnvironmentHost:
 
     def _operate(self, number: int, word: str, value: Any) -> Outcome:
         if word in ("probe", "start"):
-            environment = self._class()
-            columns = taken(self.signature, value)
-            text = awaited(getattr(environment, RESET)(**columns))
+            environment, columns = self._class(), taken(self.signature, value)
+            text = awaited(environment.reset(**columns))
             if text is not None and not isinstance(text, str):
                 raise InvalidReward(f"reset must return text or None, got {SHORT_REPR.repr(text)}")
             if word == "start":
@@ -135,7 +134,7 @@ class EnvironmentHost:
             del self.live[number]
             if not self.signature["has_reward"]:
                 return Outcome(0.0)
-            return outcome_of(awaited(getattr(environment, REWARD)())).or_failure()
+            return outcome_of(awaited(environment.get_reward())).or_failure()
         name, arguments = value
         try:
             if name not in self._tools:

@@ -9,8 +9,6 @@ from typing import Any
 from maxrl_fast.rewards import Outcome, Rows, failure
 from maxrl_fast.runtime.loading import SHORT_REPR, describe_error
 
-LARGEST_FLOAT32 = 3.4028234663852886e38
-
 Signature = dict[str, Any]  # as JSON: "style", "names", "required" and "takes_any"
 ROW, ROWS, LISTS = "row", "rows", "lists"
 STYLES = {
@@ -113,7 +111,13 @@ class Caller:
         """Return the outcome of each row of a call, or one failure for all."""
         try:
             if self.signature["style"] == LISTS:
-                values = list_of(awaited(self._begin(lists_of(rows))), len(rows))
+                result = awaited(self._begin(lists_of(rows)))
+                values = result.tolist() if hasattr(result, "tolist") else result
+                if not isinstance(values, list | tuple) or len(values) != len(rows):
+                    raise InvalidReward(
+                        "a function of `completions` must return a list with a number for each of "
+                        f"the {len(rows)} completions, got {SHORT_REPR.repr(result)}"
+                    )
             elif self.signature["style"] == ROWS:
                 values = run_coroutines([*map(self._later, rows)], self._seconds)
             else:
@@ -139,16 +143,6 @@ def lists_of(rows: Rows) -> dict[str, Any]:
         for prompt, text in zip(lists["prompts"], lists["completions"], strict=True)
     ]
     return lists
-
-
-def list_of(result: Any, count: int) -> list[Any]:
-    values = result.tolist() if hasattr(result, "tolist") else result
-    if not isinstance(values, list | tuple) or len(values) != count:
-        raise InvalidReward(
-            f"a function of `completions` must return a list with a number for each of the {count} "
-            f"completions, got {SHORT_REPR.repr(result)}"
-        )
-    return [*values]
 
 
 def outcome_of(value: Any) -> Outcome:
@@ -193,7 +187,7 @@ def to_number(value: Any, what: str) -> float | None:
         number = math.inf
     if math.isnan(number):
         return None
-    if abs(number) <= LARGEST_FLOAT32:
+    if abs(number) <= 3.4028234663852886e38:  # the largest float32
         return number
     given = f"{SHORT_REPR.repr(value)} of type {type(value).__name__}"
     raise InvalidReward(f"{what} must be a finite number of float32, got {given}")

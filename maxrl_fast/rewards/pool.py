@@ -182,8 +182,8 @@ class Worker:
         self.process.communicate(timeout=KILL_LIMIT)
         self.socket.close()
         self.number, self.has_ended, code = None, True, self.process.returncode
-        died = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-        return died or f"exited with code {code}"
+        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        return killed or f"exited with code {code}"
 
 
 class RewardPool(UserCode):

@@ -28,8 +28,7 @@ def browser():
 @pytest.fixture
 def show(tmp_path, browser):
     """Open the page of some runs. After the test, fail if the browser sent a message or a request
-    for another file.
-    """
+    for another file."""
     complaints, requests, contexts = [], [], []
 
     def open_page(*runs, **options):

@@ -1,6 +1,5 @@
 """Write folders of runs and evaluations as the trainer does, with numbers of many digits and with
-hostile texts.
-"""
+hostile texts."""
 
 import json
 import random

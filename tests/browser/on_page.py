@@ -17,8 +17,7 @@ def chart_of(parent, place):
 
 def drawn(chart, run, kind="line", role=""):
     """Return the points that the chart has for a run: x and one y, or two for a band; a y of None
-    is a gap.
-    """
+    is a gap."""
     traces = chart.evaluate(
         """node => node.chart.series.map((series, i) => [series, node.chart.data[i]])
             .slice(1).map(([series, ys]) =>

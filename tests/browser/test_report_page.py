@@ -1,8 +1,7 @@
 """The page of `python -m maxrl_fast.report` in a real browser: it draws and shows the contents of
 the files.
 
-The tests need `playwright` and a Chromium: $CHROMIUM, one on the PATH, or Playwright's own.
-"""
+The tests need `playwright` and a Chromium: $CHROMIUM, one on the PATH, or Playwright's own."""
 
 import statistics
 

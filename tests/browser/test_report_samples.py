@@ -63,8 +63,7 @@ def test_long_texts_scroll_and_hostile_texts_stay_text(show, tmp_path, two):
 
 def test_episodes_are_shown_turn_by_turn(show, tmp_path):
     """What an environment inserted is marked, and no text becomes markup; a response of one turn
-    with the same characters is shown unchanged.
-    """
+    with the same characters is shown unchanged."""
     write_run(tmp_path / "one")
     line = {"step": 1, "prompt": "question", "reward": 1.0, "truncated": False, "tokens": 4}
     text = f"first {HOSTILE}⟦answer <b>{HOSTILE}⟧second"

@@ -1,6 +1,5 @@
 """The estimators inside the real SkyRL, in its own environment with the installed wheel: `make
-test-integrations`.
-"""
+test-integrations`."""
 
 import typing
 

@@ -18,8 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.fixture
 def job():
     """The module with the trainers. It needs TRL, which the environment of the other tests does not
-    have.
-    """
+    have."""
     from tests.integrations import trl_job
 
     return trl_job
@@ -27,8 +26,7 @@ def job():
 
 def ours(rows, estimator, weights=(1.0,), **options):
     """Return the advantages of a generated batch; its groups are found by their prompts, not by
-    position.
-    """
+    position."""
     each = torch.tensor(rows["rewards"])
     rewards = (each * torch.tensor(weights)).nansum(1).masked_fill(each.isnan().all(1), math.nan)
     valid, prompts = ~rewards.isnan(), sorted(set(rows["prompts"]))
@@ -98,8 +96,7 @@ def run_in_two_processes(folder, name, **options):
 
 def test_each_of_two_processes_computes_pacs_anew_from_its_own_groups(tmp_path):
     """The policy stays the one that sampled, so the advantages of the second update are those that
-    were logged.
-    """
+    were logged."""
     config = {"num_iterations": 2, "learning_rate": 0.0, "max_steps": 2}
     for record in run_in_two_processes(tmp_path, "pacs", config=config, unknown=True):
         (rows,) = record["generated"]

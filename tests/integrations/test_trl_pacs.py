@@ -16,8 +16,7 @@ __all__ = ["job"]  # a fixture
 
 def updates_of(job, folder, **options):
     """Train, and return the trainer and each update: weights of the sampler, weights before it,
-    gradients, rows of the loss.
-    """
+    gradients, rows of the loss."""
     from transformers import TrainerCallback
 
     class Updates(TrainerCallback):
@@ -39,8 +38,7 @@ def updates_of(job, folder, **options):
 
 def our_gradients(folder, sampler, weights, rows, rewards, **options):
     """Return gradients and advantages of pacs and Learner, and the part of the rollouts
-    whose reward is known.
-    """
+    whose reward is known."""
     model = load_checkpoint(folder / "model")
     model.load_state_dict(sampler)
     rows = sorted(rows)  # groups are adjacent: no two prompts are equal

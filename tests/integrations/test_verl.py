@@ -1,6 +1,5 @@
 """The plug-in inside the real verl, in its own environment with the installed wheel: `make
-test-integrations`.
-"""
+test-integrations`."""
 
 import os
 import subprocess

@@ -1,6 +1,5 @@
 """Our losses against verl's own functions of the same losses, in verl's environment: `make
-test-integrations`.
-"""
+test-integrations`."""
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ S, T, V = len(LENGTHS), sum(LENGTHS), 11
 
 def rollouts():
     """Return logits [T, V], targets, old log-probs, advantages of both signs, and where tokens
-    stand in a padded batch.
-    """
+    stand in a padded batch."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(T, V, generator=generator, dtype=torch.float64)
     logits[torch.arange(T), torch.arange(T) % V] += 2  # probabilities that can move by more than .2
@@ -29,8 +27,7 @@ def rollouts():
 
 def verls(name, **options):
     """Return the loss of verl's function, its gradient in the logits, and the share of tokens that
-    it clips.
-    """
+    it clips."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
 
@@ -99,8 +96,7 @@ def test_kl_cov(share, coef):
 @pytest.mark.parametrize(("share", "low", "high"), [(0.13, 0.05, 1.0), (2e-4, 0.1, 5.0)])
 def test_clip_cov_draws_the_same_tokens_from_the_same_generator(share, low, high):
     """With bounds of the ratio that clip no token, as in the authors' script; verl does not draw
-    tokens that are clipped.
-    """
+    tokens that are clipped."""
     options = policy_loss("clip_cov", clip_cov_ratio=share, clip_cov_lb=low, clip_cov_ub=high)
     for seed in range(2):
         torch.manual_seed(seed)

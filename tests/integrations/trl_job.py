@@ -3,8 +3,7 @@
     python -m tests.integrations.trl_job CLASS JSON FOLDER
 
 CLASS is a name in TRAINERS, JSON has the options of `build`. Each process writes what it kept to
-FOLDER/RANK.json.
-"""
+FOLDER/RANK.json."""
 
 import json
 import sys
@@ -49,8 +48,7 @@ def policy():
 
 def recorded(base):
     """Return a subclass of the trainer that keeps each generated batch, the weights that sampled
-    it, and what its loss saw.
-    """
+    it, and what its loss saw."""
 
     class Recorded(base):
         def __init__(self, *args, **kwargs):
@@ -122,8 +120,7 @@ def build(
 
 def train(trainer):
     """Train; `seen` then has prompt, response and advantage of each row that TRL's own loss was
-    given.
-    """
+    given."""
     original = GRPOTrainer._compute_loss
 
     def compute_loss(self, model, inputs):

@@ -1,6 +1,5 @@
 """Rollouts in groups of several sizes and in no order, and their advantages computed one group at a
-time.
-"""
+time."""
 
 from dataclasses import dataclass
 
@@ -66,8 +65,7 @@ def needs_binary(name):
 
 def one_group_at_a_time(name, rewards, prompts, lengths, **options):
     """Return the advantages [B]; of an estimator that scales by the whole batch, from group ids in
-    one call.
-    """
+    one call."""
     row, advantages = find_estimator(name), torch.zeros_like(rewards)
     if row.over_batch:
         ids = torch.tensor([prompts.index(key) for key in prompts])

@@ -1,6 +1,5 @@
 """`python -m maxrl_fast.report` embeds any contents of the files safely. tests/browser tests how
-the page draws them.
-"""
+the page draws them."""
 
 import base64
 import gzip
@@ -26,8 +25,7 @@ LAZY = ("pass_rates.jsonl", "rollouts.jsonl")
 
 class Page(HTMLParser):
     """The elements of a page, and the text in each script and style, as a browser would find
-    them.
-    """
+    them."""
 
     def __init__(self, text):
         super().__init__()

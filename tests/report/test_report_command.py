@@ -1,6 +1,5 @@
 """The command `python -m maxrl_fast.report`: bad input is refused, and a page is replaced
-completely or kept.
-"""
+completely or kept."""
 
 from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.names import OF_ONE_START, OF_TASK

@@ -17,8 +17,7 @@ def pid(x=None):
 
 def act(action, x=0.0, **arguments):
     """Call one of the functions below, so that one pool can test them all. Without an action,
-    return x.
-    """
+    return x."""
     return globals()[action](**arguments) if action else x
 
 
@@ -67,7 +66,10 @@ def segfault():
 
 
 def fork_and_return():
-    return 1.0 if os.fork() else 2.0
+    if os.fork() == 0:
+        return 2.0
+    time.sleep(0.3)  # the child's answer would be the first
+    return 1.0
 
 
 def fork_and_raise():

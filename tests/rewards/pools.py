@@ -1,6 +1,5 @@
 """Reward pools for tests, calls that must fail or succeed among others, and the processes of a
-pool.
-"""
+pool."""
 
 import contextlib
 import os

@@ -73,7 +73,13 @@ class PpoObjective(Objective):
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         values, rewards = state_values(learner, batch), batch.rewards.flatten()
-        _check_finite(values, batch)
+        if len(broken := (~values.isfinite()).nonzero()):
+            bounds, token = batch.rollouts.cu_seqlens, int(broken[0])
+            sequence = int(torch.searchsorted(bounds, token, right=True)) - 1
+            raise CriticError(
+                f"step {batch.step}: the critic's value of a token is {float(values[token])} for "
+                f"prompt {int(batch.prompts.ids[sequence // batch.num_rollouts])}"
+            )
         counts = batch.rollouts.by_token(batch.has_reward.flatten())
         given = values, rewards, batch.rollouts.cu_seqlens, self.gae_gamma, self.gae_lambda
         advantages = gae_advantages(*given)
@@ -156,18 +162,6 @@ def update_critic(
     how = critic.model, critic.optimizer, critic.lr, CLIP_GRAD, refuse
     norm, (loss,) = take_step(*how, total)
     return float(loss), norm
-
-
-def _check_finite(values: Tensor, batch: RolloutBatch) -> None:
-    broken = (~values.isfinite()).nonzero()
-    if len(broken):
-        token = int(broken[0])
-        sequence = int(torch.searchsorted(batch.rollouts.cu_seqlens, token, right=True)) - 1
-        prompt = int(batch.prompts.ids[sequence // batch.num_rollouts])
-        raise CriticError(
-            f"step {batch.step}: the critic's value of a token is {float(values[token])} for "
-            f"prompt {prompt}"
-        )
 
 
 def gae_advantages(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self  # torch needs it too
 
+from maxrl_fast.algorithms.tokens import sequence_sums as sequence_sums
 from maxrl_fast.runtime.device import to_device
 
 
@@ -34,12 +35,6 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """Concatenate the ranges [start, start + length)."""
     shift = torch.repeat_interleave(starts - cumulative(lengths)[:-1], lengths)
     return torch.arange(len(shift), device=shift.device) + shift
-
-
-def sequence_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sum packed values [T] over sequences of these lengths: [S]."""
-    # not index_add, which adds in a varying order on a GPU
-    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 
 def gather_sequences(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:

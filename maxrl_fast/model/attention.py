@@ -26,15 +26,13 @@ LARGEST_HEAD = 256
 
 
 def merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention over two sets of keys, from that over each: o [..., D], l [...]."""
+    """Join the attentions over two sets of keys: o [..., D], l [...]."""
     weight = torch.sigmoid(l1 - l2)[..., None].to(o1.dtype)  # exp(l1 - l)
     return torch.lerp(o2, o1, weight), torch.logaddexp(l1, l2)
 
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """What an attention does besides softmax(q k^T / sqrt(D)) v over all earlier tokens."""
-
     window: int = 0  # a token attends to the last `window` tokens, itself included; 0: to all
     softcap: float = 0.0  # scores s become softcap * tanh(s / softcap); 0: they stay
     # [Hq]: scores of one more key for each head, whose value is 0 (gpt-oss)
@@ -51,7 +49,7 @@ PLAIN_ATTENTION = AttentionVariant()
 @dataclass(frozen=True)
 class Forest:
     """Segments of tokens in depth-first order: a token attends to the earlier ones of its segment,
-    to itself, and to all of the segments above."""
+    itself, and all of the segments above."""
 
     lengths: Tensor  # [M] int64, tokens of each segment, at least 1, on the host
     parents: Tensor  # [M] int64, the segment above, before it in the order; -1: none; on the host
@@ -61,7 +59,7 @@ class Forest:
 
     @classmethod
     def roots(cls, lengths: Tensor) -> "Forest":
-        """Packed causal sequences, for tensors on the device of lengths [M]."""
+        """Packed causal sequences of lengths [M], for tensors on their device."""
         on_host = lengths.cpu()
         return cls(on_host, torch.full_like(on_host, -1), lengths.device)
 
@@ -76,8 +74,7 @@ class Forest:
 
     @cached_property
     def ends(self) -> Tensor:
-        """[M] int64, where the tokens below each segment end: token i sees token j where j <= i <
-        end of j's segment."""
+        """[M] int64: token i sees token j where j <= i < end of j's segment."""
         return self.lengths.cumsum(0)[self.last]
 
     @cached_property
@@ -86,9 +83,9 @@ class Forest:
 
     @cached_property
     def levels(self) -> list[tuple[Tensor, Tensor, VarlenSpec]]:
-        """Level d: all tokens below the segments at depth d attend to those segments. The indices
-        of these queries and keys, and their attention, without segments that have nothing below:
-        FlashAttention starts blocks for each."""
+        """The queries and keys of each depth, and their attention: all tokens below a segment
+        attend to it. Segments with nothing below are left out: FlashAttention starts blocks for
+        each."""
         stops = self.lengths.cumsum(0)
         below = self.ends - stops  # [M] tokens
         # segments before each that have not ended
@@ -105,30 +102,28 @@ class Forest:
 
     @cached_property
     def padded(self) -> Levels:
-        """The segments in batches, depth by depth, for layers with a state."""
         return levels_of(self.lengths, self.parents, self.device)
 
     def copied_keys(self, window: int, softcap: float) -> tuple[Tensor, VarlenSpec]:
-        """Return the index of the keys that each segment attends to, and the attention; made once
-        for all layers. The window becomes 0 where no sequence is longer."""
+        """Return the index of the keys that each segment attends to, and the attention, whose
+        window is 0 where no sequence is longer."""
         key = window, softcap
-        if key in self.copies:
-            return self.copies[key]
-        rows = torch.arange(int(self.lengths.sum())).split(self.lengths.tolist())
-        paths: list[Tensor] = []  # the tokens of each segment after those above
-        for own, parent in zip(rows, self.parents.tolist(), strict=True):
-            paths.append(torch.cat([paths[parent], own]) if parent >= 0 else own)
-        window = window if window < max(map(len, paths), default=0) else 0
-        if window:
-            pairs = zip(paths, rows, strict=True)
-            paths = [x[max(len(x) - len(own) - window + 1, 0) :] for x, own in pairs]
-        lengths = self.lengths, torch.tensor([len(x) for x in paths], dtype=torch.int64)
-        spec = VarlenSpec(*lengths, self.device, causal=True, window=window, softcap=softcap)
-        self.copies[key] = torch.cat([torch.arange(0), *paths]).to(self.device), spec
+        if key not in self.copies:
+            rows = torch.arange(int(self.lengths.sum())).split(self.lengths.tolist())
+            paths: list[Tensor] = []  # the tokens of each segment after those above
+            for own, parent in zip(rows, self.parents.tolist(), strict=True):
+                paths.append(torch.cat([paths[parent], own]) if parent >= 0 else own)
+            window = window if window < max(map(len, paths), default=0) else 0
+            if window:
+                pairs = zip(paths, rows, strict=True)
+                paths = [x[max(len(x) - len(own) - window + 1, 0) :] for x, own in pairs]
+            lengths = self.lengths, torch.tensor([len(x) for x in paths], dtype=torch.int64)
+            spec = VarlenSpec(*lengths, self.device, causal=True, window=window, softcap=softcap)
+            self.copies[key] = torch.cat([torch.arange(0), *paths]).to(self.device), spec
         return self.copies[key]
 
 
-class _MergedAttention(torch.autograd.Function):
+class MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, forest: Forest) -> Tensor:
         o, lse = flash.forward(q, k, v, forest.segments)
@@ -193,24 +188,18 @@ class _VariantAttention(torch.autograd.Function):
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, forest: Forest, variant: AttentionVariant = PLAIN_ATTENTION
 ) -> Tensor:
-    """Return causal attention of each segment over the segments above it and itself.
-
-    q [U, Hq, D], k and v [U, Hkv, D], with U the tokens of `forest`; Hq is a multiple of Hkv.
-    Returns [U, Hq, D]. Differentiable in q, k, v and the variant's sinks.
-    """
+    """Return causal attention of each segment over the segments above it and itself [U, Hq, D], for
+    q [U, Hq, D], k and v [U, Hkv, D] of a forest of U tokens. Differentiable in q, k, v and
+    sinks."""
     if not variant.is_plain:
         index, spec = forest.copied_keys(variant.window, variant.softcap)
         if spec.window or spec.softcap or variant.sinks is not None:
             out: Tensor = _VariantAttention.apply(q, k, v, variant.sinks, index, spec)
             return out
     if has_kernel(q.device, q.dtype, q.shape[-1]):
-        own: Tensor = _TreeAttention.apply(q, k, v, forest.lengths, forest.parents)
-        return own
-    return merged_attention(q, k, v, forest)
-
-
-def merged_attention(q: Tensor, k: Tensor, v: Tensor, forest: Forest) -> Tensor:
-    out: Tensor = _MergedAttention.apply(q, k, v, forest)
+        out = _TreeAttention.apply(q, k, v, forest.lengths, forest.parents)
+    else:
+        out = MergedAttention.apply(q, k, v, forest)
     return out
 
 
@@ -230,12 +219,13 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 
 class _TreeAttention(torch.autograd.Function):
+    """Raises ValueError if lengths [M] do not add up to U, or parents [M] are not those of segments
+    in depth-first order."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, parents: Tensor
     ) -> Tensor:
-        """Raises ValueError if lengths [M] do not add up to U, or parents [M] are not those of
-        segments in depth-first order."""
         call, q, k, v = KernelLaunch(q.device), q.contiguous(), k.contiguous(), v.contiguous()
         o = torch.empty_like(q)
         # the log-sum-exp to base 2
@@ -259,12 +249,10 @@ class _TreeAttention(torch.autograd.Function):
         call.launch(
             "tree_attention_backward",
             **_inputs(call, q, k, v, lengths, parents),
-            o=call.address("o", o, q.dtype, q.shape),
-            lse=call.address("lse", lse, torch.promote_types(q.dtype, torch.float32), q.shape[:2]),
+            o=o,
+            lse=lse,
             grad=call.address("grad", grad, q.dtype, q.shape),
-            grad_q=grads[0],
-            grad_k=grads[1],
-            grad_v=grads[2],
+            **dict(zip(("grad_q", "grad_k", "grad_v"), grads, strict=True)),
         )
         return *grads, None, None
 
@@ -278,21 +266,15 @@ def _inputs(
             f"{q.dtype} {tuple(q.shape)} and {k.dtype} {tuple(k.shape)}"
         )
     (num_tokens, heads, head_dim), key_heads = q.shape, k.shape[1]
-    shape, num_segments = (num_tokens, key_heads, head_dim), len(lengths)
-
-    def integers(name: str, x: Tensor) -> int:
-        return call.address(name, x.contiguous(), torch.int64, (num_segments,))
-
+    segments = {"lengths": lengths.contiguous(), "parents": parents.contiguous()}
     return {
         "dtype": q.dtype,
         "num_tokens": num_tokens,
-        "num_segments": num_segments,
-        "lengths": integers("lengths", lengths),
-        "parents": integers("parents", parents),
+        "num_segments": len(lengths),
+        **call.addresses(torch.int64, len(lengths), **segments),
         "heads": heads,
         "key_heads": key_heads,
         "head_dim": head_dim,
         "q": call.address("q", q, q.dtype, q.shape),
-        "k": call.address("k", k, q.dtype, shape),
-        "v": call.address("v", v, q.dtype, shape),
+        **call.addresses(q.dtype, num_tokens, key_heads, head_dim, k=k, v=v),
     }

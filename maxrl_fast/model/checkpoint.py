@@ -49,31 +49,30 @@ def write_policy(
     shard_bytes: int = SHARD_BYTES,
     carried: Mapping[str, "StoredTensor"] = MappingProxyType({}),
 ) -> None:
-    """Write a checkpoint that `transformers` loads into an existing directory. weights: stored in
-    `dtype`. files: JSON contents or bytes by name. carried: tensors stored as they are."""
+    """Write a checkpoint for transformers into an existing directory; `carried` tensors as they
+    are."""
     for name, content in files.items():
         if not isinstance(content, bytes):
             content = (json.dumps(content, indent=2) + "\n").encode()
         (directory / name).parent.mkdir(exist_ok=True)  # of additional chat templates
         (directory / name).write_bytes(content)
     shards: list[dict[str, Tensor]] = [{}]
-    size = total = 0
+    sizes = [0]
     own = ((name, weight.to("cpu", DTYPES[dtype]).contiguous()) for name, weight in weights)
     for name, tensor in itertools.chain(own, ((name, x.read()) for name, x in carried.items())):
-        if shards[-1] and size + tensor.nbytes > shard_bytes:
+        if shards[-1] and sizes[-1] + tensor.nbytes > shard_bytes:
             shards.append({})
-            size = 0
+            sizes.append(0)
         shards[-1][name] = tensor
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    names = [WEIGHTS] if len(shards) == 1 else names
-    for file, shard in zip(names, shards, strict=True):
+        sizes[-1] += tensor.nbytes
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        is_only = len(shards) == 1
+        file = WEIGHTS if is_only else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
-        weight_map = {
-            name: file for file, shard in zip(names, shards, strict=True) for name in shard
-        }
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2))
 
 
@@ -113,9 +112,8 @@ def new_files(
 def kept_files(
     directory: Path, stop_ids: Collection[int], dtype: str = "float32"
 ) -> dict[str, bytes]:
-    """Return config.json, generation_config.json and the processors of images and sound for
-    checkpoints of a policy loaded from here. eos_token_id of generation_config.json becomes
-    `stop_ids` if it names other tokens."""
+    """Return config.json, generation_config.json with `stop_ids`, and the processors of images and
+    sound, for checkpoints of a policy loaded from here."""
     config = read_fields(directory / "config.json")
     for part in (config, config.get("text_config") or {}):
         part |= {key: dtype for key in ("dtype", "torch_dtype") if key in part}
@@ -162,8 +160,7 @@ class StoredTensor(NamedTuple):
 
 
 def carried_tensors(directory: Path, model: PolicyModel) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint that are not of its decoder of text, which the policy's
-    own checkpoints keep: encoders of images or sound, heads that predict several tokens."""
+    """Return the tensors beside the decoder of text, which the policy's own checkpoints keep."""
     stored, own = find_tensors(directory), {name for name, _ in model.weights()}
     if model.config.tie_word_embeddings:
         stored = {name: x for name, x in stored.items() if not name.endswith("lm_head.weight")}
@@ -213,13 +210,12 @@ def untied(path: Path) -> InputError:
 
 def _check_tensors(directory: Path, config: DecoderConfig, stored: dict[str, StoredTensor]) -> None:
     wanted = {name: tuple(weight.shape) for name, weight in Decoder.empty(config, "meta").weights()}
-    for name in wanted:
-        if name not in stored:
-            raise InputError(f"the checkpoint {directory} lacks the tensor {name}")
-    for name in sorted(stored.keys() - wanted.keys()):
+    if missing := next((name for name in wanted if name not in stored), None):
+        raise InputError(f"the checkpoint {directory} lacks the tensor {missing}")
+    if unknown := min(stored.keys() - wanted.keys(), default=None):
         layers = f"a {config.num_hidden_layers}-layer {config.model_type} decoder"
-        message = f"has the tensor {printable(name)}, which {layers} does not"
-        raise InputError(f"{stored[name].path} {message}")
+        message = f"has the tensor {printable(unknown)}, which {layers} does not"
+        raise InputError(f"{stored[unknown].path} {message}")
     for name, shape in wanted.items():
         path, file, own = stored[name]
         tensor, what = file.get_slice(own), f"{path}: {own}"
@@ -243,7 +239,7 @@ def _open(path: Path) -> dict[str, StoredTensor]:
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of the files model*.safetensors, whose headers count, not their index."""
+    """Read the headers of model*.safetensors; the index does not count."""
     files = sorted(directory.glob("model*.safetensors"))
     stored: dict[str, StoredTensor] = {}
     for file in files or [directory / WEIGHTS]:
@@ -259,7 +255,7 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Return the object of config.json, after a check of what transformers does not check."""
+    """Check also what transformers does not check."""
     fields = read_json(path)
     for key in ("text_config", "rope_scaling", "rope_parameters", "layer_types"):
         kind = list if key == "layer_types" else dict
@@ -300,7 +296,11 @@ def read_config(path: Path) -> DecoderConfig:
             f"{rope!r:.200}"
         )
     try:
-        heads = fields["num_attention_heads"]
+        heads, scaling = fields["num_attention_heads"], None
+        if kind == "llama3":
+            names = (f"{name}factor" for name in ("", "low_freq_", "high_freq_"))
+            factors = [float(rope[name]) for name in names]
+            scaling = RopeScaling(*factors, int(rope["original_max_position_embeddings"]))
         return DecoderConfig(
             **{name: fields[name] for name in NEEDED},
             num_key_value_heads=fields.get("num_key_value_heads") or heads,
@@ -309,7 +309,7 @@ def read_config(path: Path) -> DecoderConfig:
             rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
             tie_word_embeddings=fields.get("tie_word_embeddings", False),
             model_type=model_type,
-            rope_scaling=_rope_scaling(rope) if kind == "llama3" else None,
+            rope_scaling=scaling,
             dtype=stored_dtype(fields),
         )
     except KeyError as error:
@@ -324,8 +324,3 @@ def stored_dtype(fields: dict[str, Any]) -> str:
     if dtype not in DTYPES:
         raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}")
     return dtype
-
-
-def _rope_scaling(rope: dict[str, Any]) -> RopeScaling:
-    factor, low, high = (float(rope[f"{name}factor"]) for name in ("", "low_freq_", "high_freq_"))
-    return RopeScaling(factor, low, high, int(rope["original_max_position_embeddings"]))

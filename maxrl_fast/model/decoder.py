@@ -7,11 +7,12 @@ float32 (with FSDP2, in the compute dtype within one backward pass).
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from maxrl_fast.model.layer_kernels import (
@@ -26,6 +27,7 @@ from maxrl_fast.model.layer_kernels import (
 from maxrl_fast.model.linear import Linear, merged_weights, packed
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.model.recurrence import Recurrence
+from maxrl_fast.ops.logit_chunks import output_product
 
 # A caller's attention function: (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]) -> [U, Hq, D].
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -93,7 +95,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the rotary angles at positions [U], each [U, 1, D/2] float32."""
+    """Return cos and sin of the angles at positions [U], each [U, 1, D/2] float32."""
     even = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     exponents = even / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents  # rounded as transformers does
@@ -108,7 +110,25 @@ def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tens
     return angles.cos()[:, None], angles.sin()[:, None]
 
 
+Joint = tuple[Tensor, Tensor | None]  # one matrix and bias of several layers
+
+
+def joint(layers: Sequence[Linear]) -> Joint:
+    """Store the weights of layers one below another; theirs become views."""
+
+    def store(parts: list[nn.Parameter]) -> Tensor:
+        whole = torch.cat([x.data for x in parts])
+        for part, view in zip(parts, whole.split([*map(len, parts)]), strict=True):
+            part.data = view
+        return whole
+
+    biases = [x.bias for x in layers if x.bias is not None]
+    return store([x.weight for x in layers]), store(biases) if biases else None
+
+
 class SelfAttention(nn.Module):
+    joint: Joint | None = None
+
     def __init__(self, config: DecoderConfig):
         super().__init__()
         num_kv_heads = config.num_key_value_heads
@@ -127,11 +147,16 @@ class SelfAttention(nn.Module):
         norms = None
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        heads = packed((self.q_proj, self.k_proj, self.v_proj), x)
+        if self.joint is None:
+            heads = packed((self.q_proj, self.k_proj, self.v_proj), x)
+        else:
+            heads = F.linear(x, *self.joint)
         return ops.rotate_heads(heads, self.head_counts, norms, rotary)
 
 
 class MLP(nn.Module):
+    joint: Joint | None = None
+
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -139,8 +164,11 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, added: Tensor, ops: LayerOps) -> Tensor:
-        inner = ops.swiglu(packed((self.gate_proj, self.up_proj), x))
-        output: Tensor = self.down_proj(inner, added)
+        if self.joint is None:
+            both = packed((self.gate_proj, self.up_proj), x)
+        else:
+            both = F.linear(x, *self.joint)
+        output: Tensor = self.down_proj(ops.swiglu(both), added)
         return output
 
 
@@ -185,9 +213,8 @@ class Body(nn.Module):
 
 
 class Decoder(PolicyModel):
-    """Decoder over a packed stream of tokens; the caller supplies the attention function."""
-
     config: DecoderConfig
+    tables: tuple[Tensor, Tensor] | None = None  # rotary_table of all positions
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -220,6 +247,15 @@ class Decoder(PolicyModel):
         )
         return of_all + (config.num_hidden_layers - 1) * of_layer
 
+    def pack(self) -> None:
+        """Prepare a decoder that is not trained for few launches."""
+        for layer in self.model.layers:
+            own, mlp = layer.self_attn, layer.mlp
+            own.joint = joint((own.q_proj, own.k_proj, own.v_proj))
+            mlp.joint = joint((mlp.gate_proj, mlp.up_proj))
+        positions = torch.arange(self.config.max_position_embeddings, device=self.device)
+        self.tables = rotary_table(self.config, positions)
+
     def initialise(self, seed: int) -> None:
         """Draw weights from N(0, 0.02), biases 0, norms 1; they are the same on every machine."""
         generator = torch.Generator().manual_seed(seed)
@@ -243,15 +279,18 @@ class Decoder(PolicyModel):
         tokens: Tensor,
         positions: Tensor,
         attention: Attention,
-        rows: Tensor,
+        rows: Tensor | None,
         dtype: torch.dtype = torch.float32,
         recurrence: Recurrence | None = None,
     ) -> Tensor:
-        x = self.model.embed_tokens(tokens).to(dtype)  # [U, H]
-        c = self.config
-        ops = layer_ops(c.hidden_size, c.intermediate_size, c.head_dim, dtype, x.device)
-        cos, sin = rotary_table(self.config, positions)
-        rotary = Rotary(cos.to(dtype), sin.to(dtype)) if ops is TORCH_OPS else Rotary(cos, sin)
+        x, ops = self.model.embed_tokens(tokens).to(dtype), self.ops(dtype)  # [U, H]
+        if self.tables is None:
+            rotary = Rotary(*rotary_table(self.config, positions))
+        else:
+            rotary = Rotary(*self.tables, positions)
+        if ops is TORCH_OPS:
+            cos, sin, at = rotary
+            rotary = Rotary(*((x if at is None else x[at]).to(dtype) for x in (cos, sin)))
         last = len(self.model.layers) - 1
         for i, layer in enumerate(self.model.layers):
             arguments = (x, rotary, i, attention, rows if i == last else None, ops)
@@ -265,6 +304,10 @@ class Decoder(PolicyModel):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return merged_weights(self)
 
+    def ops(self, dtype: torch.dtype) -> LayerOps:
+        c = self.config
+        sizes = c.hidden_size, c.intermediate_size, c.head_dim
+        return layer_ops(*sizes, dtype, self.device)
+
     def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(hidden).float()
-        return logits
+        return output_product(hidden, self.output_matrix.to(hidden.dtype))

@@ -25,32 +25,13 @@ _HALF = (torch.bfloat16, torch.float16)
 _FA4 = ("FA4", "flash_attn.cute.interface")
 IMPLEMENTATIONS = {9: (("FA3", "flash_attn_interface"), _FA4), 10: (_FA4,)}
 
-
-class Tile(NamedTuple):
-    """Sequences of similar length, side by side and padded on the right."""
-
-    q: Tensor  # [B, Lq] int64, rows of the packed queries; 0 in the padding
-    k: Tensor  # [B, Lk] int64, rows of the packed keys
-    mask: Tensor  # [B, Lq, Lk] bool, what attends to what; nothing in the padding
-    of_q: tuple[Tensor, Tensor]  # of each token: its packed row, and its place in the flat tile
-    of_k: tuple[Tensor, Tensor]
-
-
-def padded_rows(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the packed rows of sequences [B] in a tile [B, longest], 0 in the padding, and where
-    the tile has a token."""
-    offsets = torch.arange(int(lengths.max()), device=lengths.device)
-    is_token = offsets < lengths[:, None]
-    return (starts[:, None] + offsets).where(is_token, 0), is_token
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 @dataclass(frozen=True)
 class VarlenSpec:
-    """Varlen attention: sequence b of the packed queries attends to sequence b of the packed keys.
-
-    In a causal sequence the last query attends to all keys, and each query before it to one key
-    fewer. A sequence without queries may have keys; one with queries must have keys.
-    """
+    """Sequence b of the packed queries attends to sequence b of the packed keys. In a causal one
+    the last query attends to all keys, and each query before it to one key fewer."""
 
     q_lengths: Tensor  # [B] int64, on the host
     k_lengths: Tensor  # [B] int64, on the host
@@ -66,7 +47,7 @@ class VarlenSpec:
 
     @cached_property
     def varlen(self) -> tuple[Tensor, Tensor, int, int]:
-        """cu_seqlens of queries and keys, int32 [B+1] on the device, and their maximum lengths."""
+        """cu_seqlens of queries and keys, int32 [B+1] on the device, and the longest."""
         cu_q, cu_k = to_device(
             self.device, *(cumulative(x).to(torch.int32) for x in (self.q_lengths, self.k_lengths))
         )
@@ -75,51 +56,38 @@ class VarlenSpec:
         return cu_q, cu_k, max(int(self.q_lengths.max()), 2), int(self.k_lengths.max())
 
     @cached_property
-    def tiles(self) -> list[Tile]:
-        """A tile for all sequences whose numbers of queries lie between two powers of two."""
-        both, tiles = (self.q_lengths, self.k_lengths), []
-        size = torch.frexp(self.q_lengths.double()).exponent
-        for one in size[self.q_lengths > 0].unique().tolist():
-            lengths = [x[size == one] for x in both]
-            (q, is_q), (k, is_k) = (
-                padded_rows(cumulative(x)[:-1][size == one], x[size == one]) for x in both
-            )
-            mask = is_q[:, :, None] & is_k[:, None]
-            if self.causal:  # the key at which each query is
-                at = torch.arange(q.shape[1])[:, None] + (lengths[1] - lengths[0])[:, None, None]
-                keys = torch.arange(k.shape[1])
-                mask &= (keys <= at) & (keys > at - (self.window or len(keys)))
-            slots = [x.flatten().nonzero()[:, 0] for x in (is_q, is_k)]
-            rows = [x.flatten()[at] for x, at in zip((q, k), slots, strict=True)]
-            q, k, mask, *of = to_device(self.device, q, k, mask, *rows, *slots)
-            tiles.append(Tile(q, k, mask, (of[0], of[2]), (of[1], of[3])))
-        return tiles
+    def parts(self) -> list[tuple[slice, slice, Tensor]]:
+        """Of each sequence with queries: rows, keys, and what attends to what [1, Lq, Lk]."""
+        parts, q_end, k_end = [], 0, 0
+        for q, k in zip(self.q_lengths.tolist(), self.k_lengths.tolist(), strict=True):
+            q_end, k_end = q_end + q, k_end + k
+            keys = torch.arange(k, device=self.device)
+            at = keys[k - q :, None] if self.causal else k  # the key at which each query is
+            mask = (keys <= at) & (keys > at - (self.window or k + 1))
+            if q:
+                own = mask.expand(1, q, k)
+                parts.append((slice(q_end - q, q_end), slice(k_end - k, k_end), own))
+        return parts
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
-    """Return softmax attention with scores scaled by D**-0.5, and its log-sum-exp.
-
-    q [Tq, Hq, D], k and v [Tk, Hkv, D], packed as in `spec`; Hq is a multiple of Hkv. Returns o
-    [Tq, Hq, D] and l [Tq, Hq] (float32; float64 for float64 inputs).
-    """
+    """Return softmax attention with scores scaled by D**-0.5 [Tq, Hq, D], and its log-sum-exp [Tq,
+    Hq], at least float32, for packed q [Tq, Hq, D], k and v [Tk, Hkv, D]."""
     return kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap).forward(q, k, v, spec)
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; o and lse may be merged with another attention."""
+) -> Gradients:
+    """o and lse may be merged with another attention."""
     kernel = kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap)
     return kernel.backward(grad, q, k, v, o, lse, spec)
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     name: str  # printed at the start of a run
     forward: Callable[[Tensor, Tensor, Tensor, VarlenSpec], tuple[Tensor, Tensor]]
-    backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, VarlenSpec], tuple[Tensor, Tensor, Tensor]
-    ]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, VarlenSpec], Gradients]
 
 
 def kernel_for(
@@ -135,7 +103,7 @@ def kernel_for(
 
 @cache
 def _is_recent(device: torch.device) -> bool:
-    """Whether the GPU is Ampere or newer, which FlashAttention needs."""
+    """FlashAttention needs Ampere or newer."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -145,26 +113,22 @@ def choose(
     heads: tuple[int, int, int],
     is_anywhere: Callable[[bool], bool] = lambda failed: failed,
 ) -> list[str]:
-    """Activate the first installed implementation that computes the right numbers on this GPU, if
-    any. Returns sentences on what was tried.
-
-    heads: numbers of query and key heads, head size. is_anywhere: whether a flag is set on any
-    rank, because all ranks take the same implementation.
-    """
+    """Activate the first installed implementation that computes the right numbers on this GPU with
+    these numbers of query and key heads and head size. Returns sentences on what was tried.
+    is_anywhere: whether a flag is set on any rank, because all take the same."""
     sentences = list[str]()
     if kernel_for(device, dtype, heads[2]) is REFERENCE:
         return []
     for name, module in IMPLEMENTATIONS.get(torch.cuda.get_device_capability(device)[0], ()):
         if is_anywhere(not _is_installed(module)):
             continue
-        reason = _fault(name, device, dtype, heads)
+        said, reason = f"attention: {name} of {module}", _fault(name, device, dtype, heads)
         if not is_anywhere(bool(reason)):
-            said = f"{name} of {module} runs in place of PyTorch's FlashAttention-2"
-            return [*sentences, f"attention: {said}"]
+            return [*sentences, f"{said} runs in place of PyTorch's FlashAttention-2"]
         if registry.current_flash_attention_impl() is not None:
             registry.restore_flash_attention_impl()
-        said = f"{name} of {module} was tried and refused"
-        sentences.append(f"attention: {said}: {reason or 'it failed on another rank'}")
+        reason = reason or "it failed on another rank"
+        sentences.append(f"{said} was tried and refused: {reason}")
     return sentences
 
 
@@ -186,25 +150,24 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype, heads: tuple[int
 
 
 def _probe(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> float:
-    """Return the largest relative error of a forward and backward pass and of decoding, against
-    float32 PyTorch."""
+    """Return the largest relative error of forward and backward pass and decoding, against float32
+    PyTorch."""
     lengths, generator = torch.tensor([129, 3, 64]), torch.Generator().manual_seed(0)
     spec = VarlenSpec(lengths, lengths, device, causal=True)
     q, k, v, grad = (
         torch.randn(196, heads[i], heads[2], generator=generator).to(device, dtype)
         for i in (0, 1, 1, 0)
     )
-    wide_q, wide_k, wide_v = q.float(), k.float(), v.float()
-    o, lse = REFERENCE.forward(wide_q, wide_k, wide_v, spec)
-    given = o.to(dtype), lse
-    wanted = [o, lse, *REFERENCE.backward(grad.float(), wide_q, wide_k, wide_v, o, lse, spec)]
+    wide = q.float(), k.float(), v.float()
+    o, lse = REFERENCE.forward(*wide, spec)
+    wanted = [o, lse, *REFERENCE.backward(grad.float(), *wide, o, lse, spec)]
     found = [*TORCH_VARLEN.forward(q, k, v, spec)]
-    found += TORCH_VARLEN.backward(grad, q, k, v, *given, spec)
+    found += TORCH_VARLEN.backward(grad, q, k, v, o.to(dtype), lse, spec)
     # as rollout/decode_attention.py: four queries to the first keys of each of three prompts
     counts, starts = torch.tensor([64, 1, 40]), torch.arange(4, dtype=torch.int32, device=device)
-    seen = (torch.arange(64) < counts[:, None]).flatten().nonzero()[:, 0].to(device)
-    spec = VarlenSpec(torch.full((3,), 4), counts, device)
-    wanted.append(REFERENCE.forward(wide_q[:12], wide_k[seen], wide_v[seen], spec)[0])
+    tiles = wide[0][:12].unflatten(0, (3, 4)), *(x[:192].unflatten(0, (3, 64)) for x in wide[1:])
+    mask = torch.arange(64) < counts[:, None, None]
+    wanted.append(attend(*tiles, mask.to(device))[0].flatten(0, 1))
     sizes = starts * 4, starts * 64, 4, 64, counts.to(device, torch.int32)
     found.append(attend_prompts(q[:12], k[:192], v[:192], *sizes)[0])
     errors = [(a.float() - b).norm() / b.norm() for a, b in zip(found, wanted, strict=True)]
@@ -221,8 +184,8 @@ def attend_prompts(
     width: int,
     lengths: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return `forward` of queries starts[g] to starts[g + 1] - 1, at most `most`, to the first
-    lengths [G] (int32) keys from cache_starts[g] on, of which there are `width`."""
+    """`forward` of queries starts[g] to starts[g + 1] - 1, at most `most`, to the first lengths [G]
+    (int32) of `width` keys from cache_starts[g] on."""
     # With a maximum query length of 1 the kernel reorders heads.
     sizes = starts, cache_starts, max(most, 2), width
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -249,11 +212,11 @@ def _torch_varlen_forward(
 
 def _torch_varlen_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     # random state of the dropout, which is off
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
-    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+    grads: Gradients = torch.ops.aten._flash_attention_backward(
         *(grad.contiguous(), q, k, v, o, lse.t().contiguous(), *spec.varlen),
         *(0.0, spec.causal, no_dropout, unused),
         **_window(spec),
@@ -293,7 +256,7 @@ def _flash_attn_forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tu
 
 def _flash_attn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     _flash_attn()._flash_attn_varlen_backward(
         *(grad.contiguous(), q, k, v, o, lse.t().contiguous(), *grads, *spec.varlen),
@@ -310,7 +273,7 @@ def _flash_attn_backward(
 
 
 def _by_head(x: Tensor, key_heads: int) -> Tensor:
-    """Return [B, Hkv, R, L, ...] of [B, L, Hkv R, ...]; R query heads share a key head."""
+    """Return [B, Hkv, R, L, ...] of [B, L, Hkv R, ...]."""
     return x.unflatten(2, (key_heads, -1)).movedim(1, 3)
 
 
@@ -324,7 +287,6 @@ def _upcast(*tensors: Tensor) -> list[Tensor]:
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor, softcap: float) -> Tensor:
-    """Return [B, Hkv, R, Lq, Lk], for q [B, Hkv, R, Lq, D] and k [B, Hkv, 1, Lk, D]."""
     scores = (q @ k.transpose(-1, -2)).mul_(q.shape[-1] ** -0.5)
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
@@ -334,8 +296,8 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, softcap: float) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute `forward` for q [B, Lq, Hq, D], k and v [B, Lk, Hkv, D], where mask [B, Lq, Lk] bool
-    is true. Returns o [B, Lq, Hq, D], 0 for a query of no key, and l [B, Lq, Hq]."""
+    """Return o [B, Lq, Hq, D], 0 for a query of no key, and l [B, Lq, Hq], for k and v [B, Lk, Hkv,
+    D] where mask [B, Lq, Lk] is true."""
     wide_q, wide_k, wide_v = (_by_head(x, k.shape[2]) for x in _upcast(q, k, v))
     scores = _scores(wide_q, wide_k, mask, softcap)
     lse = scores.logsumexp(-1).clamp_min(torch.finfo(scores.dtype).min)
@@ -346,34 +308,31 @@ def attend(
 def _reference_forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
     o = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-    for tile in spec.tiles:
-        parts = attend(q[tile.q], k[tile.k], v[tile.k], tile.mask, spec.softcap)
-        for packed, part in zip((o, lse), parts, strict=True):
-            packed[tile.of_q[0]] = part.flatten(0, 1)[tile.of_q[1]]
+    for rows, keys, mask in spec.parts:
+        part = attend(q[None, rows], k[None, keys], v[None, keys], mask, spec.softcap)
+        o[rows], lse[rows] = part[0][0], part[1][0]
     return o, lse
 
 
 def _reference_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     # keys without queries get gradient 0
     totals = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     scale, heads = q.shape[-1] ** -0.5, k.shape[1]
-    for tile in spec.tiles:
-        grad_o, own_q, own_o = (_by_head(x[tile.q], heads) for x in _upcast(grad, q, o))
-        own_k, own_v = (_by_head(x[tile.k], heads) for x in _upcast(k, v))
-        scores = _scores(own_q, own_k, tile.mask, spec.softcap)
+    for rows, keys, mask in spec.parts:
+        grad_o, own_q, own_o = (_by_head(x[None, rows], heads) for x in _upcast(grad, q, o))
+        own_k, own_v = (_by_head(x[None, keys], heads) for x in _upcast(k, v))
+        scores = _scores(own_q, own_k, mask, spec.softcap)
         slope: Any = scale
         if spec.softcap:
             slope = scale * (1 - (scores / spec.softcap).clamp_min(-1).square())
-        p = scores.sub_(_by_head(lse[tile.q], heads)[..., None]).exp_()  # masked scores are -inf
+        p = scores.sub_(_by_head(lse[None, rows], heads)[..., None]).exp_()  # 0 where masked
         grad_s = grad_o @ own_v.transpose(-1, -2)
         grad_s.sub_((grad_o * own_o).sum(-1, keepdim=True)).mul_(p).mul_(slope)
-        grad_k = (grad_s.transpose(-1, -2) @ own_q).sum(2, keepdim=True)
-        grad_v = (p.transpose(-1, -2) @ grad_o).sum(2, keepdim=True)
-        parts, places = (grad_s @ own_k, grad_k, grad_v), (tile.of_q, tile.of_k, tile.of_k)
-        for total, part, (rows, slots) in zip(totals, parts, places, strict=True):
-            total[rows] = _by_token(part).flatten(0, 1)[slots].to(total.dtype)
+        totals[0][rows] = _by_token(grad_s @ own_k)[0]
+        totals[1][keys] = _by_token((grad_s.transpose(-1, -2) @ own_q).sum(2, keepdim=True))[0]
+        totals[2][keys] = _by_token((p.transpose(-1, -2) @ grad_o).sum(2, keepdim=True))[0]
     return totals
 
 

@@ -25,9 +25,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def check_model(model: str, wanted: str = FOLDER) -> str | None:
-    """Return hf://ORG/NAME[@REVISION] for a model of the hub, None for a directory, offline.
-    ORG/NAME alone is a model of the hub, unless the directory ORG exists. `wanted`: for messages.
-    """
+    """Return hf://ORG/NAME[@REVISION] for a model of the hub, None for a directory. ORG/NAME alone
+    is of the hub, unless the directory ORG exists. `wanted`: for messages."""
     path, of_the_hub = Path(model), f"a model of the hub is {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION"
     if model.startswith(HUB):
         if not _NAME.fullmatch(model.removeprefix(HUB)):
@@ -51,27 +50,25 @@ def check_model(model: str, wanted: str = FOLDER) -> str | None:
 
 def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) -> str:
     """Return what a run records as its model: the path without links, since a run moves its
-    `latest`, or hf://ORG/NAME@COMMIT. `warn` is called if the cached copy is used because the hub
-    cannot be reached."""
+    `latest`, or hf://ORG/NAME@COMMIT. `warn` is told where only the cache can be asked."""
     name = check_model(model, wanted)
     if name is None:
         return str(Path(model).resolve())
     repository, revision = _parts(name)
     if revision is not None and _COMMIT.fullmatch(revision):
         return name
-    hub, offline = _hub(), ""
+    hub, cause = _hub(), ""
     try:
         hub.HfApi().model_info(repository, revision=revision, timeout=REACH_SECONDS)
     except (hub.errors.RepositoryNotFoundError, hub.errors.RevisionNotFoundError) as error:
-        said = _sentence(name, error)
         missing = "" if model.startswith(HUB) else f"there is no folder {model}, and "
-        raise InputError(missing + said) from error
+        raise InputError(missing + _sentence(name, error)) from error
     except Exception as error:  # of the network, TLS, a proxy, HTTP, or HF_HUB_OFFLINE
-        offline = _first_line(error)
-    commit = _snapshot(name, SMALL_FILES, offline).name
-    if offline:
+        cause = _first_line(error)
+    commit = _snapshot(name, SMALL_FILES, cause).name  # which notes the branch's for offline runs
+    if cause:
         warn(
-            f"the hub cannot be reached ({offline}); the model is the copy of {name} in the cache, "
+            f"the hub cannot be reached ({cause}); the model is the copy of {name} in the cache, "
             f"of commit {commit}"
         )
     return f"{HUB}{repository}@{commit}"
@@ -79,7 +76,7 @@ def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) ->
 
 @lru_cache(8)
 def directory_of(model: str, with_weights: bool = False) -> Path:
-    """Return the directory of a model, downloading what is not in the cache."""
+    """Download what is not in the cache."""
     if not model.startswith(HUB):
         return Path(model)
     directory = _snapshot(model, SMALL_FILES + WEIGHT_FILES * with_weights)
@@ -115,21 +112,15 @@ def _snapshot(name: str, files: tuple[str, ...], offline: str = "") -> Path:
     """Return the folder with these files; `offline`: why only the cache is asked."""
     hub, (repository, revision) = _hub(), _parts(name)
     hub.get_session().timeout = STALL_SECONDS  # requests that list files have no limit otherwise
+    chosen = {"allow_patterns": [*files], "local_files_only": bool(offline)}
     try:
-        return Path(
-            hub.snapshot_download(
-                repository,
-                revision=revision,
-                allow_patterns=[*files],
-                local_files_only=bool(offline),
-            )
-        )
+        return Path(hub.snapshot_download(repository, revision=revision, **chosen))
     except Exception as error:  # of the network, HTTP, the disk, or an answer that is not valid
         raise InputError(_sentence(name, error, offline)) from error
 
 
 def _sentence(name: str, error: Exception, offline: str = "") -> str:
-    hub = _hub()
+    hub, repository = _hub(), _parts(name)[0]
     token = (
         "an access token of an account that may read it must be in the environment variable "
         f"HF_TOKEN, which {'is not set' if hub.get_token() is None else 'has none'}"
@@ -138,10 +129,10 @@ def _sentence(name: str, error: Exception, offline: str = "") -> str:
         cause = offline or _first_line(error.__cause__ or error)
         return f"the hub cannot be reached ({cause}), and its cache does not have {name}"
     if isinstance(error, hub.errors.GatedRepoError):
-        terms = f"{hub.constants.ENDPOINT}/{_parts(name)[0]}"
+        terms = f"{hub.constants.ENDPOINT}/{repository}"
         return f"{name} is gated: accept its terms at {terms}; {token}"
     if isinstance(error, hub.errors.RepositoryNotFoundError):
-        return f"the hub has no model {_parts(name)[0]}, or it is private; then {token}"
+        return f"the hub has no model {repository}, or it is private; then {token}"
     return f"cannot download {name}: {_first_line(error)}"
 
 

@@ -47,8 +47,7 @@ class HuggingFaceSizes(PolicySizes):
 
 
 class HuggingFacePolicy(PolicyModel):
-    """A ...ForCausalLM of transformers, or a ...ForConditionalGeneration of which only the decoder
-    of text is left, changed in place; and its sizes."""
+    """A model of transformers, of which only the decoder of text is left, changed in place."""
 
     def __init__(self, model: Any, sizes: HuggingFaceSizes):
         super().__init__()
@@ -107,7 +106,7 @@ class HuggingFacePolicy(PolicyModel):
         tokens: Tensor,
         positions: Tensor,
         attention: Callable[..., Tensor],
-        rows: Tensor,
+        rows: Tensor | None,
         dtype: torch.dtype = torch.float32,
         recurrence: Recurrence | None = None,
     ) -> Tensor:
@@ -119,8 +118,8 @@ class HuggingFacePolicy(PolicyModel):
                 _set_checkpointing(block)
         with within(Pass(attention, recurrence, -1)):
             inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
-            output = self.body(**inputs, use_cache=False)
-        return self.padded(choose_rows(output[0][0], rows))
+            hidden = self.body(**inputs, use_cache=False)[0][0]
+        return self.padded(hidden if rows is None else choose_rows(hidden, rows))
 
     def padded(self, hidden: Tensor) -> Tensor:
         """Add a column of 1 [R, H + 1] where the output layer has a bias."""
@@ -143,7 +142,7 @@ class HuggingFacePolicy(PolicyModel):
         self, tokens: Tensor, change: Callable[[Tensor], Tensor] = lambda hidden: hidden
     ) -> tuple[Tensor, Tensor]:
         """Return the logits [L, V] of one sequence [L] by the model's eager forward pass, and its
-        hidden states. change: applied to the hidden states [L, H] before the output layer."""
+        hidden states [L, H] after `change`."""
         found: list[Tensor] = []
         self.unshard()
 
@@ -171,13 +170,6 @@ class HuggingFacePolicy(PolicyModel):
 
         for _, group in itertools.groupby(merged_weights(self.hf), key=block_of):
             yield from revert_weight_conversion(self.hf, dict(group)).items()
-
-    @torch.no_grad()
-    def copy_weights(self, policy: Any) -> None:
-        """Adapters are merged."""
-        own = dict(itertools.chain(self.hf.named_parameters(), self.hf.named_buffers()))
-        for name, weight in merged_weights(policy.hf):
-            own[name].copy_(weight)
 
 
 def _block_names(model: Any) -> list[str]:
@@ -270,7 +262,7 @@ class _Router(nn.Module):
 
 
 def _has_state(module: nn.Module) -> bool:
-    """Whether it is a layer with a state, which takes a cache after its input and convolves."""
+    """Such a layer takes a cache after its input, and convolves."""
     names = [*inspect.signature(module.forward).parameters][1:2]
     is_conv = hasattr(module, "conv") or hasattr(module, "conv1d")
     return is_conv and names in (["cache_params"], ["past_key_values"])
@@ -312,7 +304,7 @@ class _Block(_Cast):
 
 
 def _set_checkpointing(block: Any) -> None:
-    """transformers checkpoints layers in training mode: only the layer itself gets this flag."""
+    """transformers checkpoints layers in training mode; only the layer itself gets this flag."""
     if not hasattr(block, "gradient_checkpointing"):
         raise InputError(f"{type(block).__name__} of transformers has no activation checkpointing")
     block.gradient_checkpointing = block.training = True
@@ -354,7 +346,7 @@ def _register() -> None:
 
 
 def _window(*, local_size: int | None = None, use_vmap: bool = False, **_: Any) -> int | None:
-    """Return the layer's window in place of transformers' mask tensor; None: all earlier tokens."""
+    """In place of transformers' mask tensor; None: all earlier tokens."""
     if use_vmap:
         raise InputError(
             "the model changes the causal mask by its own function, which is not supported"
@@ -376,7 +368,7 @@ def _attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention [1, U, Hq, D] of query [1, Hq, U, D], key and value [1, Hkv, U, D]."""
+    """[1, U, Hq, D] of query [1, Hq, U, D], key and value [1, Hkv, U, D]."""
     layer_pass = current.get()
     if layer_pass is None:
         raise InputError("the model calls attention outside its layers")

@@ -32,9 +32,8 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> HuggingFacePolicy:
-    """Return the policy of a directory, on the CPU in float32, or the meta device if `is_empty`: of
-    a model that reads images or sound too, its decoder of text. longest: tokens of the longest
-    prompt with its response."""
+    """Return a directory's policy, as `load_policy`: of a model that also reads images or sound its
+    decoder of text. longest: tokens of the longest prompt with its response."""
     config, sizes = read_huggingface(directory)
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     try:
@@ -47,15 +46,11 @@ def load_huggingface(directory: Path, longest: int, is_empty: bool = False) -> H
                     keep_decoder(empty)
                     return HuggingFacePolicy(empty, sizes)
             find_tensors(directory)
+            options |= {"trust_remote_code": False, "use_safetensors": True}
+            # mismatched sizes are in what was found
+            options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
             loaded: Any = loader.from_pretrained(
-                directory,
-                config=config,
-                trust_remote_code=False,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are in what was found
-                **options,
+                directory, config=config, local_files_only=True, **options
             )
     except InputError:
         raise
@@ -110,9 +105,10 @@ def read_huggingface(directory: Path) -> tuple[Any, HuggingFaceSizes]:
             f"{transformers.__version__}"
         )
     name = str(model_type)
-    is_known = name in CONFIG_MAPPING and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if not is_known and name in CONFIG_MAPPING and name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
-        is_known = has_parts(CONFIG_MAPPING[name])
+    is_known = name in CONFIG_MAPPING and (
+        name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        or (name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES and has_parts(CONFIG_MAPPING[name]))
+    )
     if not is_known:
         raise InputError(
             f"{path}: model_type must be a decoder that transformers has, got {model_type!r:.80}"
@@ -149,7 +145,7 @@ def has_parts(config: Any) -> bool:
 
 
 def keep_decoder(model: Any) -> None:
-    """Remove the modules beside the decoder of text, such as encoders of images, from a model."""
+    """Remove the modules beside the decoder of text, such as encoders of images."""
     if not has_parts(model.config):
         return
     kept = {*model.get_decoder().modules(), model.get_output_embeddings()}
@@ -170,19 +166,22 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
     images = {int(getattr(config, x)) for x in names if getattr(config, x, None) is not None}
     config = config.get_text_config()
     heads, hidden = config.num_attention_heads, config.hidden_size
-    head_dim = getattr(config, "qk_head_dim", None) or _largest(config, "head_dim")
+
+    def told(name: str, otherwise: int | None) -> Any:
+        return getattr(config, name, None) or otherwise
+
     intermediate = _largest(config, "intermediate_size") or 4 * hidden
-    if of_expert := getattr(config, "moe_intermediate_size", None):
-        intermediate = of_expert * (getattr(config, "num_experts_per_tok", None) or 1)
+    if of_expert := told("moe_intermediate_size", None):
+        intermediate = of_expert * told("num_experts_per_tok", 1)
     sizes = {
         "vocab_size": config.vocab_size,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": config.num_hidden_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": head_dim or hidden // heads,
-        "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2**31 - 1,
+        "num_key_value_heads": told("num_key_value_heads", heads),
+        "head_dim": told("qk_head_dim", _largest(config, "head_dim")) or hidden // heads,
+        "max_position_embeddings": told("max_position_embeddings", 2**31 - 1),
     }
     check_sizes(**sizes)
     return HuggingFaceSizes(
@@ -196,8 +195,7 @@ def sizes_of(config: Any, fields: dict[str, Any]) -> HuggingFaceSizes:
 
 
 def _largest(config: Any, name: str) -> Any:
-    fields = config.to_dict()
-    sizes: list[Any] = []
+    fields, sizes = config.to_dict(), list[Any]()
     for part in (fields, *(fields.get("per_layer_config") or {}).values()):
         size = part.get(name)
         sizes += size if isinstance(size, (list, tuple)) else [size]
@@ -241,11 +239,8 @@ def _reasons(config: Any, longest: int) -> Iterator[str]:
 
 @torch.no_grad()
 def _logit_scale(policy: HuggingFacePolicy) -> float:
-    """Return the factor of hidden @ weight.T (Granite, Cohere), or 1.
-
-    Families use one name for a factor and a divisor, so it is measured, where soft caps do not
-    matter.
-    """
+    """Return the factor of hidden @ weight.T (Granite, Cohere), or 1. Families use one name for a
+    factor and a divisor, so it is measured, where soft caps do not matter."""
     config, candidates = policy.hf.config.get_text_config(), [1.0]
     for name in ("logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier"):
         value = getattr(config, name, None)

@@ -23,10 +23,8 @@ _MOST_PARTIALS, _PARTIAL_NUMBERS = 2048, 1 << 21  # of the sums over rows: at mo
 
 
 class Rotary(NamedTuple):
-    """cos and sin [P, 1, D/2], and the row of each token [U] int64; None: row u for token u.
-
-    TORCH_OPS takes them in the compute dtype and without positions, KERNELS in float32.
-    """
+    """cos and sin [P, 1, D/2], for TORCH_OPS in the compute dtype, for KERNELS in float32 and at
+    the row of each token [U] int64; None: row u for token u."""
 
     cos: Tensor
     sin: Tensor
@@ -34,7 +32,7 @@ class Rotary(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """Weights [D] of the RMS norms of each query head and of each key head (Qwen3)."""
+    """Weights [D] of the RMS norms of query and key heads (Qwen3)."""
 
     q: Tensor
     k: Tensor
@@ -66,7 +64,7 @@ def _add_rms_norm(
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate x [U, heads, D]: dimension i with i + D/2. Tables have x's dtype."""
+    """Rotate x [U, heads, D]: dimension i with i + D/2."""
     x1, x2 = x.chunk(2, -1)
     return torch.cat([x1 * rotary.cos - x2 * rotary.sin, x2 * rotary.cos + x1 * rotary.sin], -1)
 
@@ -95,9 +93,8 @@ def layer_ops(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayerOps:
-    """Return KERNELS where they support a decoder of these sizes: on a CPU in CPU_DTYPES; on a GPU
-    in DEVICE_DTYPES, hidden states of at most 16 KiB and MLP rows in multiples of 16 bytes, heads
-    in multiples of 32 bytes, at most 1 KiB."""
+    """Return KERNELS where they support a decoder of these sizes: on a GPU hidden states of at most
+    16 KiB and MLP rows in multiples of 16 bytes, heads in multiples of 32, at most 1 KiB."""
     if not dispatch.is_gpu(device):
         fits = device.type == "cpu" and dtype in CPU_DTYPES
     else:
@@ -114,7 +111,7 @@ def layer_ops(
 
 
 def _partials(like: Tensor, num_rows: int, width: int) -> int:
-    """Return the number of partial sums of `width` numbers; on a CPU the kernel adds them up."""
+    """Return the number of partial sums over rows; on a CPU the kernel adds them up."""
     if not dispatch.is_gpu(like.device):
         return 1
     return min(num_rows, _MOST_PARTIALS, max(1, _PARTIAL_NUMBERS // width))
@@ -125,8 +122,7 @@ def _empty_sums(like: Tensor, *shape: int) -> Tensor:
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """x + delta and its norm, for rows x and delta [U, H]. Without delta, the first result is x
-    itself, so the kernel adds both gradients of x."""
+    """Without delta the sum is x itself, so the kernel adds both gradients of x."""
 
     @staticmethod
     def forward(
@@ -192,8 +188,7 @@ def _rotation(
     tables: tuple[Tensor, Tensor, Tensor | None],
     to: list[Tensor],
 ) -> dict[str, Any]:
-    """Return the arguments of a rotation of q, k and v [U, heads, D], whose rows, as those of `to`,
-    may have any stride."""
+    """Rows of all heads [U, heads, D] may have any stride."""
     q, (cos, sin, positions) = to[0], tables
     num_rows, _, dim = q.shape
 
@@ -229,8 +224,6 @@ def _parts(packed: Tensor, counts: tuple[int, ...]) -> list[Tensor]:
 
 
 class _RotateHeads(torch.autograd.Function):
-    """q and k, normed and rotated, and v, each [U, heads, D], of packed [U, all heads D]."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -313,8 +306,6 @@ def _gate_and_up(call: KernelLaunch, packed: Tensor) -> dict[str, Any]:
 
 
 class _SwiGlu(torch.autograd.Function):
-    """silu(gate) up [U, F] of [gate | up] [U, 2 F]."""
-
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> Tensor:
         ctx.save_for_backward(packed)
@@ -376,12 +367,9 @@ class _ChooseRows(torch.autograd.Function):
 
 
 def choose_rows(x: Tensor, rows: Tensor, by_row: list[Tensor] | None = None) -> Tensor:
-    """Return x[rows] for x [U, H] and rows [R] int64. On a GPU rows that may repeat need `by_row`:
-    the order [R] that sorts them, and where each of the U rows begins in it [U+1].
-
-    The gradient adds repeated rows in order: on a CPU on all threads, where PyTorch uses one, and
-    on a GPU in float32, where PyTorch adds in x's dtype and in any order.
-    """
+    """Return x[rows] for x [U, H] and rows [R] int64, of which the gradient adds repeated ones in
+    order: on a CPU on all threads, on a GPU in float32. There they need `by_row`: the order [R]
+    that sorts them, and where each of the U rows begins in it [U+1]."""
     if dispatch.is_gpu(x.device):
         in_kernel = x.dtype in DEVICE_DTYPES and x.shape[1] * x.element_size() % 16 == 0
         in_kernel = in_kernel and by_row is not None and dispatch.has_kernels(x.device)

@@ -26,7 +26,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | Non
         return product
     if added is None:
         return F.linear(x, weight, bias)
-    return torch.addmm(added if bias is None else added + bias, x, weight.t())
+    added = added if bias is None else added + bias
+    # without gradients `added` is not needed any more, and addmm would copy it
+    add = torch.Tensor.addmm if torch.is_grad_enabled() else torch.Tensor.addmm_
+    return add(added, x, weight.t())
 
 
 class Linear(nn.Linear):

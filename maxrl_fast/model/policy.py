@@ -15,8 +15,7 @@ from maxrl_fast.runtime.device import memory_bytes
 
 
 def new_policy(*, seed: int, is_empty: bool = False, **sizes: Any) -> Decoder:
-    """Return a new decoder of the Qwen2 architecture, on the CPU in float32, or the meta device if
-    `is_empty`."""
+    """Return a decoder of the Qwen2 architecture, on the CPU in float32, or the meta device."""
     try:
         config = DecoderConfig(**sizes)
     except ValueError as error:
@@ -35,7 +34,6 @@ def new_policy(*, seed: int, is_empty: bool = False, **sizes: Any) -> Decoder:
 
 
 def backend_of(directory: Path, wanted: str = "auto") -> str:
-    """Return "native" if our decoder supports the model of a directory, else "transformers"."""
     if wanted != "auto":
         return wanted
     try:

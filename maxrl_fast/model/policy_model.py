@@ -1,6 +1,7 @@
 """What training, rollouts and checkpoints need of a policy."""
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from maxrl_fast.model.linear import merged_weights
 from maxrl_fast.model.recurrence import Recurrence
 
 Change = Callable[[Tensor], Tensor] | None  # of weights
@@ -29,12 +31,8 @@ class PolicySizes:
 
 
 class PolicyModel(nn.Module):
-    """A policy. Its parameters are the float32 master weights.
-
-    lm_head: the module whose `weight` is the output matrix [V, H]. backend: what runs the layers.
-    Logits are z = logit_scale * hidden @ weight.T, then softcap * tanh(z / softcap) unless softcap
-    is 0. checkpoint_activations: keep only each layer's input for the backward pass.
-    """
+    """A policy, whose parameters are the float32 master weights. Logits are z = logit_scale *
+    hidden @ output_matrix.T, then softcap * tanh(z / softcap) unless softcap is 0."""
 
     config: Any  # its PolicySizes
     lm_head: Any
@@ -51,14 +49,18 @@ class PolicyModel(nn.Module):
         return c.num_attention_heads, c.num_key_value_heads, c.head_dim
 
     @property
+    def device(self) -> torch.device:
+        device: torch.device = self.lm_head.weight.device
+        return device
+
+    @property
     def output_matrix(self) -> Tensor:
         """[V, H]; sharded weights are gathered from forward to backward pass."""
         weight: Tensor = self.lm_head.weight
         return weight
 
     def scaling(self, temperature: float = 1.0) -> dict[str, Any]:
-        """Return temperature and softcap for logits hidden @ output_matrix.T, without
-        `logit_scale`."""
+        """For logits hidden @ output_matrix.T, without `logit_scale`."""
         return {
             "temperature": temperature / self.logit_scale,
             "softcap": self.softcap / self.logit_scale,
@@ -78,27 +80,24 @@ class PolicyModel(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         attention: Callable[..., Tensor],
-        rows: Tensor,
+        rows: Tensor | None,
         dtype: torch.dtype = torch.float32,
         recurrence: Recurrence | None = None,
     ) -> Tensor:
-        """Return the final hidden states [R, H] in `dtype`, after the last norm, of `rows` [R] of a
-        packed stream of tokens and positions [U], all int64.
-
-        attention: called once a layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and
-        an AttentionVariant if the layer has one; after the last one only `rows` are computed.
-        recurrence: called by layers with a state.
-        """
+        """Return the final hidden states [R, H] in `dtype`, after the last norm, of `rows` [R], or
+        all, of a packed stream of tokens and positions [U], all int64. attention: called once a
+        layer with (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]), and an AttentionVariant if
+        the layer has one. recurrence: called by layers with a state."""
         raise NotImplementedError
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight by its name in checkpoints: adapters merged, tied weights once. With
-        sharded weights, all ranks must iterate together."""
+        """Yield every weight by its name in checkpoints: adapters merged, tied weights once. If
+        sharded, all ranks must iterate together."""
         raise NotImplementedError
 
     def copied(self, make: Change = None, *shared: nn.Module) -> Any:
-        """Copy an unsharded policy, with `make` of its weights or copies of those that are trained.
-        The others and the modules `shared` are shared."""
+        """Copy an unsharded policy, with `make` of its weights, or copies of those that are
+        trained; the others and the modules `shared` are shared."""
         memo: dict[int, Any] = {id(x): x for x in shared}
         for p in self.parameters():
             if make is not None:
@@ -107,20 +106,26 @@ class PolicyModel(nn.Module):
                 memo[id(p)] = p
         return copy.deepcopy(self, memo)
 
+    @torch.no_grad()
+    def copy_weights(self, policy: nn.Module) -> None:
+        """Copy the weights of a policy like this one; its adapters are merged."""
+        own = dict(itertools.chain(self.named_parameters(), self.named_buffers()))
+        for name, weight in merged_weights(policy):
+            own[name].copy_(weight)
+
     def unshard(self) -> None:
         """Gather the weights outside the layers, which gather theirs. FSDP2 overrides this."""
 
     def reshard(self) -> None:
-        """Free the weights that a forward pass without a backward pass leaves gathered."""
+        """Free what a forward pass without a backward pass leaves gathered."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [R, V] float32 of hidden states [R, H]."""
         raise NotImplementedError
 
 
 def find_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the name of the first tensor with a NaN or an infinite number. Of sharded tensors,
-    this rank's shards are read. A GPU is waited for once."""
+    """Return the name of the first tensor with NaN or infinity, of sharded ones in this rank's
+    shards. A GPU is waited for once."""
     shards = {name: getattr(x, "_local_tensor", x).detach() for name, x in tensors.items()}
     read = {name: x for name, x in shards.items() if x.is_floating_point() and x.numel()}
     # [2, number of tensors] float64: a NaN makes both extremes NaN

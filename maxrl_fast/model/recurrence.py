@@ -19,16 +19,14 @@ from maxrl_fast.runtime.device import to_device
 
 
 class States:
-    """transformers' cache of one layer: states [n, ...] before a call, and then after it.
-
-    Attributes:
-        conv_states, recurrent_states: by the index that a layer with several gives them.
-    """
+    """transformers' cache of one layer: states [n, ...] before a call, and then after it, by the
+    index that a layer with several gives them."""
 
     record_past = True  # a single token is convolved with what was before it, not in place
 
     def __init__(self, conv: dict[int, Tensor], recurrent: dict[int, Tensor], mask: Tensor | None):
         self.conv_states, self.recurrent_states, self._mask = conv, recurrent, mask
+        self._parts = conv, recurrent
 
     @property
     def layers(self) -> "States":  # transformers before 5.20 reads the states of layers[i]
@@ -52,7 +50,7 @@ class States:
     def update_conv_state(
         self, new: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **_: Any
     ) -> Tensor:
-        """Return the columns [n, C, L] after those kept before, whose last ones are kept."""
+        """Return the columns [n, C, L] after those kept before; the last ones are kept."""
         if self._mask is not None:
             new = new * self._mask[:, None].to(new.dtype)
         before = self.conv_states.get(state_idx)
@@ -67,34 +65,29 @@ class States:
         return state
 
     def rows(self, index: Tensor, mask: Tensor | None = None) -> "States":
-        conv = {k: x[index] for k, x in self.conv_states.items()}
-        return States(conv, {k: x[index] for k, x in self.recurrent_states.items()}, mask)
+        return States(*({k: x[index] for k, x in own.items()} for own in self._parts), mask)
 
     def zeros(self, num_rows: int) -> "States":
-        conv, recurrent = (
-            {k: x.new_zeros(num_rows, *x.shape[1:]) for k, x in own.items()}
-            for own in (self.conv_states, self.recurrent_states)
+        parts = (
+            {k: x.new_zeros(num_rows, *x.shape[1:]) for k, x in own.items()} for own in self._parts
         )
-        return States(conv, recurrent, None)
+        return States(*parts, None)
 
     def store(self, index: Tensor, other: "States", chosen: Tensor | None = None) -> None:
         """Copy the rows of another to the rows `index` [n], or those of them that are `chosen`."""
-        for own, new in (
-            (self.conv_states, other.conv_states),
-            (self.recurrent_states, other.recurrent_states),
-        ):
+        for own, new in zip(self._parts, other._parts, strict=True):
             for k, x in new.items():
                 keep = None if chosen is None else chosen.view(-1, *[1] * (x.dim() - 1))
                 own[k][index] = x if keep is None else torch.where(keep, x, own[k][index])
 
     @classmethod
-    def joined(cls, parts: list["States"]) -> "States":
-        """Return the rows of all parts, one after another."""
-        conv, recurrent = (
-            {k: torch.cat([x[k] for x in own]) for k in (own[0] if own else ())}
-            for own in ([x.conv_states for x in parts], [x.recurrent_states for x in parts])
+    def joined(cls, several: list["States"]) -> "States":
+        """Return the rows of all, one after another."""
+        parts = (
+            {k: torch.cat([x[k] for x in own]) for k in own[0]}
+            for own in zip(*(x._parts for x in several), strict=True)
         )
-        return cls(conv, recurrent, None)
+        return cls(*parts, None) if several else cls({}, {}, None)
 
 
 # a layer's forward pass of hidden states [n, L, H] with states before them; mask [n, L]: False
@@ -120,66 +113,75 @@ class Levels:
     inverse: Tensor  # [U] int64, where each token of the stream is among the batches' tokens
 
 
-def levels_of(
-    of_segments: Tensor, above: Tensor, device: torch.device, shortest: int = 64
-) -> Levels:
+class _Segment(NamedTuple):
+    reads: Tensor  # tokens of the stream, of which the last `length` are its own
+    length: int
+    origin: int  # the segment whose state precedes what it reads; -1: none
+    depth: int
+    keeps: bool  # its state, for segments below
+
+
+def levels_of(lengths: Tensor, parents: Tensor, device: torch.device, shortest: int = 64) -> Levels:
     """Divide a forest's segments into batches; lengths and parents [M] as of Forest.
 
     Roots are padded before their tokens, where a state of zeros stays zero; segments that end a
     sample after them. A segment between has its state only at the end of a batch, so those of a
-    batch have one length; with fewer than `shortest` tokens, at least 2, it is read again by each
-    segment below it, which costs less (a chunk of transformers' rules has 64 tokens).
-
-    Prompts abc and de; responses uvw and uvx to abc, yz to de, in the stream abcuvwxdeyz:
+    batch have one length; with fewer than `shortest` tokens it is read again by each segment below
+    it, which costs less (a chunk of transformers' rules has 64). Prompts abc and de; responses uvw
+    and uvx to abc, yz to de, in the stream abcuvwxdeyz:
 
         shortest 2:   depth 0   a b c    depth 1   u v   y z    depth 2   w .
                                 . d e                                     x .
         shortest 64:  depth 0   a b c    depth 1   u v                    uv is read three times,
                                 . d e              u v w                  and its output is taken
                                                    u v x                  from the first
-                                                   y z .
-    """
-    lengths, parents = of_segments.tolist(), above.tolist()
-    own = torch.arange(sum(lengths)).split(lengths)
-    inner, depths, order = {*parents}, list[list[Batch]](), list[Tensor]()
-    # of each segment: what it reads, the segment with the state before that, and its depth
-    reads, origins, depth = list[Tensor](), list[int](), list[int]()
-    keeps = list[bool]()
-    for i, p in enumerate(parents):
-        reads.append(own[i] if p < 0 or keeps[p] else torch.cat([reads[p], own[i]]))
-        origins.append(p if p < 0 or keeps[p] else origins[p])
-        depth.append(0 if p < 0 else depth[origins[i]] + 1)
-        keeps.append(p < 0 or (i in inner and len(reads[i]) >= shortest))
-    rows = dict[int, int]()
-    for level in range(max(depth, default=-1) + 1):
-        groups, before, rows = dict[int, list[int]](), rows, {}
-        for i in (i for i, x in enumerate(depth) if x == level):
-            groups.setdefault(len(reads[i]) if level and keeps[i] else 0, []).append(i)
-        batches = list[Batch]()
+                                                   y z ."""
+    inner, segments = {*parents.tolist()}, list[_Segment]()
+    own = torch.arange(int(lengths.sum())).split(lengths.tolist())
+    for i, (tokens, p) in enumerate(zip(own, parents.tolist(), strict=True)):
+        if p < 0 or segments[p].keeps:
+            reads, origin = tokens, p
+        else:
+            reads, origin = torch.cat([segments[p].reads, tokens]), segments[p].origin
+        depth = 0 if p < 0 else segments[origin].depth + 1
+        keeps = p < 0 or (i in inner and len(reads) >= shortest)
+        segments.append(_Segment(reads, len(tokens), origin, depth, keeps))
+    rows, order, depths = dict[int, int](), list[Tensor](), list[list[Batch]]()
+    for level in range(max((x.depth for x in segments), default=-1) + 1):
+        groups, before, rows, batches = dict[int, list[int]](), rows, {}, list[Batch]()
+        for i, x in enumerate(segments):
+            if x.depth == level:
+                groups.setdefault(len(x.reads) if level and x.keeps else 0, []).append(i)
         for group in groups.values():
-            # a single token would change the state in place
-            width = max(2, *(len(reads[i]) for i in group))
-            index, wanted = torch.zeros(2, len(group), width, dtype=torch.int64).unbind()
-            for k, i in enumerate(group):
-                start = width - len(reads[i]) if level == 0 else 0
-                end = start + len(reads[i])
-                index[k, start:end], wanted[k, end - lengths[i] : end] = reads[i], 1
-            at, starts = wanted.flatten().nonzero()[:, 0], [width - lengths[i] for i in group]
-            order.append(index.flatten()[at])
-            rows |= {i: len(rows) + k for k, i in enumerate(group) if keeps[i]}
-            states = torch.tensor([before.get(origins[i], 0) for i in group])
-            mask = torch.arange(width) >= torch.tensor(starts)[:, None]
-            read, own_at, above_at, is_token = to_device(device, index, at, states, mask)
-            left = is_token if level == 0 else None
-            batches.append(Batch(read, own_at, above_at, left, keeps[group[0]]))
+            chosen = [segments[i] for i in group]
+            batch, tokens = _batch(chosen, [before.get(x.origin, 0) for x in chosen], device)
+            batches.append(batch)
+            order.append(tokens)
+            rows |= {i: len(rows) + k for k, i in enumerate(group) if segments[i].keeps}
         depths.append(batches)
     inverse = torch.cat(order).argsort() if order else torch.arange(0)
     return Levels(depths, inverse.to(device))
 
 
+def _batch(chosen: list[_Segment], above: list[int], device: torch.device) -> tuple[Batch, Tensor]:
+    """Return a batch of segments of one depth, whose states before are in rows `above`, and the
+    tokens of the stream whose outputs are taken from it."""
+    is_root = chosen[0].depth == 0
+    # a single token would change the state in place
+    width = max(2, *(len(x.reads) for x in chosen))
+    index, wanted = torch.zeros(2, len(chosen), width, dtype=torch.int64).unbind()
+    for k, x in enumerate(chosen):
+        start = width - len(x.reads) if is_root else 0
+        end = start + len(x.reads)
+        index[k, start:end], wanted[k, end - x.length : end] = x.reads, 1
+    at = wanted.flatten().nonzero()[:, 0]
+    read, own, states = to_device(device, index, at, torch.tensor(above))
+    mask = wanted.to(device, torch.bool) if is_root else None
+    return Batch(read, own, states, mask, chosen[0].keeps), index.flatten()[at]
+
+
 def over_forest(run: Run, hidden: Tensor, levels: Levels) -> tuple[Tensor, States]:
-    """Return a layer's output [U, H] for the stream [U, H] of a forest, and its states after each
-    root, in their order."""
+    """Return a layer's output for the stream [U, H] of a forest, and its states after each root."""
     done = list[Tensor]()
     states = roots = States({}, {}, None)
     for depth in levels.depths:

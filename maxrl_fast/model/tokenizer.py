@@ -26,7 +26,6 @@ Prompt = str | Sequence[Message]
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Its code is never executed."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -49,28 +48,24 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer, which delimit messages and texts: forged, if in a prompt's
-    text.
-
-    An added token is a control token if it is marked special, is written like one (<|...|>), or is
-    in the chat template: ChatML's tokens are often added without the mark. White space, words such
-    as roles, punctuation, and, without `includes_thinking`, <think> are not.
-    """
+    """The tokens of a tokenizer that delimit messages and texts: forged, if in a prompt's text. An
+    added token is one if it is marked special, is written like one (<|...|>), or is in the chat
+    template: ChatML's are often added without the mark. White space, words such as roles,
+    punctuation, and, without `includes_thinking`, <think> are not."""
 
     def __init__(self, tokenizer: Any, includes_thinking: bool = False):
         template = tokenizer.chat_template or ""
         # several, by name
         source = template if isinstance(template, str) else "".join(map(str, template.values()))
-        added = tokenizer.added_tokens_decoder
-        special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-        special |= {i: token.content for i, token in added.items() if token.special}
-        written = {
+        texts = {
             i: token.content
-            for i, token in added.items()
-            if _is_control(token.content, source)
+            for i, token in tokenizer.added_tokens_decoder.items()
+            if token.special
+            or _is_control(token.content, source)
             or (includes_thinking and token.content in THINKING)
         }
-        self.texts = {i: text for i, text in (written | special).items() if text.strip()}
+        texts |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        self.texts = {i: text for i, text in texts.items() if text.strip()}
         # the id of all text that the tokenizer does not know
         self._ids = self.texts.keys() - {tokenizer.unk_token_id}
         self._pattern = any_of(self.texts.values())
@@ -90,8 +85,7 @@ class ControlTokens:
                 )
 
     def divide(self, text: str, mark: str) -> str:
-        """Return the text with marks inside what would be read as control tokens: its parts between
-        the marks have none."""
+        """Put marks inside what would be read as control tokens: the parts between have none."""
         divided = self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], text)
         ids = {i for part in divided.split(mark) for i in self._encode(part)}
         return mark.join(text) if ids & self._ids else divided
@@ -129,8 +123,8 @@ def tokenizer_files(directory: Path) -> dict[str, bytes]:
 
 
 def saved_files(tokenizer: Any, directory: Path, template: str | None) -> dict[str, bytes]:
-    """Return the files with which checkpoints have the tokenizer of a directory: those there, and
-    what transformers saves beside them. template: in place of its own."""
+    """Return the files of a directory, and what transformers saves beside them. template: in place
+    of its own."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         files = tokenizer_files(Path(folder)) | tokenizer_files(directory)

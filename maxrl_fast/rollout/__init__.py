@@ -26,8 +26,7 @@ def default_cache_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled. After the temperature, the filters top_k, top_p and min_p apply
-    in order."""
+    """How responses are sampled; the filters apply after the temperature, in this order."""
 
     temperature: float  # 0: greedy decoding
     max_new_tokens: int  # of one response, with what environments insert
@@ -50,8 +49,8 @@ class Sampling:
 
 
 def cut(rollouts: Rollouts, sampling: Sampling) -> Rollouts:
-    """Return responses of one turn up to where `sampling.end_of` says that they end, which no
-    engine knows: later tokens count as never sampled, and a response that ends is not truncated."""
+    """End responses where `sampling.end_of`, which no engine knows, ends them: later tokens count
+    as never sampled, and a response that ends is not truncated."""
     if sampling.end_of is None:
         return rollouts
     ends = [*map(sampling.end_of, unpack(rollouts.tokens, rollouts.lengths))]
@@ -70,11 +69,9 @@ def cut(rollouts: Rollouts, sampling: Sampling) -> Rollouts:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """The responses, or with `environments` the episodes, that an engine is asked for.
-
-    The random numbers of a sample depend only on the seed, the step, its prompt's id, its number
-    and the position of a token.
-    """
+    """The responses, or with `environments` the episodes, that an engine is asked for. The random
+    numbers of a sample depend only on the seed, the step, its prompt's id, its number and the
+    position of a token."""
 
     prompts: Prompts  # G
     num_samples: int  # N, of each prompt
@@ -92,28 +89,24 @@ class RolloutRequest:
         return len(self.prompts) * self.num_samples
 
     def keys(self) -> Tensor:
-        """Return the keys of random.uniforms for each sample, int64 [S]."""
+        """Return the keys of random.uniforms, int64 [S]."""
         ids = self.prompts.ids
         samples = torch.arange(self.num_samples, device=ids.device) + self.first_sample
         of_samples = ids.repeat_interleave(self.num_samples), samples.repeat(len(ids))
         return sample_keys(self.seed, self.step, *of_samples)
 
     def name_of(self, sample: int) -> str:
-        """Return how messages call a sample s = g N + n."""
         group, number = divmod(sample, self.num_samples)
         return f"sample {self.first_sample + number} of prompt {int(self.prompts.ids[group])}"
 
     def check(self, model: PolicySizes) -> None:
         """Raise InputError for what no engine can serve with a policy of these sizes."""
         prompts, sampling, lengths = self.prompts, self.sampling, self.prompts.lengths
-        if self.num_samples < 1 or len(prompts) < 1:
-            raise InputError(
-                f"rollout needs at least one prompt and one sample, got {len(prompts)} and "
-                f"{self.num_samples}"
-            )
-        for name in ("max_new_tokens", "max_turns"):
-            if (limit := getattr(sampling, name)) < 1:
-                raise InputError(f"{name} must be at least 1, got {limit}")
+        counts = {"num_samples": self.num_samples, "number of prompts": len(prompts)}
+        counts |= {"max_new_tokens": sampling.max_new_tokens, "max_turns": sampling.max_turns}
+        for name, count in counts.items():
+            if count < 1:
+                raise InputError(f"{name} must be at least 1, got {count}")
         if int(lengths.min()) < 1:
             empty = int(prompts.ids[lengths.argmin()])
             raise InputError(f"prompts must have at least one token, got prompt {empty} with none")
@@ -142,7 +135,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class RolloutStatistics:
-    """What the native engine's last call of `generate` took, for benchmarks."""
+    """Of the native engine's last call of `generate`, for benchmarks."""
 
     prefill_seconds: float = 0.0  # for the prompts and the first token of each response
     decode_seconds: float = 0.0
@@ -168,20 +161,14 @@ class Engine(Protocol):
 
         In an episode a stop token ends a turn, which is submitted. The episode ends with turn
         max_turns, with a reply that is the last, or truncated: by the length limit, also where a
-        reply leaves no room for another sampled token.
-
-        Log-probs are under the whole distribution at the temperature, before top-k, top-p and
-        min-p, so that they equal the policy's; at temperature 0 they are 0. Log-probs that the
-        engine cannot know are NaN, and training refuses them.
-        """
+        reply leaves no room for another sampled token. Log-probs are as in `Rollouts`; 0 at
+        temperature 0. Those that the engine cannot know are NaN, and training refuses them."""
 
 
 class NativeEngine(Engine):
-    """What our own engines share: a copy of the policy in the compute dtype, which serves requests.
-
-    cache_bytes: KV-cache limit, in PyTorch including a step's tensors; samples beyond it wait.
-    max_batch: samples decoded at a time.
-    """
+    """What our own engines share: a copy of the policy in the compute dtype. cache_bytes: limit of
+    the KV cache, in PyTorch with a step's tensors; samples beyond it wait. max_batch: samples
+    decoded at a time."""
 
     def __init__(
         self,
@@ -197,15 +184,15 @@ class NativeEngine(Engine):
         self.statistics = RolloutStatistics()
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Return the KV-cache bytes of a prompt and of a response."""
+        """Of a prompt and of a response in the KV cache."""
         raise NotImplementedError
 
     def serve(self, request: RolloutRequest, prompt: int, own: int) -> Rollouts:
-        """`generate` of a checked request, whose longest prompt and response have so many bytes."""
+        """Serve a checked request, whose longest prompt and response have so many bytes."""
         raise NotImplementedError
 
     def check_fits(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Return `sequence_bytes`; raise InputError if they exceed the cache."""
+        """Raise InputError if `sequence_bytes` exceed the cache."""
         prompt, own = self.sequence_bytes(prompt_length, max_new_tokens)
         if prompt + own > self.cache_bytes:
             raise InputError(
@@ -222,10 +209,8 @@ class NativeEngine(Engine):
 
 
 def check_rewards(rewards: Tensor, prompts: Prompts, step: int) -> None:
-    """Raise NonFiniteError naming the first prompt with a reward [G, N] that is not finite."""
-    broken = (~rewards.isfinite()).nonzero()
-    if len(broken):
-        group, rollout = broken[0].tolist()
+    """Raise NonFiniteError naming the first prompt with a wrong reward [G, N]."""
+    for group, rollout in (~rewards.isfinite()).nonzero()[:1].tolist():
         whose = f"rollout {rollout} of prompt {int(prompts.ids[group])}"
         reward = float(rewards[group, rollout])
         raise NonFiniteError(f"step {step}: the reward of {whose} is {reward}")
@@ -233,9 +218,8 @@ def check_rewards(rewards: Tensor, prompts: Prompts, step: int) -> None:
 
 def check_finite(rollouts: Rollouts, prompts: Prompts, step: int) -> None:
     """Raise NonFiniteError naming the first prompt whose sampled log-probs are not finite."""
-    broken = (~rollouts.logprobs.isfinite()).nonzero()
-    if len(broken):
-        sequence = int(torch.searchsorted(rollouts.cu_seqlens, broken[0], right=True)) - 1
+    for token in (~rollouts.logprobs.isfinite()).nonzero()[:1]:
+        sequence = int(torch.searchsorted(rollouts.cu_seqlens, token, right=True)) - 1
         prompt = int(prompts.ids[sequence // (len(rollouts) // len(prompts))])
         raise NonFiniteError(
             f"step {step}: the log-probs sampled for prompt {prompt} are not finite"

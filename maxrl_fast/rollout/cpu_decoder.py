@@ -30,18 +30,15 @@ _LAYER |= {name: f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
 def arithmetic_of(dtype: torch.dtype) -> str:
-    """Return "float32", or this CPU's fastest bfloat16 instructions for a bfloat16 compute
-    dtype."""
+    """For bfloat16: the fastest instructions of this CPU."""
     return _C.fastest_for_bfloat16() if dtype == torch.bfloat16 else "float32"
 
 
 class CpuEngine(NativeEngine):
-    """The C++ decoder of a policy of ours, with a packed copy of the policy's weights.
-
-    A sample is bitwise identical for any batch, number of slots and threads. With bfloat16
-    `arithmetic`, matrices, keys, values, and the rows they are multiplied with are rounded to it;
-    sums, the residual stream, norms, softmax and sampling are float32.
-    """
+    """The C++ decoder, with a packed copy of the weights. A sample is bitwise identical for any
+    batch, number of slots and threads. With bfloat16 `arithmetic`, matrices, keys, values, and the
+    rows they are multiplied with are rounded to it; sums, the residual stream, norms, softmax and
+    sampling are float32."""
 
     def __init__(
         self, model: PolicyModel, dtype: torch.dtype, arithmetic: str | None = None, **limits: Any
@@ -103,8 +100,7 @@ class CpuEngine(NativeEngine):
         return size(prompt_length), size(max_new_tokens)
 
     def sleep(self) -> None:
-        """Forget the prompts that were kept; the other caches exist only while samples are
-        decoded."""
+        """Forget kept prompts; other caches exist only while samples are decoded."""
         self._decoder.forget()
 
     def serve(self, request: RolloutRequest, prompt: int, own: int) -> Rollouts:

@@ -24,8 +24,8 @@ _KEYS_PER_SPLIT = 256  # at least, for one block
 
 
 def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the CUDA kernel supports the model: heads in multiples of 16 bytes, at most 512,
-    and at most 8 query heads per key/value head."""
+    """The CUDA kernel needs heads in multiples of 16 bytes, at most 512, and at most 8 query heads
+    per key/value head."""
     head_bytes = config.head_dim * torch.empty((), dtype=dtype).element_size()
     fits = dtype in DEVICE_DTYPES and head_bytes % 16 == 0 and head_bytes <= 512
     fits = fits and config.num_attention_heads // config.num_key_value_heads <= 8
@@ -33,46 +33,34 @@ def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) 
 
 
 def num_splits(rows: int, kv_heads: int, limit: int) -> int:
-    """Return how many blocks share a row's keys, so that few rows fill a GPU.
-
-    It depends on sizes alone, so every GPU sums in the same order.
-    """
+    """Return how many blocks share a row's keys, so that few rows fill a GPU. Sizes alone decide,
+    so every GPU sums in the same order."""
     return max(1, min(-(-_BLOCKS // (rows * kv_heads)), limit // _KEYS_PER_SPLIT))
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The prompts of a batch's rows: rows starts[g] to starts[g + 1] - 1 have prompt g.
-
-    Rows past the last start have no prompt, and their attention is undefined.
-    """
+@dataclass
+class Step:
+    """One decoding step of A rows; the sequence lengths are the same in every layer. Rows starts[g]
+    to starts[g + 1] - 1 have prompt g, and those past the last start none: undefined attention."""
 
     prompt: Tensor  # [A] int64, each row's prompt
     starts: Tensor  # [G + 1] int32, ascending
     prompt_lengths: Tensor  # [G] int32, each at least 1
     cache_starts: Tensor  # [G + 1] int32, the first position of each prompt in the cache
     size: int  # the most rows that a prompt has
-
-
-class Step:
-    """One decoding step of A rows; the sequence lengths are the same in every layer.
-
-    lengths: [A] int64, tokens of each row including the newest. width: positions of the cache that
-    are read where the kernel does not run.
-    """
-
-    def __init__(self, groups: Groups, lengths: Tensor, width: int, in_kernel: bool):
-        self.groups, self.lengths, self.width, self.in_kernel = groups, lengths, width, in_kernel
+    lengths: Tensor  # [A] int64, tokens of each row including the newest
+    width: int  # positions of the cache that are read where the kernel does not run
+    in_kernel: bool
 
     @cached_property
     def tile(self) -> tuple[Tensor, Tensor]:
-        """The row of each place of a tile [G, size], a line for each prompt, and the place of
-        each row [A]."""
-        groups, rows = self.groups, len(self.lengths)
-        places = torch.arange(groups.size, device=self.lengths.device)
-        tile = (groups.starts[:-1, None] + places).clamp_max(rows - 1)
-        place = torch.arange(rows, device=self.lengths.device) - groups.starts[groups.prompt]
-        return tile, groups.prompt * groups.size + place.clamp(0, groups.size - 1)
+        """The row of each place of a tile [G, size], a line for each prompt, and the place of each
+        row."""
+        rows = torch.arange(len(self.lengths), device=self.lengths.device)
+        places = torch.arange(self.size, device=rows.device)
+        tile = (self.starts[:-1, None] + places).clamp_max(len(rows) - 1)
+        place = (rows - self.starts[self.prompt]).clamp(0, self.size - 1)
+        return tile, self.prompt * self.size + place
 
     def attend(
         self,
@@ -83,11 +71,9 @@ class Step:
         own: Cache,
         variant: AttentionVariant = PLAIN_ATTENTION,
     ) -> Tensor:
-        """Write the newest tokens' k and v to the cache, and return the attention of q.
-
-        q and the result [A, Hq, D], k and v [A, Hkv, D], `prompt` [G, prompt_width, Hkv, D], `own`
-        [A, limit, Hkv, D]. Rows of q, k and v may have any stride.
-        """
+        """Write the newest tokens' k and v [A, Hkv, D] to the cache, and return the attention of q
+        [A, Hq, D]; their rows may have any stride. `prompt` [G, prompt_width, Hkv, D], `own` [A,
+        limit, Hkv, D]."""
         o, lse = self._to_prompts(q, prompt, variant)
         if self.in_kernel and variant.is_plain:
             return self._to_own_in_kernel(q, k, v, own, o, lse)
@@ -99,15 +85,14 @@ class Step:
     def _to_prompts(
         self, q: Tensor, prompt: Cache, variant: AttentionVariant
     ) -> tuple[Tensor, Tensor]:
-        """Return the attention to the prompts [A, Hq, D] and its log-sum-exp [A, Hq]."""
-        groups, width = self.groups, prompt[0].shape[1]
+        width = prompt[0].shape[1]
         kernel = flash.kernel_for(q.device, q.dtype, q.shape[-1])
         if kernel is not flash.REFERENCE and variant.is_plain:
             k, v = (x.flatten(0, 1) for x in prompt)
-            sizes = groups.starts, groups.cache_starts, groups.size, width
-            return flash.attend_prompts(q, k, v, *sizes, groups.prompt_lengths)
+            sizes = self.starts, self.cache_starts, self.size, width
+            return flash.attend_prompts(q, k, v, *sizes, self.prompt_lengths)
         tile, place = self.tile
-        keys, lengths = torch.arange(width, device=q.device), groups.prompt_lengths[:, None, None]
+        keys, lengths = torch.arange(width, device=q.device), self.prompt_lengths[:, None, None]
         mask = keys < lengths
         if variant.window:
             mask = mask & (keys >= lengths + self.lengths[tile][..., None] - variant.window)
@@ -132,18 +117,18 @@ class Step:
         self, q: Tensor, k: Tensor, v: Tensor, own: Cache, prompt_o: Tensor, prompt_lse: Tensor
     ) -> Tensor:
         (batch, heads, dim), kv_heads, limit = q.shape, k.shape[1], own[0].shape[1]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        call, prompt_o = KernelLaunch(q.device), prompt_o.contiguous()
-        # [A, Hq] with any strides
-        fits = prompt_lse.dtype == torch.float32 and prompt_lse.device == q.device
-        if not fits or prompt_lse.shape != (batch, heads):
-            raise ValueError(
-                f"prompt_lse must be float32 {(batch, heads)} on {q.device}, got "
-                f"{prompt_lse.dtype} {tuple(prompt_lse.shape)} on {prompt_lse.device}"
-            )
+        call, out = KernelLaunch(q.device), torch.empty(q.shape, dtype=q.dtype, device=q.device)
         splits = num_splits(batch, kv_heads, limit)
         partial_shape = batch, heads, splits, dim + 2
-        partial = None if splits == 1 else torch.empty(partial_shape, device=q.device)
+
+        def rows(name: str, x: Tensor, heads: int) -> dict[str, int]:
+            if x.stride(0) * x.element_size() % 16:
+                raise ValueError(
+                    f"rows of {name} must be a multiple of 16 bytes apart, got {x.dtype} with "
+                    f"strides {x.stride()}"
+                )
+            address = call.address(name, x, q.dtype, (batch, heads, dim), True)
+            return {name: address, f"{name}_stride": x.stride(0)}
 
         call.launch(
             "decode_attention",
@@ -153,32 +138,17 @@ class Step:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=dim,
-            q=_rows_address(call, "q", q, q.dtype, (batch, heads, dim)),
-            k=_rows_address(call, "k", k, q.dtype, (batch, kv_heads, dim)),
-            v=_rows_address(call, "v", v, q.dtype, (batch, kv_heads, dim)),
-            q_stride=q.stride(0),
-            k_stride=k.stride(0),
-            v_stride=v.stride(0),
+            **rows("q", q, heads),
+            **rows("k", k, kv_heads),
+            **rows("v", v, kv_heads),
             **call.addresses(q.dtype, batch, limit, kv_heads, dim, k_cache=own[0], v_cache=own[1]),
             lengths=call.address("lengths", self.lengths, torch.int64, (batch,)),
-            prompt_out=call.address("prompt_o", prompt_o, q.dtype, (batch, heads, dim)),
-            prompt_lse=prompt_lse,
+            **call.addresses(q.dtype, *q.shape, prompt_out=prompt_o.contiguous()),
+            prompt_lse=prompt_lse,  # [A, Hq] float32 with any strides
             lse_row_stride=prompt_lse.stride(0),
             lse_head_stride=prompt_lse.stride(1),
             num_splits=splits,
-            partial=partial,
+            partial=None if splits == 1 else torch.empty(partial_shape, device=q.device),
             out=out,
         )
         return out
-
-
-def _rows_address(
-    call: KernelLaunch, name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, int, int]
-) -> int:
-    """Rows must be contiguous, a multiple of 16 bytes apart."""
-    if x.stride(0) * x.element_size() % 16:
-        raise ValueError(
-            f"rows of {name} must be a multiple of 16 bytes apart, got {x.dtype} with strides "
-            f"{x.stride()}"
-        )
-    return call.address(name, x, dtype, shape, True)

@@ -12,14 +12,13 @@ from maxrl_fast.model.attention import (
     Forest,
     tree_attention,
 )
-from maxrl_fast.model.flash import padded_rows
-from maxrl_fast.model.policy_model import PolicySizes
+from maxrl_fast.model.decoder import Decoder
+from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.model.recurrence import Run, States, over_forest
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.rollout import sampling as sampler
-from maxrl_fast.rollout.decode_attention import Cache, Groups, Step
-from maxrl_fast.rollout.decode_model import DecodeModel, HuggingFaceModel
+from maxrl_fast.rollout.decode_attention import Cache, Step
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import ROWS, sample
 
@@ -43,7 +42,7 @@ class Shape(NamedTuple):
 
     @property
     def batch_sizes(self) -> list[int]:
-        """They descend, and are few, as each has a CUDA graph."""
+        """Descending, and few, as each has a CUDA graph."""
         sizes = [self.rows]
         while len(sizes) < NUM_BATCH_SIZES and sizes[-1] > 1:
             sizes.append((sizes[-1] + 1) // 2)
@@ -88,68 +87,63 @@ class DecodeSlots:
     """KV cache and state of the groups that are decoded together, allocated once for many jobs.
 
     A group, a prompt and up to `group_size` of its samples, has a slot, whose keys and values never
-    move. Row `slot * group_size + i` is sample i of that group, until `compact` moves the active
-    rows into the first `rows` rows. A step computes only these.
-    """
+    move. Row `slot * group_size + i` is its sample i, until `compact` moves the active rows into
+    the first `rows` rows. A step computes only these."""
 
-    STATE = (
-        *("sample", "keys", "prompt", "shift", "last", "length", "given_end", "done"),
-        *("tokens", "logprobs"),
-    )
+    # of a row: its sample's number in the job, -1: none, or its result is stored; its key of
+    # random numbers; its slot; its prompt's length - 1; the newest token; the number of tokens; the
+    # end of what an environment wrote, which is read from `tokens` in place of sampling, and never
+    # reaches the limit
+    INTEGERS = ("sample", "keys", "prompt", "shift", "last", "length", "given_end")
+    STATE = (*INTEGERS, "done", "tokens", "logprobs")
+    sample: Tensor
+    keys: Tensor
+    prompt: Tensor
+    shift: Tensor
+    last: Tensor
+    length: Tensor
+    given_end: Tensor
 
     def __init__(
         self,
-        model: DecodeModel | HuggingFaceModel,
+        model: PolicyModel,
         shape: Shape,
         dtype: torch.dtype,
         in_kernel: bool,
         stream: torch.cuda.Stream | None = None,
     ):
-        """stream: on which steps are captured. Its graphs must be dropped together, as they share
-        its cuBLAS workspace."""
-        c, self.model, self.shape, self.in_kernel = model.config, model, shape, in_kernel
-        device = model.device
-        self.bytes = shape.cache_bytes(c, dtype)
-
-        def integers(*sizes: int, value: int = 0) -> Tensor:
-            return torch.full(sizes, value, dtype=torch.int64, device=device)
-
-        slots, batch = torch.arange(shape.slots + 1, device=device), shape.rows
+        """Graphs captured on one stream must be dropped together: they share its cuBLAS
+        workspace."""
+        self.model, self.shape, self.dtype, self.in_kernel = model, shape, dtype, in_kernel
+        self.bytes, self.device = shape.cache_bytes(model.config, dtype), model.device
+        self.num_slots, self.group_size, self.rows = shape.slots, shape.group_size, shape.rows
         # of each layer, made with its first tokens: keys and values of prompts and of samples
         self.caches: dict[int, tuple[Cache, Cache]] = {}
         # of each layer with a state, of all rows
         self.states: dict[tuple[int, int], States] = {}
-        self.prompt_lengths = torch.ones(shape.slots, dtype=torch.int32, device=device)
-        self.starts, self.cache_starts = slots.int(), (slots * shape.prompt_width).int()
-        # the sample's index in the job; -1: none, or its result is stored
-        self.sample = integers(batch, value=-1)
-        # the row's slot; its prompt's length - 1
-        self.prompt, self.shift = integers(batch), integers(batch)
-        self.keys, self.last = integers(batch), integers(batch)
-        self.length = integers(batch, value=1)
-        # from `length` to here, `tokens` holds what an environment wrote, which is read in place of
-        # sampling; never up to the limit
-        self.given_end = integers(batch)
-        self.done = torch.ones(batch, dtype=torch.bool, device=device)
-        self.tokens = integers(batch, shape.limit)
-        self.logprobs = torch.zeros(batch, shape.limit, device=device)
-        self.all_rows = torch.arange(batch, device=device)
-        self.stops = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
-        self.num_slots, self.group_size, self.rows = shape.slots, shape.group_size, batch
+        with torch.device(self.device):
+            slots = torch.arange(shape.slots + 1)
+            self.starts, self.cache_starts = slots.int(), (slots * shape.prompt_width).int()
+            self.prompt_lengths = torch.ones(shape.slots, dtype=torch.int32)
+            for name in self.INTEGERS:
+                setattr(self, name, torch.zeros(shape.rows, dtype=torch.int64))
+            self.done = torch.ones(shape.rows, dtype=torch.bool)
+            self.tokens = torch.zeros(shape.rows, shape.limit, dtype=torch.int64)
+            self.logprobs = torch.zeros(shape.rows, shape.limit)
+            self.all_rows = torch.arange(shape.rows)
+            self.stops = torch.zeros(model.config.vocab_size, dtype=torch.bool)
         self.graphs: dict[tuple[Sampling, int], torch.cuda.CUDAGraph] = {}
         # The graphs write only to these slots and never run concurrently, so they share one memory
         # pool.
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.stream = stream
 
     def begin(self, num_slots: int, group_size: int, sampling: Sampling) -> None:
-        """Remove all samples, and prepare a job with this many groups of this many samples at a
-        time."""
-        rows = num_slots * group_size
-        self.num_slots, self.group_size = num_slots, group_size
+        """Remove all samples, and prepare a job of so many groups of so many samples."""
+        self.num_slots, self.group_size, rows = num_slots, group_size, num_slots * group_size
         self.rows = self.fitting(rows)
         self.prompt.copy_((self.all_rows // group_size).clamp_max(self.shape.slots - 1))
-        starts = torch.arange(len(self.starts), device=self.starts.device) * group_size
+        starts = torch.arange(len(self.starts), device=self.device) * group_size
         self.starts.copy_(starts.clamp_max(rows))
         self.sample.fill_(-1)
         self.given_end.fill_(0)
@@ -160,7 +154,7 @@ class DecodeSlots:
 
     @property
     def has_graphs(self) -> bool:
-        return isinstance(self.model, DecodeModel) and uses_graphs(self.last.device)
+        return isinstance(self.model, Decoder) and uses_graphs(self.device)
 
     def cache(self, layer: int, k: Tensor, v: Tensor) -> tuple[Cache, Cache]:
         if layer not in self.caches:
@@ -172,7 +166,6 @@ class DecodeSlots:
         return self.caches[layer]
 
     def fitting(self, rows: int) -> int:
-        """Return the smallest batch size that holds so many rows."""
         return min(size for size in self.shape.batch_sizes if size >= rows)
 
     def steps(self, count: int, sampling: Sampling, width: int) -> None:
@@ -193,10 +186,8 @@ class DecodeSlots:
         length = self.length[rows]  # [rows]
         # a graph serves every job
         size = (self.shape if self.has_graphs else self).group_size
-        groups = Groups(
-            self.prompt[rows], self.starts, self.prompt_lengths, self.cache_starts, size
-        )
-        step = Step(groups, length, width, self.in_kernel)
+        groups = self.prompt[rows], self.starts, self.prompt_lengths, self.cache_starts, size
+        step = Step(*groups, length, width, self.in_kernel)
 
         def attention(
             layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
@@ -211,20 +202,18 @@ class DecodeSlots:
             self.states[layer].store(self.all_rows[rows], after, ~self.done[rows])
             return out
 
-        hidden = self.model(
-            self.last[rows], self.shift[rows] + length, attention, recurrence=recurrence
-        )
+        stream = self.last[rows], self.shift[rows] + length
+        hidden = self.model(*stream, attention, None, self.dtype, recurrence)
         logits = self.model.logits(hidden)
-        if sampling.max_turns > 1:
-            at = length.clamp_max(self.shape.limit - 1)  # [rows], a copy
-            given, is_given = self.tokens[self.all_rows[rows], at], at < self.given_end[rows]
-        self._sample(logits, sampling)
-        if sampling.max_turns > 1:  # what was sampled in place of given tokens is discarded
-            self.last[rows] = torch.where(is_given, given, self.last[rows])
-            self.tokens[self.all_rows[rows], at] = torch.where(
-                is_given, given, self.tokens[self.all_rows[rows], at]
-            )
-            self.done[rows] &= ~is_given
+        if sampling.max_turns == 1:
+            self._sample(logits, sampling)
+            return
+        at = self.all_rows[rows], length.clamp_max(self.shape.limit - 1)  # [rows], copies
+        given, is_given = self.tokens[at], at[1] < self.given_end[rows]
+        self._sample(logits, sampling)  # what is sampled in place of given tokens is discarded
+        self.last[rows] = torch.where(is_given, given, self.last[rows])
+        self.tokens[at] = torch.where(is_given, given, self.tokens[at])
+        self.done[rows] &= ~is_given
 
     def _sample(self, logits: Tensor, sampling: Sampling, rows: Tensor | None = None) -> None:
         """Append a token to the first rows, or to these [g n], of which each n share logits."""
@@ -251,36 +240,35 @@ class DecodeSlots:
     def admit(
         self, slots: Tensor, prompts: Prompts, samples: Tensor, keys: Tensor, sampling: Sampling
     ) -> None:
-        """Prefill slots [g] with prompts [g], and sample first tokens of samples [g, group_size]
-        (-1: none)."""
+        """Prefill slots [g], and sample first tokens of samples [g, group_size] (-1: none)."""
         lengths = prompts.lengths
         forest = Forest.roots(lengths)
-        tile = padded_rows(prompts.cu_seqlens[:-1], lengths)[0]  # [g, longest]
+        offsets = torch.arange(int(lengths.max()), device=self.device)
+        # [g, longest]; what is beyond a prompt's end is masked
+        tile = (prompts.cu_seqlens[:-1, None] + offsets).clamp_max(len(prompts.tokens) - 1)
 
         def prefill(
             layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
         ) -> Tensor:
             for cache, x in zip(self.cache(layer, k, v)[0], (k, v), strict=True):
-                cache[slots, : tile.shape[1]] = x[tile]
+                cache[slots, : len(offsets)] = x[tile]
             return tree_attention(q, k, v, forest, variant)
 
         def recurrence(layer: tuple[int, int], run: Run, hidden: Tensor) -> Tensor:
             out, states = over_forest(run, hidden, forest.padded)
-            own = states.rows(torch.arange(len(slots), device=slots.device).repeat_interleave(n))
+            own = states.rows(torch.arange(len(slots), device=self.device).repeat_interleave(n))
             if layer not in self.states:
                 self.states[layer] = own.zeros(self.shape.rows)
             self.states[layer].store(rows, own)
             return out
 
         starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
-        positions = torch.arange(len(prompts.tokens), device=lengths.device) - starts
-        members, n = torch.arange(self.group_size, device=slots.device), self.group_size
-        rows = (slots[:, None] * n + members).flatten()  # [g * group_size]
-        ends = prompts.cu_seqlens[1:] - 1
-        hidden = self.model(prompts.tokens, positions, prefill, ends, recurrence)
-        samples = samples.flatten()
+        positions = torch.arange(len(prompts.tokens), device=self.device) - starts
+        n, ends, samples = self.group_size, prompts.cu_seqlens[1:] - 1, samples.flatten()
+        rows = (slots[:, None] * n + self.all_rows[:n]).flatten()  # [g * group_size]
+        hidden = self.model(prompts.tokens, positions, prefill, ends, self.dtype, recurrence)
         self.prompt_lengths[slots] = lengths.int()
-        self.shift[rows] = lengths.repeat_interleave(self.group_size) - 1
+        self.shift[rows] = lengths.repeat_interleave(n) - 1
         self.sample[rows], self.done[rows] = samples, samples < 0
         self.keys[rows] = keys[samples.clamp_min(0)]
         self.given_end[rows] = 0
@@ -291,28 +279,25 @@ class DecodeSlots:
     def feed(self, row: int, start: int, tokens: list[int]) -> None:
         """Let a row that is done, with `start` tokens, read these before it samples again."""
         end = start + len(tokens)
-        self.tokens[row, start:end] = torch.tensor(tokens, device=self.tokens.device)
+        self.tokens[row, start:end] = torch.tensor(tokens, device=self.device)
         self.given_end[row] = end
         self.done[row] = False
 
     def forget(self, rows: Tensor) -> None:
-        """Mark the results of these rows as stored; their attention reads one key from now on."""
+        """The results of these rows are stored; their attention reads one key from now on."""
         self.sample.index_fill_(0, rows, -1)
         self.given_end.index_fill_(0, rows, 0)
         self.length.index_fill_(0, rows, 1)
 
     def compact(self, active: Tensor, longest: int) -> None:
         """Move the active rows, [rows] bool on the host, into the smallest batch size that holds
-        them.
-
-        longest: the most tokens of an active row; only so many positions of the cache are moved.
-        """
+        them. longest: the most tokens of one; only so many positions of the cache are moved."""
         rows = self.fitting(int(active.sum()))
         if rows == self.rows:
             return
         # Active rows and others that fit, in their order: the rows of a prompt stay together.
         chosen = active.long().argsort(descending=True, stable=True)[:rows]  # [rows]
-        kept = chosen.sort().values.to(self.last.device)
+        kept = chosen.sort().values.to(self.device)
         for name in self.STATE:
             state = getattr(self, name)
             state[:rows] = state[kept]

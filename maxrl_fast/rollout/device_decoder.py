@@ -10,19 +10,18 @@ that waits for the reply to its turn keeps its row, and steps compute it in vain
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.huggingface import HuggingFacePolicy
+from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
 from maxrl_fast.rollout import NativeEngine, RolloutRequest, RolloutStatistics, decode_slots
 from maxrl_fast.rollout import sampling as sampler
 from maxrl_fast.rollout.decode_attention import has_kernel
-from maxrl_fast.rollout.decode_model import DecodeModel, HuggingFaceModel
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
 from maxrl_fast.rollout.episodes import Turns, finished
 from maxrl_fast.rollout.sampling import LOGIT_BYTES, ROWS
@@ -34,10 +33,25 @@ KEPT_SHARE = 0.1
 
 
 def _rounded(n: int) -> int:
-    """Round up to a power of two or 3/4 of one, so that longer prompts rarely need a new KV
-    cache."""
+    """Round up to a power of two or 3/4 of one, so that longer prompts rarely need a new cache."""
     power = 1 << max(n - 1, 0).bit_length()
     return power * 3 // 4 if power >= 4 and n <= power * 3 // 4 else power
+
+
+def decoding_copy(policy: PolicyModel, dtype: torch.dtype) -> PolicyModel:
+    """Return a copy without gradients, whose weights keep their addresses: CUDA graphs read
+    them."""
+    if isinstance(policy, Decoder):
+        copied: Any = Decoder.empty(policy.config, policy.device, dtype)
+        copied.pack()
+    else:
+        (own,), device = policy.bare or (policy,), policy.device
+        copied = own.copied(lambda x: torch.zeros_like(x, dtype=dtype, device=device))
+        copied.to(device)  # buffers keep their dtype
+        copied.checkpoint_activations = False
+    copied.requires_grad_(False)
+    copied.copy_weights(policy)
+    return cast(PolicyModel, copied)
 
 
 class DeviceEngine(NativeEngine):
@@ -45,17 +59,12 @@ class DeviceEngine(NativeEngine):
 
     def __init__(self, model: PolicyModel, dtype: torch.dtype, **limits: Any):
         super().__init__(model, dtype, **limits)
-        self.model: DecodeModel | HuggingFaceModel
-        self.in_kernel = False  # whether attention runs in the CUDA kernel
-        if isinstance(model, HuggingFacePolicy):
-            self.model = HuggingFaceModel(model, dtype)
-        else:
-            self.model = DecodeModel(model.config, self.device, dtype)
-            self.in_kernel = has_kernel(model.config, dtype, self.device)
+        self.model = decoding_copy(model, dtype)
+        # whether attention runs in the CUDA kernel
+        self.in_kernel = isinstance(model, Decoder) and has_kernel(model.config, dtype, self.device)
         # PyTorch's default is a stream of the first capture's device; each keeps 32 MiB for cuBLAS
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.batch: DecodeSlots | None = None
-        self.load_weights(model)
 
     def bytes_of(self, slots: int, rows: int, prompt_width: int, limit: int) -> int:
         return Shape(slots, rows, 1, prompt_width, limit).cache_bytes(self.model.config, self.dtype)
@@ -63,10 +72,11 @@ class DeviceEngine(NativeEngine):
     def describe(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         how = f"native (PyTorch, {dtype}"
-        if isinstance(self.model, HuggingFaceModel):
-            how = f"native ({self.model.policy.backend}, {dtype}"
+        if not isinstance(self.model, Decoder):
+            how = f"native ({self.model.backend}, {dtype}"
         elif self.device.type == "cuda":
-            own_kernels = {"attention": self.in_kernel, "layers": self.model.ops is KERNELS}
+            is_own = self.model.ops(self.dtype) is KERNELS
+            own_kernels = {"attention": self.in_kernel, "layers": is_own}
             how += ", CUDA graphs" + "".join(
                 f", {x} in {'CUDA' if yes else 'PyTorch'}" for x, yes in own_kernels.items()
             )
@@ -77,22 +87,19 @@ class DeviceEngine(NativeEngine):
         return self.bytes_of(1, 0, prompt_length, 0), self.bytes_of(0, 1, 0, max_new_tokens)
 
     def sleep(self) -> None:
-        """Free a KV cache that takes much of the device's memory.
-
-        The next call allocates it and captures its graphs again, which takes tens of milliseconds.
-        """
+        """Free a KV cache that takes much of the device's memory; to make it and its graphs again
+        takes tens of milliseconds."""
         if self.batch is not None and self.batch.bytes > KEPT_SHARE * memory_bytes(self.device):
             self.batch = None
 
     def load_weights(self, model: PolicyModel) -> None:
-        self.model.load_weights(model)
+        self.model.copy_weights(model)
 
     @torch.no_grad()
     def serve(self, request: RolloutRequest, prompt: int, own: int) -> Rollouts:
         prompts, num_samples, sampling = request.prompts, request.num_samples, request.sampling
         budget, max_batch, limit = self.cache_bytes, self.max_batch, sampling.max_new_tokens
-        row, token = own, self.bytes_of(1, 0, 1, 0)
-        longest = int(prompts.lengths.max())
+        row, token, longest = own, self.bytes_of(1, 0, 1, 0), int(prompts.lengths.max())
         in_kernel = sampler.has_kernel(sampling, self.dtype, self.device)
         if decode_slots.uses_graphs(self.device) and not in_kernel:
             filtered = LOGIT_BYTES * ROWS * self.model.config.vocab_size
@@ -102,20 +109,25 @@ class DeviceEngine(NativeEngine):
         group_size = max(1, min(num_samples, max_batch, (budget - width * token) // row))
         slots = max(1, min(max_batch // group_size, budget // (group_size * row + width * token)))
         slots = min(slots, len(prompts) * -(-num_samples // group_size))
-        shape = new = Shape(slots, slots * group_size, group_size, width, limit)
+        shape = Shape(slots, slots * group_size, group_size, width, limit)
         # Graphs are captured and replayed on the current device.
         is_gpu = self.device.type == "cuda"
         with torch.cuda.device(self.device) if is_gpu else contextlib.nullcontext():
-            if self.batch is None or not self.batch.shape.holds(shape):
-                if self.batch is not None and self.batch.shape.limit == limit:
-                    both = shape.joined(self.batch.shape)
-                    if both.cache_bytes(self.model.config, self.dtype) <= budget:
-                        new = both
-                self.batch = None  # and its graphs, before the new one is allocated
-                self.batch = DecodeSlots(self.model, new, self.dtype, self.in_kernel, self.stream)
-            self.batch.begin(slots, group_size, sampling)
-            rollouts, self.statistics = _Job(request, self.batch, self.config.vocab_size).run()
+            batch = self._batch_of(shape, budget)
+            batch.begin(slots, group_size, sampling)
+            rollouts, self.statistics = _Job(request, batch, self.config.vocab_size).run()
             return rollouts
+
+    def _batch_of(self, shape: Shape, budget: int) -> DecodeSlots:
+        """Return slots that hold a shape: the present ones, or larger ones if they fit."""
+        if self.batch is None or not self.batch.shape.holds(shape):
+            if self.batch is not None and self.batch.shape.limit == shape.limit:
+                both = shape.joined(self.batch.shape)
+                is_small = both.cache_bytes(self.model.config, self.dtype) <= budget
+                shape = both if is_small else shape
+            self.batch = None  # and its graphs, before the new one is allocated
+            self.batch = DecodeSlots(self.model, shape, self.dtype, self.in_kernel, self.stream)
+        return self.batch
 
 
 class _Job:
@@ -123,23 +135,20 @@ class _Job:
         self.turns = None if request.environments is None else Turns(request, vocab_size)
         self.waiting: dict[int, int] = {}  # samples that wait for a reply, and their rows
         self.prompts, self.sampling, self.batch = request.prompts, request.sampling, batch
-        self.keys = keys = request.keys()
-        self.beat = request.beat
-        num_samples, device = request.num_samples, keys.device
-        shape = (len(keys), self.sampling.max_new_tokens)
-        self.results = {
-            "tokens": torch.zeros(shape, dtype=torch.int64, device=device),
-            "logprobs": torch.zeros(shape, device=device),
-            "length": torch.zeros(len(keys), dtype=torch.int64, device=device),
+        self.beat, self.keys = request.beat, request.keys()
+        count, of_rows = len(self.keys), ("tokens", "logprobs", "length")
+        self.results = {  # [S, limit] or [S]
+            name: getattr(batch, name).new_zeros(count, *getattr(batch, name).shape[1:])
+            for name in of_rows
         }
         # A prompt with more than group_size samples has several groups, the last padded with -1.
-        samples = torch.arange(len(keys), device=device).view(-1, num_samples)
-        padding = -num_samples % batch.group_size
+        samples = torch.arange(count, device=self.keys.device).view(-1, request.num_samples)
+        padding = -request.num_samples % batch.group_size
         padded = torch.nn.functional.pad(samples, (0, padding), value=-1)
         self.groups = padded.view(-1, batch.group_size)
-        self.groups_per_prompt = (num_samples + padding) // batch.group_size
+        self.groups_per_prompt = padded.shape[1] // batch.group_size
         self.next_group = self.steps = 0
-        self.is_stored = torch.zeros(len(keys), dtype=torch.bool)
+        self.is_stored = torch.zeros(count, dtype=torch.bool)
         self.pinned: list[Tensor] = []
         self.prefill_seconds = 0.0
 
@@ -191,8 +200,7 @@ class _Job:
         )
 
     def _slots_to_fill(self, held: Tensor, waiting: int) -> Tensor:
-        """Return empty slots for waiting groups: at least a quarter of all, as small batches are
-        slow."""
+        """Return empty slots, at least a quarter of all, as small batches are slow."""
         if not waiting:
             return torch.arange(0)
         num_slots, group_size = self.batch.num_slots, self.batch.group_size
@@ -227,11 +235,9 @@ class _Job:
         return copy_to_host(state, self.pinned[0])
 
     def _finish(self, state: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Store the results of samples that had ended in a state, and are not stored yet.
-
-        Returns which rows are active, which are held by samples that are active or wait, and their
-        lengths, all [rows] on the host. Only this waits for the device.
-        """
+        """Store the results of samples that had ended in a state. Returns which rows are active,
+        which are held by samples that are active or wait, and their lengths, all on the host. Only
+        this waits for the device."""
         batch = self.batch
         done, samples, lengths = state()[:, : batch.rows].clone()
         active = done == 0
@@ -253,8 +259,8 @@ class _Job:
         return active, held, lengths
 
     def _submit(self, turns: Turns, rows: Tensor, samples: Tensor, lengths: Tensor) -> None:
-        """Submit the turns that have ended in these rows [r] of samples [r], and find the rows of
-        all that wait."""
+        """Submit the turns that have ended in these rows [r] of samples [r]; find the rows that
+        wait."""
         ended = list(zip(rows.tolist(), samples.tolist(), lengths.tolist(), strict=True))
         new = [i for i, (_, s, length) in enumerate(ended) if length > turns.lengths[s]]
         tokens = self.batch.tokens[rows[new].to(self.keys.device)].tolist()

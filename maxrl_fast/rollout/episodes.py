@@ -13,12 +13,9 @@ from maxrl_fast.tasks.episode import Reply
 
 
 class Turns:
-    """The episodes of the S samples of a request. Engines submit turns, and put the tokens of
-    replies into their samples.
-
-    Ranks that share an engine (`peers`) play the samples of all of them together, in one order;
-    `own` are the numbers of this rank's among them.
-    """
+    """The episodes of a request's samples. Engines submit turns, and put the tokens of replies into
+    their samples. Ranks that share an engine (`peers`) play the samples of all together, in one
+    order; `own` are this rank's numbers among them."""
 
     def __init__(
         self,
@@ -44,7 +41,7 @@ class Turns:
         self.truncated = torch.zeros(len(self.own), dtype=torch.bool)
 
     def submit(self, sample: int, turn: list[int]) -> bool:
-        """Submit a turn that a stop token ended; return whether the sample waits for a reply."""
+        """Submit an ended turn; return whether the sample waits for a reply."""
         self._counts[sample] = self._counts.get(sample, 0) + 1
         if sample in self.own:
             self.lengths[sample] += len(turn)
@@ -55,11 +52,8 @@ class Turns:
         return sample in self.waiting
 
     def replies(self, wait: bool) -> list[Reply]:
-        """Return the replies to samples that wait, as they are to be carried out: one that leaves
-        no room for another sampled token ends its episode.
-
-        Raises EngineError on replies that cannot be true.
-        """
+        """Return the replies to samples that wait; one that leaves no room for another sampled
+        token ends its episode. Raises EngineError on replies that cannot be true."""
         replies = []
         if any(sample in self.own for sample in self.waiting):
             said = self.environments.replies(wait)
@@ -77,13 +71,9 @@ class Turns:
         sample_on: Callable[[], tuple[Iterable[tuple[int, list[int]]], bool]],
         feed: Callable[[int, list[int]], None],
     ) -> None:
-        """Play all episodes to their ends.
-
-        Args:
-            sample_on: samples on, and returns the turns that a stop token has ended, each with its
-                sample, and whether there is more to sample without a reply.
-            feed: continues a sample with the tokens of a reply; without tokens its episode ends.
-        """
+        """Play all episodes to their ends. sample_on: samples on, and returns the ended turns with
+        their samples, and whether there is more to sample without a reply. feed: continues a sample
+        with the tokens of a reply; without tokens its episode ends."""
         is_running = True
         while is_running or self.waiting:
             self._beat()
@@ -125,8 +115,7 @@ class Turns:
 def finished(
     turns: Turns | None, tokens: Tensor, logprobs: Tensor, lengths: Tensor, truncated: Tensor
 ) -> Rollouts:
-    """Return right-padded samples [S, limit], with what environments wrote apart; lengths and
-    truncated are [S]."""
+    """Return right-padded samples [S, limit], with what environments wrote apart."""
     if turns is None:
         return Rollouts.from_padded(tokens, logprobs, lengths, truncated)
     cut, given = turns.truncated.to(tokens.device), turns.given.to(tokens.device)

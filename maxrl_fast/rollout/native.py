@@ -14,11 +14,9 @@ from maxrl_fast.rollout.device_decoder import DeviceEngine
 def native_engine(
     model: PolicyModel, dtype: torch.dtype, in_cpp: bool | None = None, **limits: Any
 ) -> NativeEngine:
-    """Return the engine that samples from a policy, with its weights.
-
-    in_cpp: use the C++ decoder, which policies of ours have; None: on every CPU. It computes in
-    bfloat16 only if the CPU has instructions for it. limits: NativeEngine's others.
-    """
+    """Return the engine that samples from a policy, with its weights. in_cpp: use the C++ decoder,
+    which policies of ours have; None: on every CPU. It computes in bfloat16 only if the CPU has
+    instructions for it. limits: NativeEngine's others."""
     is_cpu = model.lm_head.weight.device.type == "cpu"
     in_cpp = isinstance(model, Decoder) and (is_cpu if in_cpp is None else in_cpp)
     return (CpuEngine if in_cpp else DeviceEngine)(model, dtype, **limits)

@@ -13,13 +13,9 @@ ROWS, LOGIT_BYTES = 128, 48
 
 
 def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Sample tokens of each row by inverting its CDF in vocabulary order; does not wait for the
-    device.
-
-    logits: [A, V] float32. u: [A, n] uniform random numbers in [0, 1). Returns tokens [A, n] int64
-    and their log-probs [A, n] under the whole distribution at the temperature, before the filters;
-    0 at temperature 0.
-    """
+    """Sample tokens by inverting the CDF of each row of logits [A, V] float32 in vocabulary order,
+    for numbers u [A, n] in [0, 1); does not wait for the device. Returns tokens [A, n] int64 and
+    their log-probs under the whole distribution at the temperature; 0 at temperature 0."""
     if sampling.temperature == 0:
         token = logits.argmax(-1, keepdim=True).expand_as(u)
         log_p = torch.log_softmax(logits, -1).gather(-1, token)
@@ -34,8 +30,7 @@ def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tenso
 
 
 def filtered_logprobs(log_p: Tensor, sampling: Sampling) -> Tensor:
-    """Apply top-k, top-p and min-p to log-probs [A, V] and renormalise; excluded tokens get
-    -inf."""
+    """Apply top-k, top-p and min-p to log-probs [A, V]; excluded tokens get -inf."""
     ordered, order = log_p.sort(dim=-1, descending=True, stable=True)  # [A, V]
     p = ordered.exp()
     rank = torch.arange(p.shape[-1], device=p.device)  # [V]
@@ -70,13 +65,10 @@ def sample_and_append(
     logprobs: Tensor,
     rows: Tensor | None = None,
 ) -> None:
-    """Sample one token per row as `sampling.sample` does, and append it to rows that are not done.
-
-    logits: [A, V] float32, or [g, V] with `rows`. keys: [A] int64; with length they select the
-    random numbers. stops: [V] bool. last, length, done: [A], updated in place. tokens, logprobs:
-    [A, limit], written at column `length`. rows: [g n] int64: each n in turn are sampled from the
-    same logits. None: all.
-    """
+    """`sample` one token per row in a kernel, and append it to rows that are not done. logits: [A,
+    V] float32, or [g, V] with `rows` [g n] int64, of which each n share logits. keys [A] int64 and
+    length select the random numbers. stops: [V] bool. last, length, done: [A], and tokens, logprobs
+    [A, limit] at column `length` are updated in place."""
     (count, size), (batch, limit), call = logits.shape, tokens.shape, KernelLaunch(logits.device)
     num_rows = batch if rows is None else len(rows)
     if count == 0 or num_rows % count:

@@ -36,11 +36,8 @@ def sample_and_score(
     """Sample the responses of a request, with the environments of an EpisodeTask, and score them.
 
     A rank without prompts scores nothing; it takes part in sampling with an engine that it shares.
-
-    Args:
-        clock: measures the stages "rollout" and "reward".
-        shares_engine: whether the engine samples for several ranks, which call it together.
-        zero_truncated: of `Scorer.score`."""
+    clock: measures the stages "rollout" and "reward". shares_engine: whether the engine samples for
+    several ranks, which call it together. zero_truncated: of `Scorer.score`."""
     prompts = request.prompts
     with contextlib.ExitStack() as not_finished:
         if isinstance(task, EpisodeTask):

@@ -1,8 +1,7 @@
 """The vLLM rollout engine in this process, and what it shares with the one on a server.
 
-With torchrun every process has its own engine, or shares one with its neighbours (tensor
-parallelism). This is vLLM's "external launcher": all processes of an engine get the same requests
-in the same order.
+With torchrun a process has its own engine, or shares one with its neighbours: vLLM's "external
+launcher", for which all processes of an engine get the same requests in the same order.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.records import Rollouts, pack, padded_slots, unpack
+from maxrl_fast.records import Rollouts, pack, unpack
 from maxrl_fast.rollout import RolloutRequest, Sampling, default_cache_bytes
 from maxrl_fast.rollout.episodes import Turns, finished
 from maxrl_fast.runtime.device import memory_bytes
@@ -82,10 +81,9 @@ def check_installed() -> str:
 
 class VllmEngine:
     """Samples responses with vLLM. Random numbers depend on (seed, step), the first prompt and the
-    batch. model: the policy, not sharded yet. cache_bytes: each rank's KV cache. ranks: the
-    processes of the run, which build their engines together. tensor_parallel: number of
-    neighbouring ranks that share an engine and call `generate` together, each with its own prompts
-    or none."""
+    batch. The policy is not sharded yet. cache_bytes: each rank's KV cache. ranks: of the run,
+    which build their engines together. tensor_parallel: number of neighbouring ranks that share an
+    engine and call `generate` together, each with its own prompts or none."""
 
     def __init__(
         self,
@@ -99,67 +97,59 @@ class VllmEngine:
         filters_tokens: bool = False,
     ):
         self.version, ranks = check_installed(), ranks or Ranks()
-        self.config, self.dtype, self._device = model.config, dtype, model.lm_head.weight.device
+        self.config, self.dtype, self._device = model.config, dtype, model.device
         is_cpu = self._device.type == "cpu"
-        if is_cpu and any(_vllm_config(model).get(name) for name in EXPERTS):
-            raise InputError(
-                "--rollout vllm on a CPU samples with wrong experts once weights are loaded again, "
-                f"and {model.config.model_type} has experts; --rollout native samples it"
-            )
-        if is_cpu and self.config.head_dim not in CPU_HEADS:
-            sizes = ", ".join(map(str, CPU_HEADS))
-            raise InputError(
-                f"--rollout vllm on a CPU needs heads of {sizes} numbers, got "
-                f"{self.config.head_dim}; --rollout native samples it"
-            )
-        if cache_bytes is None:
-            cache_bytes = default_cache_bytes(self._device)
+        if is_cpu:
+            self._check_on_cpu(_vllm_config(model))
+        cache_bytes = default_cache_bytes(self._device) if cache_bytes is None else cache_bytes
         self.cache_bytes = cache_bytes
         self._can_sleep, self._is_asleep = not is_cpu, False
         self._logprobs_mode = logprobs_mode(filters_tokens)
         self._peers = ranks.neighbours(tensor_parallel)  # the ranks of this engine
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        with tempfile.TemporaryDirectory() as folder:
+        vllm = importlib.import_module("vllm")
+        with tempfile.TemporaryDirectory() as folder, _said("vLLM rejects this model or an option"):
             (Path(folder) / "config.json").write_text(json.dumps(_vllm_config(model)))
-            vllm = importlib.import_module("vllm")
-            try:
-                self._llm = vllm.LLM(
-                    model=folder,
-                    load_format="dummy",  # load_weights below writes the weights
-                    skip_tokenizer_init=True,
-                    generation_config="vllm",  # read no generation_config.json
-                    dtype=str(dtype).removeprefix("torch."),
-                    enforce_eager=is_cpu,  # on a GPU it uses CUDA graphs
-                    kv_cache_memory_bytes=self.cache_bytes,
-                    # vLLM refuses to start where less than this is free: 0.92 if not given
-                    gpu_memory_utilization=min(0.9, cache_bytes / memory_bytes(self._device)),
-                    max_model_len=self.config.max_position_embeddings,
-                    max_num_seqs=min(max_batch, MAX_SEQUENCES),
-                    logprobs_mode=self._logprobs_mode,
-                    enable_sleep_mode=self._can_sleep,
-                    # a third faster than the default of 128 tokens
-                    **({"block_size": 32} if is_cpu else {}),
-                    **_launch_options(ranks, tensor_parallel, self._device),
-                )
-            except (ValueError, RuntimeError) as error:
-                if is_lost_connection(error):
-                    raise
-                raise InputError(
-                    f"vLLM rejects this model or an option: {' '.join(str(error).split())}"
-                ) from error
+            self._llm = vllm.LLM(
+                model=folder,
+                load_format="dummy",  # load_weights below writes the weights
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # read no generation_config.json
+                dtype=str(dtype).removeprefix("torch."),
+                enforce_eager=is_cpu,  # on a GPU it uses CUDA graphs
+                kv_cache_memory_bytes=self.cache_bytes,
+                # vLLM refuses to start where less than this is free: 0.92 if not given
+                gpu_memory_utilization=min(0.9, self.cache_bytes / memory_bytes(self._device)),
+                max_model_len=self.config.max_position_embeddings,
+                max_num_seqs=min(max_batch, MAX_SEQUENCES),
+                logprobs_mode=self._logprobs_mode,
+                enable_sleep_mode=self._can_sleep,
+                # a third faster than the default of 128 tokens
+                **({"block_size": 32} if is_cpu else {}),
+                **_launch_options(ranks, tensor_parallel, self._device),
+            )
         if ranks.size > 1:
             # Else vLLM, since 0.32, ends the process group of the run, which it has joined,
             # together with the engine.
             finalizer = getattr(self._llm.llm_engine.engine_core, "_finalizer", None)
             if finalizer is not None:
                 finalizer.detach()
-        try:
+        with _said("vLLM cannot load this policy's weights"):
             self.load_weights(model)
-        except ValueError as error:  # of vLLM, which has other weights
+
+    def _check_on_cpu(self, fields: dict[str, Any]) -> None:
+        what, c = "--rollout vllm on a CPU", self.config
+        if any(fields.get(name) for name in EXPERTS):
             raise InputError(
-                f"vLLM cannot load this policy's weights: {' '.join(str(error).split()):.300}"
-            ) from error
+                f"{what} samples with wrong experts once weights are loaded again, and "
+                f"{c.model_type} has experts; --rollout native samples it"
+            )
+        if c.head_dim not in CPU_HEADS:
+            raise InputError(
+                f"{what} needs heads of {', '.join(map(str, CPU_HEADS))} numbers, got "
+                f"{c.head_dim}; --rollout native samples it"
+            )
 
     def describe(self) -> str:
         where, dtype = "in this process", str(self.dtype).removeprefix("torch.")
@@ -169,8 +159,7 @@ class VllmEngine:
         return f"vllm ({self.version}, {where}, {dtype}, {cache})"
 
     def load_weights(self, model: PolicyModel) -> None:
-        """Also clears the prefix cache. With sharded weights or a shared engine, the ranks must
-        call this together."""
+        """If sharded or with a shared engine, the ranks must call this together."""
         if self._is_asleep:
             # the KV cache later, when the gathered weights have been freed
             self._llm.wake_up(tags=["weights"])
@@ -182,17 +171,15 @@ class VllmEngine:
         self._llm.reset_prefix_cache()
 
     def generate(self, request: RolloutRequest) -> Rollouts:
-        """See `Engine.generate`. Ranks that share an engine call it all with environments, each
-        with those of its own prompts, or all without."""
+        """Ranks that share an engine call it all with environments, of their own prompts, or all
+        without."""
         if self._is_asleep:
             raise RuntimeError("load_weights must follow sleep, which discards vLLM's weights")
         prompts, num_samples = request.prompts, request.num_samples
         # the same on all ranks of this engine
         whole = replace(request, prompts=self._peers.gather(prompts))
-        count = torch.tensor([len(prompts)], device=prompts.ids.device)
-        counts = self._peers.concatenate(count).tolist()
+        first = sum(self._peers.values(len(prompts))[: self._peers.rank])
         whole.check(self.config)
-        first = sum(counts[: self._peers.rank])
         if request.environments is None:
             samples = [
                 [
@@ -224,8 +211,6 @@ class VllmEngine:
         return outputs
 
     def _play(self, request: RolloutRequest, turns: Turns) -> Rollouts:
-        """Sample the turns of all ranks of this engine, which add the same requests in the same
-        order."""
         vllm, engine = importlib.import_module("vllm"), self._llm.llm_engine
         only_whole = importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY
         running = set[int]()
@@ -251,6 +236,16 @@ class VllmEngine:
         if self._can_sleep:
             self._llm.sleep(level=2)
             self._is_asleep = True
+
+
+@contextlib.contextmanager
+def _said(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if is_lost_connection(error):
+            raise
+        raise InputError(f"{what}: {' '.join(str(error).split()):.2000}") from error
 
 
 def _vllm_config(model: PolicyModel) -> dict[str, Any]:
@@ -288,11 +283,9 @@ def check_version(version: str, advice: str = "") -> None:
 
 
 def logprobs_mode(filters_tokens: bool) -> str:
-    """Return vLLM's --logprobs-mode for log-probs of the whole distribution at the temperature.
-
-    Processed log-probs are after the temperature and the filters, renormalised; raw ones are before
-    all of these. So with a filter raw ones are right at temperature 1; at others vLLM has none.
-    """
+    """Return vLLM's --logprobs-mode for log-probs of the whole distribution at the temperature:
+    processed ones are after the temperature and the filters, raw ones before. So with a filter raw
+    ones are right at temperature 1; at others vLLM has none."""
     return RAW if filters_tokens else PROCESSED
 
 
@@ -320,15 +313,10 @@ def play(
     answers: Callable[[], tuple[Iterable[tuple[int, Sequence[int], Sequence[float]]], bool]],
     mode: str,
 ) -> Rollouts:
-    """Play episodes as requests of vLLM: one for each turn, with all tokens before it.
-
-    Args:
-        request: of all ranks that share the engine.
-        turns: of this rank's samples, whose episodes are returned.
-        ask: has the turn of a sample sampled, given the tokens before it and parameters.
-        answers: returns finished turns, (sample, tokens, log-probs), and whether there are more.
-        mode: see `rollouts_of`.
-    """
+    """Play episodes as requests of vLLM: one for each turn, with all tokens before it. request: of
+    all ranks that share the engine. ask: has the turn of a sample sampled, given the tokens before
+    it and parameters. answers: returns finished turns, (sample, tokens, log-probs), and whether
+    there are more."""
     sampling, ids = request.sampling, request.prompts.ids.tolist()
     prompts = unpack(request.prompts.tokens, request.prompts.lengths)
     tokens: list[list[int]] = [[] for _ in range(request.num_sequences)]
@@ -364,58 +352,51 @@ def play(
     for sample in range(request.num_sequences):
         next_turn(sample)
     turns.play(sample_on, feed)
-    own: list[list[Sample]] = [
-        [(tokens[s], logprobs[s], tokens[s][-1] not in sampling.stop_ids)] for s in turns.own
-    ]
-    whole, size = rollouts_of(own, 1, sampling, mode), turns.given.shape
-    slots = padded_slots(whole.lengths, size[1])
-    padded = torch.zeros(size, dtype=torch.int64), torch.zeros(size)  # tokens and log-probs
-    padded[0].view(-1)[slots], padded[1].view(-1)[slots] = whole.tokens, whole.logprobs
-    return finished(turns, *padded, whole.lengths, whole.truncated)
+    size, own = turns.given.shape, [tokens[s] for s in turns.own]
+    padded = torch.zeros(size, dtype=torch.int64), torch.zeros(size)
+    for row, s in enumerate(turns.own):
+        for to, values in zip(padded, (tokens[s], logprobs[s]), strict=True):
+            to[row, : len(values)] = torch.tensor(values)
+    _keep_known(padded[1], sampling, mode)
+    lengths = torch.tensor([len(x) for x in own], dtype=torch.int64)
+    truncated = torch.tensor([x[-1] not in sampling.stop_ids for x in own], dtype=torch.bool)
+    return finished(turns, *padded, lengths, truncated)
 
 
 def rollouts_of(
     samples: list[list[Sample]], num_samples: int, sampling: Sampling, mode: str
 ) -> Rollouts:
-    """Return the rollouts of vLLM's samples; a greedy sample is repeated `num_samples` times.
-
-    Log-probs are 0 for greedy ones, and NaN where vLLM's mode does not give the right ones.
-    """
-    is_greedy = sampling.temperature == 0
-    repeats = num_samples if is_greedy else 1
+    """A greedy sample is repeated `num_samples` times."""
+    repeats = num_samples if sampling.temperature == 0 else 1
     chosen = [sample for of_prompt in samples for sample in of_prompt * repeats]
     packed, cu_seqlens = pack([tokens for tokens, _, _ in chosen])
     logprobs = torch.tensor([x for _, of_sample, _ in chosen for x in of_sample])
-    if is_greedy:
+    _keep_known(logprobs, sampling, mode)
+    truncated = torch.tensor([cut for _, _, cut in chosen], dtype=torch.bool)
+    return Rollouts(packed, cu_seqlens, logprobs, truncated)
+
+
+def _keep_known(logprobs: Tensor, sampling: Sampling, mode: str) -> None:
+    """Set log-probs to 0 for greedy samples, and to NaN where vLLM's mode gives wrong ones."""
+    if sampling.temperature == 0:
         logprobs.zero_()
     elif sampling.temperature != 1 if mode == RAW else sampling.filters_tokens:
         logprobs.fill_(torch.nan)
-    truncated = torch.tensor([cut for _, _, cut in chosen], dtype=torch.bool)
-    return Rollouts(packed, cu_seqlens, logprobs, truncated)
 
 
 def named_weights(
     model: PolicyModel, dtype: torch.dtype, alone: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield them one at a time, in vLLM's dtype, without a second copy of them all. With sharded
-    weights, all ranks must iterate together. alone: a decoder of text within another model has the
-    names that it has alone."""
-    within = "language_model." if alone else "\n"
-    tied, head = _tied_name(model).replace(within, ""), None
-    for nested, weight in model.weights():
-        cast, name = weight.to(dtype), nested.replace(within, "")
-        if name == tied:
-            head = cast
-        yield name, cast
+    """Yield them one at a time in vLLM's dtype. If sharded, all ranks must iterate together. alone:
+    a decoder of text within another model has the names that it has alone."""
+    within, head, tied = "language_model." if alone else "\n", None, ""
+    # of a tied embedding, which vLLM also needs as the output matrix
+    if model.config.tie_word_embeddings and model.config.model_type not in WITHOUT_HEAD:
+        names = (name for name, x in model.named_parameters() if x is model.lm_head.weight)
+        tied = next(names).removeprefix("hf.")  # where transformers keeps the model in its policy
+    for name, weight in model.weights():
+        cast = weight.to(dtype)
+        head = cast if name == tied else head
+        yield name.replace(within, ""), cast
     if head is not None:
         yield "lm_head.weight", head
-
-
-def _tied_name(model: PolicyModel) -> str:
-    """Return the name of the embedding that vLLM also needs as the output matrix; "" if none."""
-    if not model.config.tie_word_embeddings or model.config.model_type in WITHOUT_HEAD:
-        return ""
-    names = (
-        name for name, parameter in model.named_parameters() if parameter is model.lm_head.weight
-    )
-    return next(names).removeprefix("hf.")  # where transformers keeps the model in its policy

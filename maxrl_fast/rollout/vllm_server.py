@@ -1,9 +1,6 @@
-"""The vLLM rollout engine on a server, over HTTP; it reads weights from a shared folder.
-
-For vLLM 0.32: `/inference/v1/generate` takes and returns token ids (--enable-scale-out);
-`/server_info`, `/collective_rpc` and `/reset_prefix_cache` need VLLM_SERVER_DEV_MODE=1. vLLM's own
-transfer of weights needs NCCL.
-"""
+"""The vLLM rollout engine on a server, over HTTP; it reads weights from a shared folder, as vLLM's
+own transfer needs NCCL. `/inference/v1/generate` takes and returns token ids (--enable-scale-out);
+`/server_info`, `/collective_rpc` and `/reset_prefix_cache` need VLLM_SERVER_DEV_MODE=1."""
 
 import contextlib
 import json
@@ -52,13 +49,8 @@ T = TypeVar("T")
 
 
 class VllmServerEngine:
-    """Samples responses with a vLLM server. Random numbers depend on (seed, step, prompt id,
-    sample).
-
-    model: the policy that the server was started with. url: such as http://127.0.0.1:8000. ranks:
-    the processes of the run, which all ask this server. filters_tokens: see
-    `vllm.logprobs_mode`.
-    """
+    """Samples with a vLLM server that was started with this policy; all ranks ask it. Random
+    numbers depend on (seed, step, prompt id, sample)."""
 
     def __init__(
         self,
@@ -103,9 +95,7 @@ class VllmServerEngine:
         return f"vllm ({self.version}, at {self.url}; it reads weights from {self._folder})"
 
     def load_weights(self, model: PolicyModel) -> None:
-        """Write the weights into the folder and let the server load them; all ranks call this
-        together."""
-        # gathered by all ranks together
+        """All ranks gather them together, and the first writes them for the server."""
         for i, (name, weight) in enumerate(named_weights(model, self.dtype)):
             if self._ranks.is_first:
                 # a file for each, so that there is no second copy of all
@@ -121,33 +111,26 @@ class VllmServerEngine:
         self._ranks.wait_for_all()  # before the others sample
 
     def generate(self, request: RolloutRequest) -> Rollouts:
-        """See `Engine.generate`. Raises EngineError if the server fails, or takes longer than
-        WORK_LIMIT."""
+        """Raises EngineError if the server fails, or takes longer than WORK_LIMIT."""
         request.check(self.config)
-        most = len(request.prompts) if request.environments is None else request.num_sequences
+        is_single = request.environments is None
+        most = len(request.prompts) if is_single else request.num_sequences
         pool = ThreadPoolExecutor(min(most, MAX_REQUESTS))
         try:
-            rollouts = (self._sample if request.environments is None else self._play)(request, pool)
+            rollouts = (self._sample if is_single else self._play)(request, pool)
         finally:
             pool.shutdown(cancel_futures=True)
         return rollouts.to(request.prompts.tokens.device)
 
     def _sample(self, request: RolloutRequest, pool: ThreadPoolExecutor) -> Rollouts:
         prompts, num_samples = request.prompts, request.num_samples
-        parameters = sampling_parameters(request.sampling, num_samples)
-        bodies = [
+        parameters, bodies = sampling_parameters(request.sampling, num_samples), []
+        tokens = unpack(prompts.tokens, prompts.lengths)
+        for of_prompt, index in zip(tokens, prompts.ids.tolist(), strict=True):
+            seed = hash((request.seed, request.step, index)) % 2**62 + request.first_sample
             # Sample i of a request has the seed + i.
-            {
-                "token_ids": tokens,
-                "sampling_params": parameters
-                | {
-                    "seed": hash((request.seed, request.step, index)) % 2**62 + request.first_sample
-                },
-            }
-            for tokens, index in zip(
-                unpack(prompts.tokens, prompts.lengths), prompts.ids.tolist(), strict=True
-            )
-        ]
+            own = parameters | {"seed": seed}
+            bodies.append({"token_ids": of_prompt, "sampling_params": own})
         answers = []
         for answer in pool.map(self._answer, bodies):
             request.beat()
@@ -194,14 +177,9 @@ def request_json(
     seconds: float = QUESTION_LIMIT,
     most_bytes: int = ANSWER_BYTES,
 ) -> T:
-    """Return `read` of the JSON reply to a GET request, or to a POST with a body.
-
-    Proxies are not used, and redirections not followed.
-
-    Raises:
-        EngineError: if nothing comes for `seconds`, the reply has more than `most_bytes`, or `read`
-            fails.
-    """
+    """Return `read` of the JSON reply to a GET request, or to a POST with a body; proxies are not
+    used, and redirections not followed. Raises EngineError if nothing comes for `seconds`, the
+    reply has more than `most_bytes`, or `read` fails."""
     who, parts = f"the vLLM server at {server}", urlsplit(server + path)
     method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
     headers = {"Content-Type": "application/json", "Connection": "close"}
@@ -238,7 +216,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _samples(answer: Any, num_samples: int) -> list[Sample]:
-    """Return the samples in an answer; raise ValueError where they are not what was asked for."""
+    """Raise ValueError where they are not what was asked for."""
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     samples = list[Sample]()
     if [choice["index"] for choice in choices] != [*range(num_samples)]:

@@ -260,7 +260,7 @@ class RolloutCollector:
             own_terms = [[x.get(name, torch.nan) for name in scorer.weights] for x in components]
             terms = torch.tensor(own_terms, dtype=torch.float32).to(rewards.device)
             terms = ranks.concatenate(terms).view(*shape, -1)
-        means.update(scorer.pop_metrics())
+        means.merge(scorer.pop_metrics())
         if needs.greedy:
             one = replace(request, num_samples=1, sampling=self.sampling.greedy, first_sample=0)
             greedy = ranks.concatenate(self._sample_and_score(one).rewards)

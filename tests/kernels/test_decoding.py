@@ -5,7 +5,7 @@ import torch
 
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.rollout import RolloutRequest, Sampling, device_decoder
-from maxrl_fast.rollout.decode_attention import Groups, Step
+from maxrl_fast.rollout.decode_attention import Step
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.random import uniforms
 from maxrl_fast.rollout.sampling import sample, sample_and_append
@@ -54,13 +54,13 @@ def attention(shape, dtype, place, in_kernel):
     q, k, v = numbers(size, heads + 2 * kv_heads).split([heads, kv_heads, kv_heads], dim=1)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     of_groups = starts, prompt_lengths, torch.arange(prompts + 1) * prompt_width
-    groups = Groups(
+    groups = (
         torch.repeat_interleave(counts).to(place),
         *(x.int().to(place) for x in of_groups),
-        size=most,
+        most,
     )
     with torch.no_grad():
-        out = Step(groups, lengths.to(place), limit, in_kernel).attend(q, k, v, prompt, own)
+        out = Step(*groups, lengths.to(place), limit, in_kernel).attend(q, k, v, prompt, own)
     return out, *own
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 
 from maxrl_fast.model import attention, flash
-from maxrl_fast.model.attention import Forest, kernel_name, merged_attention, tree_attention
+from maxrl_fast.model.attention import Forest, MergedAttention, kernel_name, tree_attention
 from tests.fuzzing import settings
 from tests.model.test_attention import CPU, ordinary_forest
 from tests.models import on_threads
@@ -43,7 +43,7 @@ def ours(layout, qkv, grad):
 
 
 def pytorchs(layout, qkv, grad):
-    return results(lambda *x: merged_attention(*x, Forest(*layout, CPU)), qkv, grad)
+    return results(lambda *x: MergedAttention.apply(*x, Forest(*layout, CPU)), qkv, grad)
 
 
 def ordinary(layout, qkv, grad):

@@ -48,7 +48,7 @@ def test_merged_weights_give_the_same_outputs(tmp_path, changes):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert torch.equal(theirs.state_dict()[name], by_name[name])
     decoder = DeviceEngine(model, torch.float32)
-    torch.testing.assert_close(decoder.model.weights[name], by_name[name])
+    torch.testing.assert_close(dict(decoder.model.named_parameters())[name], by_name[name])
 
 
 def test_adapter_gradients_follow_from_the_merged_matrix():

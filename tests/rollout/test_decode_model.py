@@ -44,9 +44,9 @@ def test_every_weight_is_loaded_in_place_under_its_name(family):
     model, old = adapted(tiny_decoder(**family)), tiny_decoder(seed=1, **family)
     decoder = DeviceEngine(model, torch.bfloat16)
     decoder.load_weights(old)
-    addresses = {name: weight.data_ptr() for name, weight in decoder.model.weights.items()}
+    addresses = {name: weight.data_ptr() for name, weight in decoder.model.named_parameters()}
     decoder.load_weights(model)
-    expected, actual = dict(model.weights()), decoder.model.weights
+    expected, actual = dict(model.weights()), dict(decoder.model.named_parameters())
     assert actual.keys() == expected.keys() == addresses.keys()
     for name, weight in actual.items():
         assert torch.equal(weight, expected[name].to(torch.bfloat16)), name

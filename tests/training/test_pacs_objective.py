@@ -108,8 +108,8 @@ def test_the_closed_form_is_the_slope_of_the_loss(score):
     ratios[2] = 0.5  # all alike
     for weight in ("balanced", "none"):
         row, metrics = TRAINING_ESTIMATORS["pacs"], {}
-        row = row.bind(old_log_ratios=ratios, metrics=metrics)
         options = {"beta": 0.7, "score": score, "class_weight": weight}
+        options |= {"old_log_ratios": ratios, "metrics": metrics}
         actual = group_advantage(labels, row, valid=valid, **options)
         proxies = (0.7 * ratios[valid]).requires_grad_()
         offsets = torch.cat([torch.zeros(1), valid.sum(1).cumsum(0)]).long()
@@ -124,9 +124,9 @@ def test_the_closed_form_is_the_slope_of_the_loss(score):
             torch.testing.assert_close(metrics[f"pacs_{name}"], value)
         torch.testing.assert_close(metrics["pacs_loss"].double(), loss.detach() / len(proxies))
     if score == "rloo":  # at the sampling policy
-        row = TRAINING_ESTIMATORS["pacs"].bind(old_log_ratios=0 * ratios, metrics={})
         first = group_advantage(labels, "pacs_first_update", valid=valid)
-        torch.testing.assert_close(group_advantage(labels, row, valid=valid), first)
+        given = {"old_log_ratios": 0 * ratios, "metrics": {}}
+        torch.testing.assert_close(group_advantage(labels, row, valid=valid, **given), first)
 
 
 def test_the_reference_and_the_optimizer_are_reset():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import is_host_readable
-from maxrl_fast.algorithms.estimator import RATIOS, TRAINING_ESTIMATORS, TRAINING_INPUTS
+from maxrl_fast.algorithms.estimator import RATIOS, TRAINING_ESTIMATORS
 from maxrl_fast.algorithms.estimators import Estimator, find_estimator
 from maxrl_fast.algorithms.stopping import stopped_maxrl
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO
@@ -69,9 +69,8 @@ class GroupObjective(Objective):
         if self.row.name in TRAINING_ESTIMATORS:
             return not self.row.centred
         rewards = torch.tensor([[0.0], [1.0]]).expand(2, num_rollouts)  # all wrong, all correct
-        row = self.row.with_examples(rewards.shape)
-        inputs = example_inputs(row, rewards)
-        return bool(group_advantage(rewards, row, **inputs, **self.options).any())
+        inputs = example_inputs(self.row, rewards)
+        return bool(group_advantage(rewards, self.row, **inputs, **self.options).any())
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         if self.stop_at:
@@ -137,10 +136,8 @@ class _Step(ObjectiveStep):
             options["reward_weights"] = batch.term_weights
         if batch.valid is not None and options.get("order") == batch.num_rollouts - 1:
             options["order"] = None  # each group's own full order, from its number of known rewards
-        own = {name: inputs.pop(name) for name in (*TRAINING_INPUTS, "state") if name in inputs}
-        estimator = row.bind(**own) if own else objective.estimator
         try:
-            values = group_advantage(rewards, estimator, valid=valid, **inputs, **options)
+            values = group_advantage(rewards, objective.estimator, valid=valid, **inputs, **options)
         except ValueError as error:
             raise InputError(f"step {batch.step}: {error}{place_of(error)}") from error
         self.metrics += [metrics] * bool(metrics)

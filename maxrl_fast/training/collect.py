@@ -42,10 +42,9 @@ class Needs:
 
 @dataclass(frozen=True)
 class LengthPenalty:
-    """DAPO's (Yu et al. 2025, eq. 13), as in verl; `limit` is the length of the longest response:
-    min(0, factor (limit - buffer - length) / buffer)."""
+    """DAPO's (Yu et al. 2025, eq. 13), as in verl: docs/tasks.md."""
 
-    limit: int
+    limit: int  # length of the longest response
     buffer: int
     factor: float = 1.0
 

@@ -39,8 +39,7 @@ class PpoObjective(Objective):
     V_(t+1) - V_t, r at the last token; the critic V: a copy of the policy with a value head,
     trained on A + V.
 
-    Whitened are the tokens whose reward is known. The critic learns A + V, with A before whitening,
-    after the policy updates and on the same minibatches.
+    docs/objectives/ppo.md has the rest.
     """
 
     gae_gamma: Annotated[
@@ -130,12 +129,8 @@ def update_critic(
     when: str,
 ) -> tuple[float, float]:
     """Take one optimizer step of the critic on some of the samples, int64 on the host and
-    ascending, for all of which old values and returns are [T]. Return the loss, the mean over their
-    tokens, and the gradient norm before clipping; without tokens there is no step.
-
-    Raises:
-        NonFiniteError: if one of them is not finite; the critic's weights are unchanged.
-    """
+    ascending; old values and returns are [T] of all. Return the mean loss of their tokens and the
+    gradient norm before clipping, 0 without tokens. CriticError leaves the weights unchanged."""
     critic = learner.critic
     assert critic is not None
     packer, size = learner.passes.packer(samples), learner.ranks.size

@@ -214,13 +214,6 @@ class Inserted(Packed):
     tokens: Annotated[Tensor, INSERTED, torch.int64]  # [E], packed
     cu_seqlens: Annotated[Tensor, BOUNDS, torch.int64]  # [T+1]
 
-    def interleave(self, tokens: Tensor) -> Tensor:
-        """Return sampled tokens [T] with the insertions between them: [T + E]."""
-        slots = torch.arange(len(self), device=self.cu_seqlens.device) + self.cu_seqlens[1:]
-        whole = tokens.new_empty(len(tokens) + len(self.tokens))
-        is_inserted = torch.ones_like(whole, dtype=torch.bool).index_fill_(0, slots, False)
-        return whole.masked_scatter_(is_inserted, self.tokens).index_copy_(0, slots, tokens)
-
 
 @dataclass(frozen=True)
 class Rollouts(Packed):
@@ -293,7 +286,14 @@ class Rollouts(Packed):
 
     @property
     def all_tokens(self) -> Tensor:  # [T + E], with what was inserted
-        return self.tokens if self.inserted is None else self.inserted.interleave(self.tokens)
+        if (inserted := self.inserted) is None:
+            return self.tokens
+        slots = torch.arange(len(self.tokens), device=self.tokens.device) + inserted.cu_seqlens[1:]
+        whole = self.tokens.new_empty(len(self.tokens) + len(inserted.tokens))
+        is_inserted = torch.ones_like(whole, dtype=torch.bool).index_fill_(0, slots, False)
+        return whole.masked_scatter_(is_inserted, inserted.tokens).index_copy_(
+            0, slots, self.tokens
+        )
 
     def turns(self) -> list[list[list[int]]]:
         """Return each response as token lists: a turn, what was inserted after it, a turn, ..."""
@@ -309,10 +309,6 @@ class Rollouts(Packed):
             for start, end in pairwise(ends):
                 found[-1] += [next(insertions), tokens[start:end]]
         return found
-
-    @property
-    def mean_logprobs(self) -> Tensor:  # [S], over the tokens of each response
-        return sequence_sums(self.logprobs, self.lengths) / self.lengths.clamp_min(1)
 
     def padded_tokens(self, fill: int) -> Tensor:
         width = int(self.lengths.max()) if len(self) else 0

@@ -42,10 +42,9 @@ class Needs:
 
 @dataclass(frozen=True)
 class LengthPenalty:
-    """DAPO's (Yu et al. 2025, eq. 13), as in verl; `limit` is the length of the longest response:
-    min(0, factor (limit - buffer - length) / buffer)."""
+    """DAPO's (Yu et al. 2025, eq. 13), as in verl: docs/tasks.md."""
 
-    limit: int
+    limit: int  # length of the longest response
     buffer: int
     factor: float = 1.0
 
@@ -189,18 +188,21 @@ class RolloutCollector:
                     part = self._sample(step, prompts.select(asked), begun, count, means)
                     slots = torch.arange(part.rewards.numel(), device=self.device)
                     index[asked, begun : begun + count] = num_drawn + slots.view(-1, count)
-                    parts.append(part.grouped(part.prompts.select(slots // count), 1))
+                    # a batch of one to each of as many prompts, which follow at the end
+                    none = Prompts(slots[:0], pad(0 * slots, (1, 0)), slots)
+                    parts.append(part.grouped(none, 1))
                     num_drawn += len(slots)
-            whole = RolloutBatch.concatenate([*parts, parts[0].nothing()])
-            rewards, drawn = whole.rewards[index, 0], (index >= 0).sum(1)
+            known = torch.cat([part.rewards for part in (*parts, parts[0].nothing())])
+            rewards, drawn = known[index, 0], (index >= 0).sum(1)
         assert prompts is not None
         metrics, errors = schedule.metrics(step, rewards, drawn), Counter[str]()
         for part in parts:
             errors.update(part.metrics)
         chosen = schedule.chosen(step, rewards)  # [G]
         order = index[chosen].flatten() % (num_drawn + 1)  # -1: the last one
+        whole = RolloutBatch.concatenate([*parts, parts[0].nothing()]).select(order)
         return replace(
-            whole.select(order).grouped(prompts.select(chosen), most),
+            whole.grouped(prompts.select(chosen), most),
             all_rewards=rewards,
             num_tokens=sum(part.num_tokens for part in parts),
             metrics={**errors, **metrics},

@@ -89,13 +89,10 @@ CORRECTIONS = {
 def make_correction(
     name: str, numbers: Mapping[str, Any]
 ) -> Callable[[RolloutBatch, Learner], RolloutBatch] | None:
-    """Return what gives a batch its weights before the first update; None for one without.
-
-    It makes the policy's log-probs the old log-probs of the loss, whose ratio then measures only
-    the policy's change within the step. All ranks must call it. Metrics are over all sampled
-    tokens; `importance_bounded` is the fraction of weights capped or set to 0, and
-    `importance_sample_size` (sum of weights)^2 / sum of squares / number of tokens, 0 if all are 0.
-    """
+    """Return what gives a batch its weights before the first update, and metrics (docs/metrics.md)
+    over all sampled tokens; None for one without. It makes the policy's log-probs the old log-probs
+    of the loss, whose ratio then measures the policy's change within the step alone. All ranks must
+    call it."""
     method = CORRECTIONS[name]
     if method.needs != _ONE_PASS:
         return None

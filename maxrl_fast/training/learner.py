@@ -109,8 +109,8 @@ class Learner:
 
         Args:
             advantages: [S] of all samples.
-            sequences: int64, ascending: the samples of this update, over which the loss is
-                averaged, also those without a gradient, which are not computed.
+            sequences: int64, ascending: those over which the loss is averaged, also the ones
+                without a gradient, which are not computed.
             draw: the step and the update within it, for losses that draw tokens.
         """
         earlier, self.accumulated = self.accumulated, []

@@ -19,11 +19,7 @@ from maxrl_fast.training.prefix_tree import Integers, SortedRows
 @dataclass(frozen=True)
 class MicroBatch:
     """The packed tokens that the model reads, a forest of what several rows begin with, and the
-    targets of its predictions.
-
-    A response's last token is left out because it predicts nothing. Every sampled token is
-    predicted at the token before it; what an environment inserted is read and is not a target.
-    """
+    targets of its predictions. What an environment inserted is read and is not a target."""
 
     tokens: Tensor  # [U] int64
     positions: Tensor  # [U] int64

@@ -37,15 +37,9 @@ class AnswerScores:
 @dataclass(frozen=True)
 class PolicyReward:
     """Scores responses by the probability of the reference answer y* given their reasoning z, at
-    the temperature of the loss.
-
-    "logprob" is log pi(y* | x, z), "mean_logprob" its mean over the tokens of y*. "rlpr" is the
-    reward of RLPR (Yu et al. 2025, arXiv:2506.18254), where p(z) is the mean probability of the
-    tokens of y*: .9 max(0, p(z) - p(nothing)) + .1 [the response leads to an answer].
-
-    "probability" is pi(y* | x, z), the reward of VeriFree (Zhou et al. 2025, arXiv:2505.21493). It
-    is 0 if the response does not lead to an answer, or its reasoning leaves no room for one; the
-    others append the lead-in of an answer to such a response, whose reasoning is cut if needed."""
+    the temperature of the loss: docs/tasks.md, "Rewards from the policy". PROBABILITY is pi(y* | x,
+    z), the reward of VeriFree (docs/objectives/verifree.md), and 0 if the response does not lead to
+    an answer or its reasoning leaves no room for one."""
 
     kind: str  # one of LIKELIHOODS, or PROBABILITY
     task: AnsweredTask

@@ -1,6 +1,6 @@
-"""Samples that begin alike, as a forest of segments that are computed once. Sorted by their tokens,
-rows that begin alike are neighbours. In that order each row adds to the stream what it does not
-share with the row before it, which is the forest in depth-first order."""
+"""Samples that begin alike, as a forest of segments that are computed once (docs/prefix_trees.md).
+In the order of their tokens each row adds to the stream what it does not share with the row before
+it."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,10 +53,9 @@ class SortedRows:
 
     @cached_property
     def _sorted(self) -> tuple[Integers, Integers]:
-        """[S] rows in the order of their tokens' bytes, a beginning of another row before it; and
-        with how many tokens each begins like the one before it. Samples of a prompt are compared
-        only after it: a row's key is the number of the shortest prompt that begins it, and what
-        follows."""
+        """[S] rows in the order of their tokens' bytes, and with how many tokens each begins like
+        the one before it. Samples of a prompt are compared only after it: a row's key is the number
+        of the shortest prompt that begins it, and what follows."""
         data, bounds = self.tokens.tobytes(), np.stack([self.starts, self.starts + self.sizes], 2)
         of_prompt, of_response = (8 * bounds).swapaxes(0, 1).tolist()
         prompts = {a: data[a:b] for a, b in dict(of_prompt).items()}
@@ -92,8 +91,8 @@ class SortedRows:
         shares_all: bool,
     ) -> Tree:
         """Return the forest of the rows [S'], and where `counts` [S'] tokens of each, those at the
-        packed `positions` [T] in its row, are in it. All that rows begin with is shared, or prompts
-        and whole rows only, where each further level would be another call of attention."""
+        packed `positions` [T] in its row, are in it. shares_all: all that rows begin with, or
+        prompts and whole rows only."""
         by_rank = self.ranks[sequences].argsort()
         rows = sequences[by_rank]
         lengths, prompts, common = self.lengths[rows], self.sizes[rows, 0], self.common(rows)

@@ -21,8 +21,8 @@ from maxrl_fast.algorithms.group import Group
 
 @dataclass(frozen=True)
 class StdFilter:
-    """RLPR's filter (Yu et al. 2025, arXiv:2506.18254), with the constants of its code: from step
-    11 on, the standard deviation of a group's rewards must be `share` of the average over steps."""
+    """RLPR's filter (Yu et al. 2025, arXiv:2506.18254), with the constants of its code:
+    docs/tasks.md, "Dynamic sampling"."""
 
     share: float
     average: Tensor  # [1] float64, of the learner's state; NaN at the start
@@ -31,7 +31,6 @@ class StdFilter:
         return self.share * float(self.average) if step > 10 else 0.0
 
     def observe(self, rewards: Tensor, step: int) -> None:
-        """Add a step to the average: the mean of steps 6 to 10, then a moving average."""
         own = deviations(rewards)
         mean = own[own.isfinite()].mean().cpu()
         if step > 5 and mean.isfinite():
@@ -42,7 +41,7 @@ class StdFilter:
 @dataclass(frozen=True)
 class DynamicSampling:
     """Replaces groups whose known rewards are all equal (DAPO, Yu et al. 2025), in at most
-    `max_batches` batches of prompts. At this limit some of them fill up the step."""
+    `max_batches` batches of prompts, after which some of them fill up the step."""
 
     num_prompts: int  # G
     num_rollouts: int  # N
@@ -73,16 +72,17 @@ class DynamicSampling:
 @dataclass
 class Stopping:
     """Draws rollouts of a prompt until it has `stop_at` successes, or `most` rollouts
-    (algorithms/stopping.py): `block`, then each time as many as before, so that batches stay large.
+    (docs/objectives/maxrl.md): `block`, then each time as many as before, so that batches stay
+    large.
 
     A class of --schedule has another `more`: a rule without bias sees of a prompt's own rollouts
-    only the rewards, and does not stop before the first success. Checkpoints keep `state`, tensors
-    by name that change in place."""
+    only the rewards, and does not stop before the first success."""
 
     num_prompts: int
     block: int
     most: int
     stop_at: int
+    # of checkpoints, by name; these tensors change in place
     state: dict[str, Tensor] = field(default_factory=dict)
 
     def more(self, step: int, rewards: Tensor, drawn: Tensor) -> Tensor:

@@ -41,27 +41,22 @@ def distribute(model: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> nn.Modul
     model is on its device, equal on all ranks or sharded."""
     if ranks.size == 1:
         return model
-    if not model.bare:
-        module = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        _arrange_buckets(module, model, dtype)
-        return module
     device = model.lm_head.weight.device
+    if not model.bare:
+        # DDP rearranges its buckets after its first backward pass: here one whose gradients are
+        # discarded. With more than two ranks the order of additions depends on a gradient's place,
+        # so the first update of a resumed run would else round differently.
+        module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        prompts = Prompts(*pack([[0, 0]]), torch.zeros(1, dtype=torch.int64)).to(device)
+        rollouts = Rollouts.given([[0, 0]]).to(device)
+        batch = Packer(prompts, rollouts, torch.zeros(1, device=device)).pack(torch.arange(1))
+        hidden = run_batch(module, batch, dtype)
+        (hidden @ model.output_matrix.to(dtype).t()).sum().backward()
+        module.zero_grad(set_to_none=False)
+        return module
     fit = gradients_fit(model, Machine.here(device, ranks.size))
     model.keeps_gradients = not ranks.any(not fit, device)
     return model
-
-
-def _arrange_buckets(module: nn.Module, model: PolicyModel, dtype: torch.dtype) -> None:
-    """DDP rearranges its buckets after its first backward pass: here one whose gradients are
-    discarded. With more than two ranks the order of additions depends on a gradient's place, so the
-    first update of a resumed run would else round differently from an uninterrupted run."""
-    device = model.lm_head.weight.device
-    prompts = Prompts(*pack([[0, 0]]), torch.zeros(1, dtype=torch.int64)).to(device)
-    rollouts = Rollouts.given([[0, 0]]).to(device)
-    batch = Packer(prompts, rollouts, torch.zeros(1, device=device)).pack(torch.arange(1))
-    hidden = run_batch(module, batch, dtype)
-    (hidden @ model.output_matrix.to(dtype).t()).sum().backward()
-    module.zero_grad(set_to_none=False)
 
 
 def shard(model: PolicyModel, dtype: torch.dtype, device: torch.device) -> None:

@@ -11,8 +11,8 @@ class Lap:
 
 class Stopwatch:
     """Measures wall time by stage, of nested ones for the inner one only, and counts the signs of
-    progress, which the watchdog reads. `seconds`, totals by stage, is updated in place. A beat is
-    one of the `parent` too, which measures what waits for this one."""
+    progress, which the watchdog reads; a beat is one of `parent` too, which waits for this one.
+    `seconds` is updated in place."""
 
     def __init__(
         self, seconds: dict[str, float] | None = None, parent: "Stopwatch | None" = None

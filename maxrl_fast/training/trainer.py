@@ -42,13 +42,8 @@ class Trainer:
     """Each of `updates_per_step` optimizer updates uses an equal share of a step's prompts.
 
     With `ahead` A, step n + A is sampled in a thread while step n trains, with the weights that
-    step n begins with. Its engine must not compute where the policy is changed:
-
-        main thread   | train 1    | train 2    | train 3
-        weights       v0           v1           v2            v_n: after step n
-        thread, A = 1 | sample 2   | sample 3   | sample 4    by v0, v1, v2
-
-    `waiting` has the batches of the next steps, which are sampled and not learned from."""
+    step n begins with (docs/asynchronous.md). Its engine must not compute where the policy is
+    changed."""
 
     collector: RolloutCollector
     objective: Objective
@@ -60,7 +55,7 @@ class Trainer:
     clock: Stopwatch = field(default_factory=Stopwatch)
     teacher_prompts: Callable[[Prompts], Prompts] | None = None
     ahead: int = 0
-    waiting: list[RolloutBatch] = field(default_factory=list)
+    waiting: list[RolloutBatch] = field(default_factory=list)  # sampled and not learned from
     _coming: Future[RolloutBatch] | None = None
     _sampled: float = 0.0  # when the last batch of the thread was there
 

@@ -15,7 +15,7 @@ from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import log_ratio_reward
 from maxrl_fast.ops.group_advantage import example_inputs, group_advantage
-from maxrl_fast.records import sequence_sums
+from maxrl_fast.records import Rollouts, sequence_sums
 from maxrl_fast.runtime.device import host_numbers, to_device, to_host
 from maxrl_fast.runtime.loading import place_of
 from maxrl_fast.training.collect import RolloutBatch
@@ -117,7 +117,7 @@ class _Step(ObjectiveStep):
         # on demand: an estimator takes few, and reading the prompts' indices waits for the device
         known: dict[str, Callable[[], Any]] = {
             "lengths": lambda: rollouts.lengths.view(rewards.shape),
-            "logprobs": lambda: rollouts.mean_logprobs.view(rewards.shape),
+            "logprobs": lambda: _mean_logprobs(rollouts).view(rewards.shape),
             "greedy_correct": lambda: None if greedy is None else greedy > 0.5,  # [G]
             "greedy_rewards": lambda: greedy,  # [G]
             "reward_parts": lambda: terms if terms is None else terms.movedim(-1, 0),  # [R, G, N]
@@ -219,6 +219,10 @@ class _OverPrompts(ObjectiveStep):
     def advantages(self, sequences: Tensor) -> Tensor:
         num_prompts = len((sequences // self.batch.num_rollouts).unique())
         return self.values * (len(self.batch.in_loss(sequences)) / max(num_prompts, 1))
+
+
+def _mean_logprobs(rollouts: Rollouts) -> Tensor:
+    return sequence_sums(rollouts.logprobs, rollouts.lengths) / rollouts.lengths.clamp_min(1)
 
 
 def _grouped(values: Sequence[Any], num_rollouts: int) -> list[Sequence[Any]]:

@@ -14,8 +14,8 @@ from maxrl_fast.training.learner import Learner
 
 @dataclass
 class ObjectiveStep:
-    """One step of an objective. Objectives whose advantages change with every update, or that train
-    something of their own, return a class of their own."""
+    """One step of an objective; of a class of its own where advantages change with every update, or
+    something else is trained."""
 
     # The samples to train on. An objective with an advantage for every token, of either sign, has
     # batch.weighted(advantages [T]) and gives every response the advantage 1.
@@ -28,8 +28,7 @@ class ObjectiveStep:
         return self.values
 
     def finish(self) -> dict[str, float]:
-        """After the last update: train what the objective trains besides the policy, and return its
-        metrics of the step."""
+        """After the last update, train what else is trained, and return metrics of the step."""
         return {}
 
 
@@ -39,9 +38,7 @@ class Objective(ABC):
 
     loss: str = "ppo"  # a name of ops.policy_gradient_loss; default of --loss
     aggregation: str = "token_mean"  # how token losses are averaged; default of --aggregation
-    # Whether loss and aggregation are fixed by the objective. Then options cannot change them, and
-    # importance weights do not apply.
-    owns_loss: bool = False
+    owns_loss: bool = False  # options cannot change these two, and importance weights do not apply
     min_rollouts: int = 1
 
     @property
@@ -50,8 +47,8 @@ class Objective(ABC):
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Host tensors, by name, that the next step needs, as they are before the first. The
-        learner keeps them in `objective_state`; checkpoints store them and load them in place."""
+        """What steps hand on, host tensors by name, as before the first. The learner keeps them in
+        `objective_state`; checkpoints load them in place."""
         return {}
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:

@@ -39,8 +39,7 @@ class PpoObjective(Objective):
     V_(t+1) - V_t, r at the last token; the critic V: a copy of the policy with a value head,
     trained on A + V.
 
-    Whitened are the tokens whose reward is known. The critic learns A + V, with A before whitening,
-    after the policy updates and on the same minibatches.
+    docs/objectives/ppo.md has the rest.
     """
 
     gae_gamma: Annotated[
@@ -73,7 +72,13 @@ class PpoObjective(Objective):
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         values, rewards = state_values(learner, batch), batch.rewards.flatten()
-        _check_finite(values, batch)
+        if len(broken := (~values.isfinite()).nonzero()):
+            bounds, token = batch.rollouts.cu_seqlens, int(broken[0])
+            sequence = int(torch.searchsorted(bounds, token, right=True)) - 1
+            raise CriticError(
+                f"step {batch.step}: the critic's value of a token is {float(values[token])} for "
+                f"prompt {int(batch.prompts.ids[sequence // batch.num_rollouts])}"
+            )
         counts = batch.rollouts.by_token(batch.has_reward.flatten())
         given = values, rewards, batch.rollouts.cu_seqlens, self.gae_gamma, self.gae_lambda
         advantages = gae_advantages(*given)
@@ -124,12 +129,8 @@ def update_critic(
     when: str,
 ) -> tuple[float, float]:
     """Take one optimizer step of the critic on some of the samples, int64 on the host and
-    ascending, for all of which old values and returns are [T]. Return the loss, the mean over their
-    tokens, and the gradient norm before clipping; without tokens there is no step.
-
-    Raises:
-        NonFiniteError: if one of them is not finite; the critic's weights are unchanged.
-    """
+    ascending; old values and returns are [T] of all. Return the mean loss of their tokens and the
+    gradient norm before clipping, 0 without tokens. CriticError leaves the weights unchanged."""
     critic = learner.critic
     assert critic is not None
     packer, size = learner.passes.packer(samples), learner.ranks.size
@@ -156,18 +157,6 @@ def update_critic(
     how = critic.model, critic.optimizer, critic.lr, CLIP_GRAD, refuse
     norm, (loss,) = take_step(*how, total)
     return float(loss), norm
-
-
-def _check_finite(values: Tensor, batch: RolloutBatch) -> None:
-    broken = (~values.isfinite()).nonzero()
-    if len(broken):
-        token = int(broken[0])
-        sequence = int(torch.searchsorted(batch.rollouts.cu_seqlens, token, right=True)) - 1
-        prompt = int(batch.prompts.ids[sequence // batch.num_rollouts])
-        raise CriticError(
-            f"step {batch.step}: the critic's value of a token is {float(values[token])} for "
-            f"prompt {prompt}"
-        )
 
 
 def gae_advantages(

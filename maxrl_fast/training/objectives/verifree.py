@@ -20,8 +20,7 @@ class VerifreeObjective(Objective):
     """rloo of R = pi(y* | x, z) for the tokens of the reasoning z, R for those of the reference
     answer y* put after it.
 
-    So the gradient of E_z pi(y* | x, z) is the mean of A grad log pi(z | x) + R grad log pi(y* | x,
-    z). A response that does not lead to an answer has R = 0 and counts as z entirely.
+    So the gradient is that of E_z pi(y* | x, z): docs/objectives/verifree.md.
     """
 
     loss = "reinforce"

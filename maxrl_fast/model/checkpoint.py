@@ -175,9 +175,11 @@ def carried_tensors(directory: Path, model: PolicyModel) -> dict[str, StoredTens
     return others
 
 
-def load_checkpoint(directory: Path) -> Decoder:
-    """Return the decoder of a directory, on the CPU in float32."""
+def load_checkpoint(directory: Path, is_empty: bool = False) -> Decoder:
+    """Return the decoder of a directory, on the CPU in float32, or the meta device."""
     config = read_config(directory / "config.json")
+    if is_empty:
+        return Decoder.empty(config, "meta")
     stored = find_tensors(directory)
     if config.tie_word_embeddings:
         _join_tied(stored)

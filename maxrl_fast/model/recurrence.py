@@ -1,11 +1,9 @@
 """Layers with a state (gated delta rule, Mamba, short convolutions) over a forest of prefixes.
 
-Such a layer of transformers reads and writes its states through a cache: the last columns before
-its convolution, and the state of its recurrence. `States` is a cache for one call, whose tensors
-autograd follows. So the segments of one depth run in one batch, and hand the states at their ends
-to the segments below: what several samples begin with is computed once, and no state reaches
-another sample.
-"""
+Such a layer of transformers keeps its states in a cache: the last columns before its convolution,
+and the state of its recurrence. `States` is a cache for one call, whose tensors autograd follows.
+So the segments of one depth run in one batch, and hand their states to the segments below: what
+several samples begin with is computed once, and no state reaches another sample."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,7 +114,7 @@ class Levels:
 class _Segment(NamedTuple):
     reads: Tensor  # tokens of the stream, of which the last `length` are its own
     length: int
-    origin: int  # the segment whose state precedes what it reads; -1: none
+    origin: int  # the segment whose state it continues; -1: none
     depth: int
     keeps: bool  # its state, for segments below
 

@@ -1,6 +1,5 @@
-"""Errors that end a run with a message instead of a traceback. `advice` tells the user what to do.
-Every function that reads or checks the user's input raises InputError where it is wrong; docstrings
-name only other errors."""
+"""Errors that end a run with a message instead of a traceback. Whatever reads or checks the user's
+input raises InputError where it is wrong; docstrings name only other errors."""
 
 import difflib
 import sys
@@ -12,22 +11,22 @@ def warn(sentence: str) -> None:
 
 
 def printable(text: object, most: int = 300) -> str:
-    """Return a name or a message on one line, without its middle where it is longer than `most`."""
+    """Return a text on one line, without its middle where it is longer than `most`."""
     line = str(text)
     line = line if line.isprintable() else repr(line)
     return line if len(line) <= most else f"{line[: most // 2]}...{line[-most // 2 :]}"
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """Return what a user may have meant, for the end of a message, or nothing."""
+    """Return what may have been meant, for the end of a message, or nothing."""
     begin = [x for x in words if x[:1] == word[:1]]
     close = difflib.get_close_matches(word, begin, n=1, cutoff=0.4)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class InputError(ValueError):
-    """The user's input is invalid; exit code 2. `options` are those that the message is about: the
-    command adds the lines of the --config file that give them."""
+    """The user's input is invalid; exit code 2. The command adds the lines of the --config file
+    that give the `options`."""
 
     def __init__(self, message: str, *options: str) -> None:
         super().__init__(message)
@@ -35,7 +34,7 @@ class InputError(ValueError):
 
 
 class UnsupportedModelError(InputError):
-    """A checkpoint is of a model that the native decoder does not have."""
+    """The native decoder does not have the model of a checkpoint."""
 
 
 class NonFiniteError(RuntimeError):
@@ -45,7 +44,7 @@ class NonFiniteError(RuntimeError):
 
 
 class TeacherError(NonFiniteError):
-    """What the reference policy computed became NaN or infinite; it is not trained."""
+    """The same of the reference policy, which is not trained."""
 
     advice = "--dtype float32 often helps; otherwise another --reference."
 
@@ -57,15 +56,13 @@ class StorageError(RuntimeError):
 
 
 class EngineError(RuntimeError):
-    """A rollout engine or its server does not answer, or returned what cannot be true; exit code
-    1."""
+    """A rollout engine or its server does not answer, or returned nonsense; exit code 1."""
 
     advice = "Restart the server or fix the engine, then continue with --resume."
 
 
 class UserCodeError(RuntimeError):
-    """Code of the user's has raised an exception, or returned what is wrong; exit code 1, or 2
-    before the first step."""
+    """Code of the user's has failed; exit code 1, or 2 before the first step."""
 
     advice = "Fix it, and continue with --resume --allow-changes."
 

@@ -22,8 +22,8 @@ from maxrl_fast.runtime.ranks import Ranks
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line. Return 0; 1 on failing rewards, a failing engine, non-finite values or
-    a full disk; 2 on bad input; 130 on Ctrl-C."""
+    """Return 0; 1 on failing rewards, a failing engine, non-finite values or a full disk; 2 on bad
+    input; 130 on Ctrl-C."""
     screen = Screen()
     try:
         with naming_user_code():
@@ -42,6 +42,3 @@ def main(arguments: Sequence[str]) -> int:
     except (*FAILURES, UserCodeError) as error:
         screen.error(f"{error}; nothing was kept")
         return 1
-    except InputError as error:
-        screen.error(str(error))
-        return 2

@@ -51,51 +51,38 @@ KINDS: dict[str, tuple[Mapping[str, Method], Mapping[str, Method], str, str]] = 
         "probability in the rollout engine, both before top-p.",
     ),
 }
-# what methods are for, in a few words
-_FOR = {
-    "most successes on the first try": (
-        "rloo reinforce reinforce_raw grpo grpo_nemo lite_ppo reinforce_pp reinforce_pp_tokens opo "
-        "remax qae"
-    ),
-    "hard prompts count more": ("maxrl maxrl_ratio maxrl_conditional maxrl_control_variate"),
-    "the best of k responses": (
-        "maxpo expected_improvement ei_l1o pkpo pkpo_sloo passk_training bon_max_second bon_mean"
-    ),
-    "best of k or maxrl, stale samples": ("maxpo_off_policy maxrl_off_policy bon_off_policy"),
-    "a baseline, without a gradient": "leave_two_out",
-    "rewards as labels of a classifier": "pacs pacs_paper pacs_first_update",
-    "diverse responses": "nsr w_reinforce differential_smoothing unlikeliness",
-    "verifiers that err": "noisy_verifier_backward noisy_verifier_forward",
-    "several rewards": "gdpo hero",
-    "prompts that greedy decoding fails": "self",
-    "to learn from a teacher": "distill",
-    "a critic: advantages by token": "ppo",
-    "the worst bundles of prompts": "riskpo",
-    "reference answers, no verifier": "verifree",
-    "groups of equal rewards too": "rl_zvp",
-    "one update a step": "reinforce",
-    "several updates: clipped ratios": "ppo dispo vespo",
-    "clipped tokens keep a gradient": "cispo sapo",
-    "ratios of whole responses": "gspo gmpo",
-    "entropy that stays": "kl_cov clip_cov lp_reg entropy_adv",
-    "probability for several tokens": "simko",
-    "asynchronous samples": "dppo topr topr_token",
-    "an engine exact as the trainer": "none",
-    "other engines: weights are capped": "tis tis_sequence",
-    "other engines: some are left out": "icepop mis",
-    "updates far from the sampler": "sequence_mask",
-}
-
+# what methods are for; reinforce and ppo are an objective first, and then a loss
+_FOR = """
+most successes on the first try: rloo reinforce reinforce_raw grpo grpo_nemo lite_ppo reinforce_pp
+ reinforce_pp_tokens opo remax qae
+hard prompts count more: maxrl maxrl_ratio maxrl_conditional maxrl_control_variate
+the best of k responses: maxpo expected_improvement ei_l1o pkpo pkpo_sloo passk_training
+ bon_max_second bon_mean
+best of k or maxrl, stale samples: maxpo_off_policy maxrl_off_policy bon_off_policy
+a baseline, without a gradient: leave_two_out
+rewards as labels of a classifier: pacs pacs_paper pacs_first_update
+diverse responses: nsr w_reinforce differential_smoothing unlikeliness
+verifiers that err: noisy_verifier_backward noisy_verifier_forward
+several rewards: gdpo hero
+prompts that greedy decoding fails: self
+to learn from a teacher: distill
+a critic, advantages by token: ppo
+the worst bundles of prompts: riskpo
+reference answers, no verifier: verifree
+groups of equal rewards too: rl_zvp
+one update a step: reinforce
+several updates, clipped ratios: ppo dispo vespo
+clipped tokens keep a gradient: cispo sapo
+ratios of whole responses: gspo gmpo
+entropy that stays: kl_cov clip_cov lp_reg entropy_adv
+probability for several tokens: simko
+asynchronous samples: dppo topr topr_token
+an engine exact as the trainer: none
+other engines, weights are capped: tis tis_sequence
+other engines, some are left out: icepop mis
+updates far from the sampler: sequence_mask
+"""
 WIDEST = 34  # of a purpose
-
-
-def purpose_of(kind: str, name: str) -> str:
-    """Return what a method is for; "" for one that was registered later."""
-    found = [said for said, names in _FOR.items() if name in names.split()]
-    # reinforce and ppo are an objective and a loss
-    return found[-1 if kind == "loss" else 0] if found else ""
-
-
 HELP = """usage: python -m maxrl_fast.objectives [NAME ...]
 
 List the objectives, the token losses of --loss and the corrections of --correction, a line each
@@ -103,23 +90,32 @@ with what it is for and what it needs; of those that are named print the formula
 options, the source and the notation too."""
 
 
+def purpose_of(kind: str, name: str) -> str:
+    """Return what a method is for; "" for one that was registered later."""
+    rows = (row.split(": ") for row in _FOR.replace("\n ", " ").strip().splitlines())
+    found = [said for said, names in rows if name in names.split()]
+    return found[-1 if kind == "loss" else 0] if found else ""
+
+
 @command
 def main(names: Sequence[str]) -> int:
-    """Run the command."""
     show_help(names, HELP)
     console = Console() if sys.stdout.isatty() else Console(width=160)
     show = partial(console.print, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     known = {x for methods, aliases, *_ in KINDS.values() for x in (*methods, *aliases)}
     for name in names:
         if name not in known:
-            said = "no objective, loss or correction has the name"
-            raise InputError(f"{said} {name!r:.80}{method_hint(name, known)}")
+            said = f"no objective, loss or correction has the name {name!r:.80}"
+            raise InputError(said + method_hint(name, known))
     for kind, (methods, aliases, title, notation) in KINDS.items():
+        for name in (x for x in names if x in methods or x in aliases):
+            x = methods.get(name) or aliases[name]
+            rows = {title: x.formula, "weight": x.weight, "needs": x.needs}
+            rows |= {"options": x.shown_options, "from": x.source}
+            show(f"--{kind} {explain_name(name)}")
+            show(*(f"  {key}: {text or '-'}" for key, text in rows.items()), sep="\n")
+            show(f"  {notation}\n")
         if names:
-            for name in (x for x in names if x in methods or x in aliases):
-                method = methods.get(name) or aliases[name]
-                show(f"--{kind} {explain_name(name)}\n{_details(method, title)}")
-                show(f"  {notation}\n")
             continue
         table = Table(f"--{kind}", "what for", "needs", box=None, pad_edge=False)
         for column, width in zip(table.columns, (max(map(len, methods)), WIDEST, 5), strict=True):
@@ -130,9 +126,3 @@ def main(names: Sequence[str]) -> int:
         others = "; ".join(map(explain_name, aliases))
         show(f"Other names: {others}.\n" if others else "")
     return 0
-
-
-def _details(method: Method, title: str) -> str:
-    rows = {title: method.formula, "weight": method.weight, "needs": method.needs}
-    rows |= {"options": method.shown_options, "from": method.source}
-    return "\n".join(f"  {key}: {text or '-'}" for key, text in rows.items())

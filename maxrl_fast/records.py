@@ -1,49 +1,40 @@
-"""The records that the stages of a step exchange.
-
-Shapes everywhere: G prompts (groups), N rollouts per prompt, S = G N sequences, T packed response
-tokens, V vocabulary, H hidden. A packed tensor holds sequences end to end; sequence s is
-`[cu_seqlens[s], cu_seqlens[s + 1])`."""
+"""The records that the stages of a step exchange. Shapes everywhere: G prompts (groups), N rollouts
+per prompt, S = G N sequences, T packed response tokens, V vocabulary, H hidden. A packed tensor
+holds sequences end to end; sequence s is `[cu_seqlens[s], cu_seqlens[s + 1])`."""
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, pairwise
 from types import NoneType
-from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 from typing_extensions import Self  # torch needs it too
 
+from maxrl_fast.algorithms.tokens import sequence_sums as sequence_sums
+from maxrl_fast.runtime.device import to_device
+
 
 def pack(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Concatenate token lists; return tokens [T] and cu_seqlens [S+1], both int64."""
     tokens = torch.tensor([*chain(*sequences)], dtype=torch.int64)
     return tokens, cumulative(torch.tensor([*map(len, sequences)], dtype=torch.int64))
 
 
 def unpack(tokens: Tensor, lengths: Tensor) -> list[list[int]]:
-    """Return packed sequences [T] of these lengths [S] as token lists."""
     return [part.tolist() for part in tokens.cpu().split(lengths.tolist())]
 
 
 def cumulative(lengths: Tensor) -> Tensor:
-    """Return cu_seqlens [S+1] of lengths [S], both int64."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Concatenate the ranges [start, start + length): int64 [sum of lengths]."""
+    """Concatenate the ranges [start, start + length)."""
     shift = torch.repeat_interleave(starts - cumulative(lengths)[:-1], lengths)
     return torch.arange(len(shift), device=shift.device) + shift
-
-
-def sequence_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sum packed values [T] over sequences of these lengths [S]; returns [S]."""
-    # Not index_add, which adds in a varying order on a GPU.
-    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 
 def gather_sequences(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,40 +44,31 @@ def gather_sequences(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Ten
 
 
 def padded_slots(lengths: Tensor, width: int) -> Tensor:
-    """Return each packed token's index in a flattened, right-padded [S, width]: int64 [T]."""
+    """Return each packed token's index in a flattened, right-padded [S, width]: [T]."""
     sequence = torch.repeat_interleave(lengths)
     starts = torch.repeat_interleave(cumulative(lengths)[:-1], lengths)
     return sequence * width + torch.arange(sequence.numel(), device=lengths.device) - starts
 
 
-# What the first dimension of a record's field counts: see Ragged. BOUNDS: where each item's tokens
-# begin and end.
+# What the first dimension of a field counts. BOUNDS: where each item's tokens begin and end.
 PROMPT, SEQUENCE, TOKEN, INSERTED, BOUNDS = "prompt", "sequence", "token", "inserted", "bounds"
 
 
-class _Field(NamedTuple):
-    space: str
-    dtype: torch.dtype | None
-    is_optional: bool
-
-
 @cache
-def _fields(record: type) -> dict[str, _Field]:
+def _fields(record: type) -> dict[str, tuple[str, torch.dtype | None, bool]]:
+    """Return the index space of each field, its dtype, and whether it may be None."""
     fields = {}
     for name, hint in get_type_hints(record, include_extras=True).items():
         if get_origin(hint) is Annotated:
             space, dtype = (*hint.__metadata__, None)[:2]
-            fields[name] = _Field(space, dtype, NoneType in get_args(hint.__origin__))
+            fields[name] = space, dtype, NoneType in get_args(hint.__origin__)
     return fields
 
 
 @dataclass(frozen=True)
 class Ragged(ABC):
-    """A record whose fields say what their first dimension counts:
-
-        truncated: Annotated[Tensor, SEQUENCE, torch.bool]
-
-    Such a field is a tensor, a tuple, a record or None. Others belong to the record as a whole."""
+    """A record whose fields say what their first dimension counts, as Annotated[Tensor, SEQUENCE,
+    dtype]: tensors, tuples, records or None. Others belong to the record as a whole."""
 
     @abstractmethod
     def positions(self, items: Tensor) -> dict[str, Tensor]:
@@ -111,26 +93,23 @@ class Ragged(ABC):
     def concatenate(
         cls, parts: Sequence[Self], across: Callable[[Tensor], Tensor] | None = None
     ) -> Self:
-        """Concatenate the fields that all parts have. What belongs to a whole is the first part's.
-
-        Args:
-            across: concatenates a tensor with those of other ranks, which do the same with the
-                other tensors of their records. Tuples are then left out."""
-        names, joined = [*_fields(cls)], dict[str, Any]()
-        columns = [[getattr(part, name) for part in parts] for name in names]
-        has_all = torch.tensor([[all(x is not None for x in values) for values in columns]])
-        has_all = has_all if across is None else across(has_all).all(0, keepdim=True)
-        for name, values, is_known in zip(names, columns, has_all[0].tolist(), strict=True):
-            if not is_known or (across is not None and isinstance(values[0], tuple)):
+        """Concatenate the fields that all parts have; what belongs to a whole is the first part's.
+        across: of a tensor with those of other ranks; tuples are then left out."""
+        fields, joined = _fields(cls), dict[str, Any]()
+        columns = {name: [getattr(part, name) for part in parts] for name in fields}
+        has_all = torch.tensor([[all(x is not None for x in own) for own in columns.values()]])
+        has_all = (across(has_all) if across else has_all).all(0)
+        for (name, values), is_known in zip(columns.items(), has_all.tolist(), strict=True):
+            if not is_known or (across and isinstance(values[0], tuple)):
                 joined[name] = None
             elif isinstance(values[0], Ragged):
                 joined[name] = type(values[0]).concatenate(values, across)
             elif isinstance(values[0], tuple):
                 joined[name] = tuple(chain(*values))
             else:
-                is_bounds = _fields(cls)[name].space == BOUNDS
+                is_bounds = fields[name][0] == BOUNDS
                 whole = torch.cat([x.diff() for x in values] if is_bounds else values)
-                whole = whole if across is None else across(whole)
+                whole = across(whole) if across else whole
                 joined[name] = cumulative(whole) if is_bounds else whole
         return replace(parts[0], **joined)
 
@@ -156,6 +135,16 @@ class Packed(Ragged):
     @property
     def lengths(self) -> Tensor:
         return self.cu_seqlens.diff()
+
+    def by_token(self, of_items: Tensor) -> Tensor:
+        """Repeat a number of each item for each of its tokens."""
+        return of_items.repeat_interleave(self.lengths, output_size=len(self.tokens))
+
+    def at(self, items: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions of the tokens of items, int64 on the host, and their cu_seqlens."""
+        bounds = gather_sequences(self.cu_seqlens.cpu(), items.cpu())
+        index, cu_seqlens = to_device(self.tokens.device, *bounds)
+        return index, cu_seqlens
 
     def positions(self, items: Tensor) -> dict[str, Tensor]:
         slots, _ = gather_sequences(self.cu_seqlens, items)
@@ -192,8 +181,6 @@ class Packed(Ragged):
 
 @dataclass(frozen=True)
 class Prompts(Packed):
-    """G prompts."""
-
     SPACES = PROMPT, TOKEN
 
     tokens: Annotated[Tensor, TOKEN, torch.int64]  # [sum of prompt lengths], packed
@@ -208,16 +195,15 @@ class Prompts(Packed):
         return cls(nothing, cumulative(nothing), nothing)
 
     def take(self, start: int, count: int) -> "Prompts":
-        """Return prompts `start` to `start + count - 1`, or fewer at the end."""
+        """Return `count` prompts from `start` on, or fewer at the end."""
         stop = min(start + count, len(self))
         return self.select(torch.arange(start, max(start, stop), device=self.ids.device))
 
 
 @dataclass(frozen=True)
 class Inserted(Packed):
-    """What environments wrote between a policy's tokens. Nothing is learned from it.
-
-    Item t is what stands before the sampled token t, mostly nothing:
+    """What environments wrote, from which nothing is learned. Item t is what stands before the
+    sampled token t, mostly nothing:
 
         sampled     7 2 5 | 8 2 9
         inserted       ^44      ^6       4 4 before 5, and 6 before 9
@@ -272,7 +258,7 @@ class Rollouts(Packed):
         truncated: Tensor,
         given: Tensor | None = None,
     ) -> "Rollouts":
-        """Pack right-padded tokens and log-probs [S, width]; lengths and truncated are [S].
+        """Pack right-padded tokens and log-probs [S, width] of these lengths [S].
 
         given: [S, width] bool, the tokens that environments wrote, which become `inserted`; no row
         begins or ends with one. Lengths count them."""
@@ -297,16 +283,13 @@ class Rollouts(Packed):
     ) -> Self:
         """Concatenate as `Ragged` does; a part of one turn has no insertions beside episodes."""
         has_turns = torch.tensor([part.inserted is not None for part in parts])
-        if (has_turns if across is None else across(has_turns)).any():
-            nothing = [
-                Inserted(part.tokens[:0], cumulative(torch.zeros_like(part.tokens)))
-                for part in parts
-            ]
-            parts = [
-                replace(part, inserted=none if part.inserted is None else part.inserted)
-                for part, none in zip(parts, nothing, strict=True)
-            ]
+        if (across(has_turns) if across else has_turns).any():
+            parts = [part._with_insertions() for part in parts]
         return super().concatenate(parts, across)
+
+    def _with_insertions(self) -> Self:
+        none = Inserted(self.tokens[:0], cumulative(torch.zeros_like(self.tokens)))
+        return replace(self, inserted=none if self.inserted is None else self.inserted)
 
     @property
     def all_tokens(self) -> Tensor:  # [T + E], with what was inserted
@@ -314,34 +297,28 @@ class Rollouts(Packed):
 
     def turns(self) -> list[list[list[int]]]:
         """Return each response as token lists: a turn, what was inserted after it, a turn, ..."""
+        responses = unpack(self.tokens, self.lengths)
         if self.inserted is None:
-            return [[tokens] for tokens in unpack(self.tokens, self.lengths)]
-        tokens, cu_seqlens = self.tokens.tolist(), self.cu_seqlens.tolist()
-        lengths = self.inserted.lengths
-        anchors = lengths.nonzero()[:, 0]  # the sampled tokens that something stands before
-        insertions = unpack(self.inserted.tokens, lengths[anchors])
-        left = deque(zip(anchors.tolist(), insertions, strict=True))
-        responses = []
-        for start, stop in pairwise(cu_seqlens):
-            parts = []
-            while left and left[0][0] < stop:
-                anchor, insertion = left.popleft()
-                parts += [tokens[start:anchor], insertion]
-                start = anchor
-            responses.append([*parts, tokens[start:stop]])
-        return responses
+            return [[tokens] for tokens in responses]
+        counts, found = self.inserted.lengths.cpu(), list[list[list[int]]]()
+        insertions = iter(unpack(self.inserted.tokens, counts[counts > 0]))
+        before = counts.split(self.lengths.tolist())
+        for tokens, own in zip(responses, before, strict=True):
+            ends = [*own.nonzero()[:, 0].tolist(), len(tokens)]
+            found.append([tokens[: ends[0]]])
+            for start, end in pairwise(ends):
+                found[-1] += [next(insertions), tokens[start:end]]
+        return found
 
     @property
     def mean_logprobs(self) -> Tensor:  # [S], over the tokens of each response
         return sequence_sums(self.logprobs, self.lengths) / self.lengths.clamp_min(1)
 
     def padded_tokens(self, fill: int) -> Tensor:
-        """Return tokens [S, longest], right-padded with `fill`."""
-        lengths = self.lengths
-        width = int(lengths.max()) if lengths.numel() else 0
-        padded = self.tokens.new_full((lengths.numel() * width,), fill)
-        padded[padded_slots(lengths, width)] = self.tokens
-        return padded.view(-1, width)
+        width = int(self.lengths.max()) if len(self) else 0
+        padded = self.tokens.new_full((len(self), width), fill)
+        padded.view(-1)[padded_slots(self.lengths, width)] = self.tokens
+        return padded
 
 
 @dataclass(frozen=True)
@@ -357,6 +334,11 @@ class Samples(Ragged):
         rollouts = torch.arange(self.num_rollouts, device=items.device)
         sequences = items[:, None] * self.num_rollouts + rollouts
         return {PROMPT: items, SEQUENCE: sequences.flatten()}
+
+    def weighted(self, factors: Tensor) -> Self:
+        if self.rollouts.importance_weights is not None:
+            factors = factors * self.rollouts.importance_weights
+        return replace(self, rollouts=replace(self.rollouts, importance_weights=factors))
 
     @property
     def num_rollouts(self) -> int:

@@ -5,7 +5,6 @@ sample --texts, log-probs--> your rewards --advantages--> forward_backward --> o
 
 import atexit
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,7 +23,6 @@ from maxrl_fast.config.options import Config, Decoding, Loss, Model, Optimizer, 
 from maxrl_fast.config.read import hint, parse_options
 from maxrl_fast.errors import InputError, warn
 from maxrl_fast.job.build import RunContext, prepare
-from maxrl_fast.job.build_policy import build_policy_files
 from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.job.checkpoints import check_weights, progress_record, write_checkpoint
 from maxrl_fast.job.learner_state import Snapshot, load_learner
@@ -35,12 +33,12 @@ from maxrl_fast.rollout import RolloutRequest, check_finite
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.rollout.vllm import VllmOptions
 from maxrl_fast.runtime.device import resolve_device
-from maxrl_fast.runtime.files import atomic_file, storing
+from maxrl_fast.runtime.files import CHECKSUMS, read_json, remove, replace_folder, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks.dataset import DatasetOptions
 from maxrl_fast.tasks.jsonl import check_utf8, read_prompt
-from maxrl_fast.tasks.names import dataset_spec
+from maxrl_fast.tasks.names import is_dataset
 from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
 from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
@@ -121,7 +119,7 @@ class Session:
     def _start(self, config: Config, saved: Saved | None) -> None:
         ranks, start = Ranks.of_environment(), saved and saved.directory
         _connect(resolve_device(config.run.device))
-        if is_text := dataset_spec(config.chosen.task) is not None:  # without data, or a teacher's
+        if is_text := is_dataset(config.chosen.task):  # without data, or a teacher's
             config = config.replace(sft_steps=0, eval_prompts=None, teacher_prompt=None)
 
         def make_task(found: Config) -> Any:
@@ -133,14 +131,14 @@ class Session:
         config, task = prepare(config, ranks, warn, make_task)
         torch.set_num_threads(config.run.threads)
         self._run = run = RunContext.begin(config, task, ranks, saved)
-        run.place(saved)
+        run.place()
         self.config, self.engine, self.learner = run.config, run.engine, run.learner
         self.task: Any = task
         self.learner.copy_policy()
         if saved:
             load_learner(saved.directory / "state", self.learner, ranks)
         self._settings = self.learner.settings  # without a call's own loss
-        self._files = build_policy_files(task, run.policy, start or config.model.directory)
+        _ = run.policy_files  # the model's folder may be a temporary one
         self._draws = saved.progress.step if saved else 0
         self._is_new = True  # whether the engine has other weights
         ranks.wait_for_all()  # the model's folder may be a temporary one of the first rank
@@ -279,27 +277,39 @@ class Session:
         return replace(found, **means if found.num_targets else {"ratio": 1.0})
 
     def save(self, out: str | os.PathLike[str]) -> None:
-        """Write a checkpoint, which `from_run` continues, in place of those that `out` has. Its
-        Hugging Face folder is OUT/latest."""
-        ranks, path = self._run.ranks, Path(out).expanduser().absolute()
+        """Write a Hugging Face folder that `from_run` continues, in place of an older save. A kill
+        leaves the older or the new one whole."""
+        ranks, path, model = self._run.ranks, Path(out).expanduser().resolve(), self.config.model
         check_weights(self.learner, f"draw {self._draws}", ranks)
-        if ranks.values((path / "config.json").exists())[0]:
-            raise InputError(f"out must be a new folder or one of save, got {path}")
-        before = ranks.values([str(x) for x in RunFolder(path).checkpoints])[0]
-        number = int(before[-1][-6:]) + 1 if before else 1
-        directory = path / "checkpoints" / f"step-{number:06d}"
-        saved, base = Snapshot.of(self.learner, ranks.is_first), self.config.model.model
-        if ranks.is_first or saved.is_sharded:
-            progress, sizes = Progress("training", self._draws), self._run.policy.config
-            content = progress_record(progress, sizes, {}, self.config.flat(), {}, ranks)
-            write_checkpoint(directory, content, saved, *self._files, base, ranks)
+        if wrong := ranks.values(ranks.is_first and _not_free(path))[0]:
+            raise InputError(f"out must be a new folder or one of save, got {path}, {wrong}")
+        read_again = self.config.loss.reference, model.model if model.lora_rank else None
+        if str(path) in read_again:
+            raise InputError(f"out must not be the model that from_run will read, got {path}")
+        saved, new = Snapshot.of(self.learner, ranks.is_first), path.with_name(f".{path.name}.new")
         if ranks.is_first:
             with storing(str(path)):
-                with atomic_file(path / "latest") as link:
-                    link.symlink_to(os.path.relpath(directory, path))
-                for old in before:
-                    shutil.rmtree(old)
+                remove(new)  # of a killed process
+        if ranks.is_first or saved.is_sharded:
+            record = progress_record(self._run, Progress("session", self._draws), {}, {})
+            write_checkpoint(new, self._run, record, saved)
+        if ranks.is_first:
+            with storing(str(path)):
+                replace_folder(new, path)
         ranks.wait_for_all()
+
+
+def _not_free(path: Path) -> str:
+    """Return why a save may not stand in the place of what is there."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return ""
+    record = path / "progress.json"
+    if not record.exists() or read_json(record).get("progress", {}).get("phase") != "session":
+        return "which holds something else"
+    written = {CHECKSUMS, *read_json(path / CHECKSUMS)}
+    files = (str(x.relative_to(path)) for x in path.rglob("*") if not x.is_dir())
+    added = sorted(set(files) - written)
+    return f"to which {added[0]} was added: move it away" if added else ""
 
 
 @cache

@@ -1,5 +1,4 @@
-"""The command `python -m maxrl_fast.sweep`: the runs of a grid of options, one after another, and
-one table of them."""
+"""The command `python -m maxrl_fast.sweep`: the runs of a grid, and one table of them."""
 
 from maxrl_fast.runtime.output import run_command
 
@@ -23,8 +22,8 @@ from rich.console import Console
 from maxrl_fast.config.changes import differing
 from maxrl_fast.config.read import names_of_lists, parse, read_flags
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.scores import label_of, score_of
-from maxrl_fast.evaluation.tables import new_table, shown
+from maxrl_fast.evaluation.scores import score_of
+from maxrl_fast.evaluation.tables import add_scores, new_table
 from maxrl_fast.runtime.output import command, show_help
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.run_folder import RunFolder
@@ -48,12 +47,12 @@ class Run:
     folder: Path
     command: list[str]
     given: dict[str, Any]  # options; the others have their defaults
-    code: int = 0  # the exit code of its process
+    code: int = 0
 
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    """Run the sweep. Return 0, 1 if a run failed, or the exit code of a run that was stopped."""
+    """Return 0, 1 if a run failed, or the exit code of a run that was stopped."""
     show_help(arguments, HELP)
     given = read_flags(["--seed" if word == "--seeds" else word for word in arguments])
     if len(given) < sum(word.startswith("--") for word in arguments):
@@ -73,15 +72,15 @@ def main(arguments: Sequence[str]) -> int:
         print("stopped; the same command resumes the sweep")
         return stopped
     if failed := [f"{run.folder.name} (exit code {run.code})" for run in runs if run.code]:
-        text = f"error: {len(failed)} of {len(runs)} runs failed: {', '.join(failed)}"
-        print(text, file=sys.stderr)
+        text = f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}"
+        print(f"error: {text}", file=sys.stderr)
     show_means([run.folder for run in runs if not run.code])
     return int(bool(failed))
 
 
 def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
-    """Return the runs of all combinations of values, the seeds of one combination one after
-    another. Options that a run refuses are refused here, before the first run."""
+    """Return the runs of all combinations of values, seeds last. What a run would refuse is refused
+    here, before the first run."""
     several = names_of_lists()
     sides = [name for name, values in options.items() if len(values) > 1 and name not in several]
     sides.sort(key=lambda name: name == "seed")
@@ -97,16 +96,15 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
         own.setdefault("seed", str(config.run.seed))
         parts = (f"{name.replace('_', '-')}-{x.strip('/')}" for name, x in own.items())
         folder = out / re.sub(r"[^\w.+-]+", "-", "_".join(parts))
-        train = [sys.executable, "-m", "maxrl_fast.train", *words]
-        train += ["--out", str(folder), "--resume", "auto"]
+        train = [sys.executable, "-m", "maxrl_fast.train", *words, "--out", str(folder)]
         given = {x: y for x, y in config.flat().items() if x in {*options, *config.places}}
-        runs.append(Run(folder, train, given))
+        runs.append(Run(folder, [*train, "--resume", "auto"], given))
     return runs
 
 
 def train_runs(runs: Sequence[Run], is_quiet: bool) -> int:
-    """Train the runs that are not finished with the given options, each in a process, to which
-    signals are passed on; return the exit code of the run that a signal stopped, or 0."""
+    """Train the runs that are not finished with these options, each in a process, to which signals
+    are passed on; return the exit code of one that a signal stopped, or 0."""
     for i, run in enumerate(runs, start=1):
         done = RunFolder(run.folder)
         if done.is_run and done.is_finished and not differing(done.options, run.given):
@@ -131,7 +129,7 @@ def train_runs(runs: Sequence[Run], is_quiet: bool) -> int:
 
 
 def mean_over_seeds(values: Sequence[float]) -> dict[str, float]:
-    """Return the mean with its 95% interval by Student's t distribution; of one seed the mean."""
+    """Return the mean with its 95% interval by Student's t distribution, if there are several."""
     mean, free = statistics.fmean(values), len(values) - 1
     if not free:
         return {"mean": mean}
@@ -141,22 +139,21 @@ def mean_over_seeds(values: Sequence[float]) -> dict[str, float]:
 
 
 def show_means(folders: Sequence[Path]) -> None:
-    """Print the score before and after training and its change, as means over the runs that differ
-    in their seeds alone, at the k that all of them have."""
+    """Print the score before and after training and its change, as means over seeds, at the k that
+    all of them have."""
     groups: dict[str, list[list[dict[str, Any]]]] = {}
     for folder in folders:
-        groups.setdefault(folder.name.rpartition("seed-")[0], []).append(
-            RunFolder(folder).log("eval")
-        )
+        log = RunFolder(folder).log("eval")
+        groups.setdefault(folder.name.rpartition("seed-")[0], []).append(log)
     score = score_of(record for own in groups.values() for log in own for record in log)
     table = new_table("mean over seeds", "before", "after", "change (95% interval)")
     for name, own in groups.items():
         table.add_section()
         table.add_row(f"{name.strip('_')} {len(own)} seed{'s' * (len(own) > 1)}".strip())
-        first, last = ([log[at][score] for log in own] for at in (0, -1))
-        for k in (k for k in first[0] if all(k in scores for scores in first + last)):
-            before, after = ([scores[k] for scores in end] for end in (first, last))
-            change = mean_over_seeds([y - x for x, y in zip(before, after, strict=True)])
-            means = (f"{statistics.fmean(x):.3f}" for x in (before, after))
-            table.add_row(label_of(score, k), *means, shown(change, "+.3f"))
+        ends = [[log[at][score] for log in own] for at in (0, -1)]
+        ks = [k for k in ends[0][0] if all(k in scores for end in ends for scores in end)]
+        means = [{k: statistics.fmean(x[k] for x in end) for k in ks} for end in ends]
+        pairs = [*zip(*ends, strict=True)]
+        changes = {k: mean_over_seeds([after[k] - first[k] for first, after in pairs]) for k in ks}
+        add_scores(table, score, means, [changes])
     Console().print(table)

@@ -31,9 +31,9 @@ from maxrl_fast.tasks import describe_task
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line. Return 0; 1 on non-finite values, failing rewards, a full disk, or a
-    failing engine or code of the user's; 2 on bad input, or if such code fails before step 1; 129
-    on SIGHUP, 130 on Ctrl-C and 143 on SIGTERM. A process of torchrun ends instead of returning."""
+    """Return 0; 1 on non-finite values, failing rewards, a full disk, or a failing engine or code
+    of the user's; 2 on bad input, or if such code fails before step 1; 129 on SIGHUP, 130 on Ctrl-C
+    and 143 on SIGTERM. A process of torchrun ends instead of returning."""
     ranks, code = Ranks.of_environment(), 0
     screen = Screen(is_quiet=not ranks.is_first)
     try:
@@ -87,7 +87,7 @@ def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:
     task = build_run_task(config)
     with closing_task(task):
         ranks = Ranks(0, machine.processes)
-        resolved = resolve(config, task, ranks, has_gpus=bool(name), warn=warn)
+        resolved = resolve(config, task, ranks, warn)
         run = RunContext.begin(resolved, task, Ranks(), machine=machine, is_empty=True)
         own = [*describe_task(task), describe_files(run.config, run.policy)]
         return "\n".join([*own, estimate(run.config, task, run.policy, machine, run.teacher)])

@@ -50,14 +50,11 @@ def collected(
 ) -> RolloutBatch:
     unknown = rewards if valid is None else rewards.masked_fill(~valid, float("nan"))
     num_tokens = 0 if samples.rollouts is None else len(samples.rollouts.tokens)
-    fields = (step, samples.rollouts, rewards, rewards, valid, greedy_rewards, unknown, num_tokens)
-    parts = tuple({} for _ in range(rewards.numel()))
     return RolloutBatch(
         samples.prompts,
         samples.rollouts,
-        *fields,
-        rollout_seconds=0.0,
-        metrics={},
-        warning="",
-        components=parts,
+        *(step, samples.rollouts, rewards, rewards, unknown, num_tokens),
+        components=tuple({} for _ in range(rewards.numel())),
+        valid=valid,
+        greedy_rewards=greedy_rewards,
     )

@@ -1,5 +1,7 @@
 import re
+import subprocess
 import sys
+import time
 from itertools import chain
 from unittest.mock import Mock
 
@@ -9,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from examples.tiny import tiny_session
-from maxrl_fast import Session, group_advantage
+from maxrl_fast import Session, group_advantage, run
 from maxrl_fast.errors import InputError, NonFiniteError, StorageError
 from maxrl_fast.model.policy import load_policy
 from tests.runs import ROOT
@@ -38,7 +40,8 @@ session.save(out)
 
 
 def state(folder):
-    files = (load_file(path) for path in sorted(folder.glob("latest/state/*")))
+    place = "latest/state" if (folder / "latest").exists() else "state"  # of a run
+    files = (load_file(path) for path in sorted(folder.glob(f"{place}/*")))
     return [(name, x) for file in files for name, x in file.items()]
 
 
@@ -94,7 +97,7 @@ def test_what_was_saved_goes_on_bitwise(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "saved", "two"]
     assert_equal_states(tmp_path / "saved", tmp_path / "two")
     sizes = {"task": "dataset", "vocab_size": 41, "prompt_length": 2, "max_new_tokens": 3}
-    policy = load_policy(tmp_path / "saved" / "latest", **sizes)  # a Hugging Face folder
+    policy = load_policy(tmp_path / "saved", **sizes)  # a Hugging Face folder
     weights = dict(session.learner.model.weights())
     assert all(torch.equal(x, weights[name]) for name, x in policy.weights())
 
@@ -216,10 +219,58 @@ def test_a_save_keeps_the_last_good_folder(tmp_path, monkeypatch):
     weight += torch.nan
     with pytest.raises(NonFiniteError):
         session.save(out)
+    monkeypatch.setattr("ctypes.CDLL", Mock(return_value=None))  # without the kernel's exchange
     again.save(out)
-    assert [x.name for x in (out / "checkpoints").iterdir()] == ["step-000002"]
-    with refused("out must be a new folder or one of save"):
-        again.save(out / "latest")  # a model's folder
+    assert [x.name for x in tmp_path.iterdir()] == ["out"]
+    monkeypatch.undo()
+    (out / "card.md").touch()
+    with refused(f"one of save, got {out}, to which card.md was added: move it away"):
+        again.save(out)
+
+
+def test_a_save_over_something_else_is_refused(tmp_path, maze_run):
+    session, base = tiny_session(threads=1), tmp_path / "base"
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes").touch()
+    others = tmp_path / "folder", tmp_path / "folder" / "notes", maze_run, maze_run / "latest"
+    for out in others:
+        with refused(r"out must be a new folder or one of save, got .* holds something else"):
+            session.save(out)
+    session.save(base)
+    for own in ({"lora_rank": 2}, {"reference": base, "kl_coef": 0.1}):
+        with refused("out must not be the model that from_run will read"):
+            Session(base, threads=1, **own).save(base)
+    Session(base, threads=1).save(base)
+    Session(base, threads=1).save(tmp_path / "mine")
+    with refused("folder of a run, got .*mine, which Session.save wrote; --model .*mine starts"):
+        data = [{"prompt": f"after {letter}"} for letter in "abcdefghijklmnopqrst"]
+        run(resume=tmp_path / "mine", data=data, reward=lambda prompt, response: 1)
+
+
+SAVING = """
+import sys
+from examples.tiny import tiny_session
+session = tiny_session(threads=1)
+while True:
+    session.learner.model.lm_head.weight.data += 1
+    session.save(sys.argv[1])
+    print("saved", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_kill_leaves_a_whole_save(tmp_path):
+    for milliseconds in (0, 3, 9, 17, 30):
+        command = [sys.executable, "-c", SAVING, str(tmp_path / "out")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
+            assert [process.stdout.readline() for _ in range(3)] == [b"saved\n"] * 3
+            time.sleep(milliseconds / 1000)
+            process.kill()
+        session = Session.from_run(tmp_path / "out", threads=1)
+        saved, own = load_file(tmp_path / "out/model.safetensors"), session.learner.model.weights()
+        assert all(torch.equal(x, saved[name]) for name, x in own)
+        session.save(tmp_path / "out")
+        assert [x.name for x in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("name", ["text", "lora"])

@@ -17,6 +17,7 @@ namespace maxrl::bindings {
 using cpu::Instructions;
 
 void bind_generation(py::module_& m);
+void bind_group_advantage(py::module_& m);
 
 namespace {
 
@@ -87,4 +88,5 @@ PYBIND11_MODULE(_C, m) {
   bindings::bind_kernels(m);
   bindings::bind_instructions(m);
   bindings::bind_generation(m);
+  bindings::bind_group_advantage(m);
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace maxrl::cpu {
@@ -10,25 +11,22 @@ namespace {
 
 constexpr int64_t kManyRewards = 1 << 12;  // below, starting threads costs more than it saves
 
-struct Key {
-  double reward;
-  int64_t place;
-};
+using Key = std::pair<double, int64_t>;  // a reward and its place
 
 // Replaces the n > 0 rewards of a group by their rank transform. `keys` is [n].
 void rank_transform(double* rewards, int64_t n, const double* offset, const double* slope,
                     Key* keys) {
   for (int64_t i = 0; i < n; ++i) keys[i] = {rewards[i], i};
-  std::sort(keys, keys + n, [](const Key& a, const Key& b) { return a.reward < b.reward; });
+  std::sort(keys, keys + n);
   double lower = 0.0, base = 0.0, sum = 0.0;
   for (int64_t j = 0; j < n; ++j) {
-    const double gap = keys[j].reward - lower;
-    lower = keys[j].reward;
+    const double gap = keys[j].first - lower;
+    lower = keys[j].first;
     base += offset[j] * gap;
     if (j > 0) sum += slope[j] * gap;
-    keys[j].reward = sum;
+    keys[j].first = sum;
   }
-  for (int64_t j = 0; j < n; ++j) rewards[keys[j].place] = base + keys[j].reward;
+  for (int64_t j = 0; j < n; ++j) rewards[keys[j].second] = base + keys[j].first;
 }
 
 // Replaces the n > 0 rewards of a group by (r_i - b) m.
@@ -48,7 +46,8 @@ void normalise(const GroupAdvantage<Real>& in, double* rewards, int64_t n) {
     rewards[i] = (in.centred ? rewards[i] - low - mean : rewards[i]) * factor;
 }
 
-// Returns whether all advantages are finite.
+}  // namespace
+
 template <typename Real>
 int64_t group_advantage(const GroupAdvantage<Real>& in, int num_threads) {
   const int64_t size = in.group_size;
@@ -86,8 +85,7 @@ int64_t group_advantage(const GroupAdvantage<Real>& in, int num_threads) {
   return are_finite;
 }
 
-const bool defined =
+static const bool defined =
     define_kernel("group_advantage", group_advantage<float>, group_advantage<double>);
 
-}  // namespace
 }  // namespace maxrl::cpu

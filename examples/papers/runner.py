@@ -37,7 +37,7 @@ from maxrl_fast import evaluate as evaluation
 from maxrl_fast import train
 from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.help_page import help_row, print_help, split_help
-from maxrl_fast.config.read import convert, hint, parse_options, read_flags
+from maxrl_fast.config.read import hint, parse_options, read_flags
 from maxrl_fast.errors import InputError, warn
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build import RunContext, prepare
@@ -128,7 +128,7 @@ def read_settings(
     for name, x in flags.items():
         if name not in options:
             raise InputError(f"unknown option {x.name:.80}{hint(name, options)}")
-    return settings_type(**{key: convert(options[key], x) for key, x in flags.items()})
+    return settings_type(**{key: x.read(options[key]) for key, x in flags.items()})
 
 
 def rounded(value: Any) -> Any:

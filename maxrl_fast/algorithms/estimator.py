@@ -1,7 +1,7 @@
 """The registry of group advantages: a function each, whose signature says what it takes and whose
 docstring is its formula (`Method`).
 
-    @estimator(source="RLOO, Kool et al. 2019", weight="1")
+    @estimator("RLOO, Kool et al. 2019", weight="1")
     def rloo(g: Group) -> Tensor:
         \"\"\"r - mean of the others.\"\"\"
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.group import Group
-from maxrl_fast.algorithms.method import Method, Registry, name_of
+from maxrl_fast.algorithms.method import AnyFunction, Method, Registry, name_of
 from maxrl_fast.algorithms.options import (
     REQUIRED,
     Help,
@@ -33,7 +33,10 @@ from maxrl_fast.algorithms.options import (
 
 # What estimators take besides the rewards, and an example of each by the numbers of the rollouts
 # [G, N] from 1 on. Tensors are [G, N], reward_parts [R, G, N]; prompts is a sequence of G, texts
-# and components are one of G sequences of N.
+# and components are one of G sequences of N. Only a run has the last five: two log-ratios of
+# responses, to the policy before the step and to the reference policy; a function that returns the
+# entropies [T] of the tokens of chosen rollouts, bool [G, N], and 0 for other tokens; the update's
+# metrics, a dict to which it adds scalars; and the tensors of `Estimator.state`.
 INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
     "lengths": lambda number: 1 + number % 7,
     "logprobs": lambda number: -number / number.numel(),
@@ -46,21 +49,19 @@ INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
     # every component that it looks for is there
     "components": lambda number: [[defaultdict(float) for _ in group] for group in number],
     "truncated": lambda number: number % 3 == 0,
-}
-# as groups have them: a function may ask for them, and nothing checks them
-OBJECTS = ("prompts", "texts", "components")
-# What only a run has: two log-ratios of responses, [G, N], to the policy before the step and to the
-# reference policy; a function that returns the entropies [T] of the tokens of chosen rollouts, bool
-# [G, N], and 0 for other tokens; and the update's metrics, a dict to which it adds scalars.
-TRAINING_INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
     "old_log_ratios": lambda number: number / number.numel() - 0.5,
     "ref_log_ratios": lambda number: number / number.numel() - 0.5,
     "entropies": lambda number: lambda chosen: torch.ones(int((1 + number % 7).sum())),
     "metrics": lambda number: {},
+    "state": lambda number: {},
 }
+# as groups have them: a function may ask for them, and nothing checks them
+OBJECTS = {"prompts", "texts", "components", "old_log_ratios", "ref_log_ratios", "entropies"}
+OBJECTS |= {"metrics", "state"}
 # They change with every update, so the advantages do: factors of log pi(y_i) of whole responses.
 RATIOS = ("log_ratios", "old_log_ratios", "ref_log_ratios")
 ENUMERATED = "no closed form"
+SCALES = ("one", "leave_one_out", "std", "mean")  # in the order of Scale of csrc/group_advantage.h
 _LARGEST_SIZE = 2**53  # exact in float64; no group is larger
 
 
@@ -116,7 +117,7 @@ class Kernel:
 
     table: Callable[[Group, Any], Tensor] | None = None  # [G, 2, N] of the groups and the size
     centred: bool = False
-    scale: str = "one"  # "leave_one_out", "std" or "mean"
+    scale: str = "one"  # of SCALES
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,7 +143,6 @@ class Estimator(Method):
     presets: Mapping[str, Any] = field(default_factory=dict)  # defaults of a run's other options
     # rules (config/rules.py) of options that it does not go with
     refuses: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    bound: Mapping[str, Any] = field(default_factory=dict)  # inputs that are known already
 
     noun: ClassVar[str] = "estimator"
     first: ClassVar[str] = "rewards [G, N]"
@@ -155,23 +155,20 @@ class Estimator(Method):
         name, parameters = name_of(function), parameters_of(function)
         of_group, others = bool(parameters) and parameters[0].annotation is Group, parameters[1:]
         options, size = options_of(function) if of_group else {}, None
-        for parameter in others:
-            marks = [note for note in notes_of(parameter.annotation) if isinstance(note, Size)]
-            if marks or parameter.name == "k":
-                size = replace(
-                    (marks or [Size(below_n=0)])[0],
-                    name=parameter.name,
-                    required=parameter.default is parameter.empty,
-                )
-                options.pop(size.name, None)
-        known = ["k", "valid", *INPUTS, *TRAINING_INPUTS, *["state"] * ("state" in fields)]
+        for x in others:
+            marks = [note for note in notes_of(x.annotation) if isinstance(note, Size)]
+            if marks or x.name == "k":
+                of_size = (marks or [Size(below_n=0)])[0]
+                size = replace(of_size, name=x.name, required=x.default is x.empty)
+                options.pop(x.name, None)
+        known = [x for x in ("k", "valid", *INPUTS) if x != "state" or "state" in fields]
         given = {*known, "reward_weights", *options, *([size.name] if size else [])}
         for x in others:
-            is_variadic = x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
-            if x.name not in given and x.default is x.empty and not is_variadic:
+            is_named = x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
+            if x.name not in given and x.default is x.empty and is_named:
                 wanted = f"{', '.join(known)} besides the rewards"
                 raise ValueError(f"{name} may ask for {wanted}, got the parameter {x.name}")
-        asked = [parameter.name for parameter in others]
+        asked = [x.name for x in others]
         if "reward_parts" in asked and "reward_weights" not in asked:
             raise ValueError(f"{name} asks for reward_parts, so it must ask for reward_weights too")
         inputs = tuple(key for key in asked if key in known[2:])
@@ -194,19 +191,7 @@ class Estimator(Method):
             **({"needs": ", ".join(needs)} | fields),
         )
 
-    def bind(self, **known: Any) -> "Estimator":
-        """Return the estimator with these values of inputs that it asks for."""
-        own = {name: known[name] for name in self.inputs if name in known}
-        left = tuple(name for name in self.inputs if name not in own)
-        return replace(self, bound={**self.bound, **own}, inputs=left) if own else self
-
-    def with_examples(self, shape: torch.Size) -> "Estimator":
-        """Return the estimator with examples of what only a run has, for rewards of this shape."""
-        numbers = torch.arange(1, shape.numel() + 1).view(shape)
-        return self.bind(**{name: make(numbers) for name, make in TRAINING_INPUTS.items()})
-
     def compute(self, group: Group, **given: Any) -> Tensor:
-        given |= self.bound
         for name, value in given.items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 given[name] = value.to(torch.float64 if self.of_group else group.dtype)
@@ -219,24 +204,23 @@ class Estimator(Method):
 
     @property
     def has_weight(self) -> bool:
-        """Whether W_N(p) exists: advantages depend only on the group's rewards, at equal
-        lengths."""
+        """Whether advantages depend only on the group's rewards, at equal lengths."""
         return not self.over_batch and set(self.inputs) <= {"lengths"}
 
     def resolve_size(self, n: int | None, k: int | None = None, order: int | None = None) -> int:
         """Return the size, 0 for the largest; raise ValueError if it does not fit groups of n
         (None: uneven)."""
-        given, taken = {"k": k, "order": order}, "" if self.size is None else self.size.name
-        for option, value in given.items():
-            if value is not None and option != taken:
-                raise ValueError(f"{self.name} does not use {option}, got {option}={value!r:.80}")
-        size = given.get(taken)
-        if self.size is None or (size is None and not self.size.required):
+        given = {"k": k, "order": order}
+        value = None if self.size is None else given.pop(self.size.name)
+        for option, other in given.items():
+            if other is not None:
+                raise ValueError(f"{self.name} does not use {option}, got {option}={other!r:.80}")
+        if self.size is None or (value is None and not self.size.required):
             return 0
-        if size is None:
-            raise ValueError(f"{self.name} needs {taken}, {self.size.wanted()}")
-        self.size.check(self.name, size, n)
-        return size
+        if value is None:
+            raise ValueError(f"{self.name} needs {self.size.name}, {self.size.wanted()}")
+        self.size.check(self.name, value, n)
+        return value
 
 
 _REGISTRY = Registry(Estimator)
@@ -247,11 +231,11 @@ _OF_TRAINING = Registry(Estimator)
 TRAINING_ESTIMATORS, training_estimator = _OF_TRAINING.methods, _OF_TRAINING.register
 
 
-def rank_estimator(**fields: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def rank_estimator(source: str, **fields: Any) -> Callable[[AnyFunction], Callable[..., Tensor]]:
     """Register an estimator by the function of its rank tables [G, 2, N] (estimators/max_at_k.py),
     of which the kernel and `Group.rank_transform` make advantages."""
 
-    def decorate(table: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def decorate(table: AnyFunction) -> Callable[..., Tensor]:
         names = [parameter.name for parameter in parameters_of(table)[1:]]  # k, order or nothing
 
         @wraps(table)
@@ -259,6 +243,6 @@ def rank_estimator(**fields: Any) -> Callable[[Callable[..., Tensor]], Callable[
             return g.rank_transform(table(g, **size))
 
         kernel = Kernel(lambda g, size: table(g, **dict.fromkeys(names, size)))
-        return estimator(kernel=kernel, **fields)(function)
+        return estimator(source, kernel=kernel, **fields)(function)
 
     return decorate

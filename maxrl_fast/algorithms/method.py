@@ -29,12 +29,8 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # methods are keys of caches
 class Method:
-    """A method by name.
-
-    Args:
-        source: the publication, and the code that the formula was compared with.
-        formula, weight, needs: as people write them.
-    """
+    """A method by name. Its formula, weight, needs and source, the publication and the code that
+    the formula was compared with, are as people write them."""
 
     name: str
     function: Callable[..., Any]
@@ -65,11 +61,9 @@ class Method:
     @property
     def shown_options(self) -> str:
         """Return the options with their defaults, on one line."""
-        defaults = {name: option.default for name, option in self.options.items()}
-        return " ".join(
-            f"{name}={value:g}" if isinstance(value, (int, float)) else f"{name}={value}"
-            for name, value in defaults.items()
-        )
+        defaults = ((name, option.default) for name, option in self.options.items())
+        numbers = (int, float)
+        return " ".join(f"{x}={v:g}" if isinstance(v, numbers) else f"{x}={v}" for x, v in defaults)
 
     def resolve(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return all options; raise ValueError where one does not fit."""
@@ -86,8 +80,7 @@ class Registry(Generic[AnyMethod]):
 
     def register(self, source: str, **fields: Any) -> Callable[[AnyFunction], AnyFunction]:
         """Register the decorated function. `fields`: of its method. Raise ValueError if the name is
-        taken, or the function has parameters that nothing gives.
-        """
+        taken, or the function has parameters that nothing gives."""
 
         def decorate(function: AnyFunction) -> AnyFunction:
             made = self.kind.of(function, source=source, **fields)
@@ -106,24 +99,19 @@ class Registry(Generic[AnyMethod]):
         """Return a method by its name, by its function, or as it is."""
         if isinstance(method, self.kind):
             return method
-        if isinstance(method, str) and (method in self.methods or method in self.aliases):
-            return self.methods.get(method) or self.aliases[method]
+        if isinstance(method, str) and (known := (self.aliases | self.methods).get(method)):
+            return known
         if isinstance(method, str) or not callable(method):
             raise ValueError(
                 f"{self.kind.noun} must be one of {', '.join(self.methods)}, or a function of "
                 f"{self.kind.first}, got {method!r:.80}"
             )
-        known = self.methods.get(getattr(method, "__name__", ""))
-        if known is not None and known.function is method:
-            return known
-        kind: Any = self.kind
-        found: AnyMethod = _method_of_user(kind, method)
-        return found
+        known = self.methods.get(name_of(method))
+        return known if known and known.function is method else self._of_user(method)
 
-
-@lru_cache(maxsize=256)
-def _method_of_user(kind: Any, function: Callable[..., Any]) -> Any:
-    return kind.of(function, **kind.of_users)
+    @lru_cache(maxsize=256)  # noqa: B019  # registries live as long as the process
+    def _of_user(self, function: Callable[..., Any]) -> AnyMethod:
+        return self.kind.of(function, **self.kind.of_users)
 
 
 def name_of(function: Callable[..., Any]) -> str:

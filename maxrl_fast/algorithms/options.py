@@ -5,8 +5,7 @@
 
     def w_reinforce(g: Group, *, correct_weight: Annotated[float, Help("...")] = 0.1) -> Tensor:
 
-A part that is chosen by name, your own too, has the options of its signature: they are flags while
-it is chosen.
+A part that is chosen by name, your own too, has those of its signature: flags while it is chosen.
 """
 
 import ast
@@ -30,7 +29,7 @@ from maxrl_fast.errors import InputError, nearest
 
 @dataclass(frozen=True)
 class Limit:
-    """The values that an option may have: in words, and as a condition."""
+    """The values that an option may have."""
 
     wanted: str
     holds: Callable[[Any], bool]
@@ -60,12 +59,6 @@ class Help:
     text: str
 
 
-def multiple_of(part: str, whole: str) -> dict[str, Callable[[Any], Any]]:
-    """Return the refusal of a `whole` that is not a multiple of `part`, both names of options."""
-    sentence = f"{whole} must be a multiple of {part}, got {{{whole}}} and {{{part}}}"
-    return {sentence: lambda c: getattr(c, whole) % getattr(c, part)}
-
-
 @dataclass(frozen=True)
 class Option:
     name: str
@@ -83,7 +76,7 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """The default as help shows it; "" where the help says it."""
+        """As help shows it; "" where the help says it."""
         value = self.default
         if isinstance(value, bool):
             return "on" if value else "off"
@@ -98,9 +91,8 @@ class Option:
         return self.limit.wanted if self.limit else _WANTED[self.kind]
 
     def convert(self, value: Any, name: str) -> Any:
-        """Return a value as the option's. name: as the user writes it; that of a flag begins with
-        two dashes, and its value is a list of words, otherwise it is one of Python, TOML or JSON.
-        """
+        """Return a value of Python, TOML or JSON as the option's, or the list of words of a flag,
+        whose `name` begins with two dashes."""
         if self.takes_several:
             return tuple(self._one(x, name) for x in as_list(value))
         if self.name == "dry_run" and value in (True, []):
@@ -124,12 +116,11 @@ class Option:
                 wanted = "a name: put the function into a file and give FILE.py:NAME"
             if isinstance(value, dict):
                 wanted += "; keys stand at the top of a file, not in a table"
-            raise InputError(
-                f"{name} must be {wanted}, got {value!r:.80}{nearest(str(value), self.choices)}"
-            ) from None
-        limit = self.limit or (FINITE if self.kind is float else None)
-        if limit and not limit.holds(found):
-            raise InputError(f"{self.name} must be {limit.wanted}, got {found!s:.80}", self.name)
+            meant = nearest(str(value), self.choices)
+            raise InputError(f"{name} must be {wanted}, got {value!r:.80}{meant}") from None
+        if self.limit and not self.limit.holds(found):
+            wanted = f"{self.limit.wanted}, got {found!s:.80}"
+            raise InputError(f"{self.name} must be {wanted}", self.name)
         return found
 
     def _converted(self, value: Any) -> Any:
@@ -152,7 +143,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return a function's parameters, annotations evaluated if possible; [] without a signature."""
+    """Return parameters, with evaluated annotations if possible; [] without a signature."""
     for evaluated in (True, False):
         with contextlib.suppress(Exception):  # an annotation may be anything
             return list(inspect.signature(function, eval_str=evaluated).parameters.values())
@@ -172,9 +163,8 @@ def notes_of(hint: Any) -> Iterator[Any]:
 
 
 def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
-    """Return the option of a type hint; one that is no number, text, path or choice is JSON."""
-    notes, several = [*notes_of(hint)], False
-    choices: tuple[str, ...] = ()
+    """Return the option of a type hint; what is no number, text, path or choice is JSON."""
+    notes, several, choices = [*notes_of(hint)], False, tuple[str, ...]()
     limit = next((note for note in notes if isinstance(note, Limit)), None)
     text = next((note.text for note in notes if isinstance(note, Help)), text)
     while origin := get_origin(hint):
@@ -187,13 +177,14 @@ def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
         else:
             hint = dict
     kind = hint if hint in _WANTED else dict
+    limit = limit or (FINITE if kind is float else None)
     return Option(name, kind, default, " ".join(text.split()), choices, limit, several)
 
 
 @lru_cache
 def options_of(part: Any) -> dict[str, Option]:
-    """Return the options of a dataclass of options, or of a function's keyword-only parameters that
-    are numbers or one of several texts."""
+    """Return the options of a dataclass, or of a function's keyword-only parameters that are
+    numbers or one of several texts."""
     if dataclasses.is_dataclass(part):
         cls: Any = part
         hints, helps = get_type_hints(part, include_extras=True), _helps(cls)
@@ -202,14 +193,12 @@ def options_of(part: Any) -> dict[str, Option]:
             for x in dataclasses.fields(part)
             if x.init
         }
-    own = {}
-    for x in inspect.signature(part, eval_str=True).parameters.values():
-        if x.kind is x.KEYWORD_ONLY:
-            hint = float if x.annotation is x.empty else x.annotation
-            option = make_option(x.name, hint, x.default)
-            if option.kind in (int, float) or option.choices:
-                own[x.name] = option
-    return own
+    found = (
+        make_option(x.name, float if x.annotation is x.empty else x.annotation, x.default)
+        for x in inspect.signature(part, eval_str=True).parameters.values()
+        if x.kind is x.KEYWORD_ONLY
+    )
+    return {x.name: x for x in found if x.kind in (int, float) or x.choices}
 
 
 def _helps(cls: type) -> dict[str, str]:
@@ -219,12 +208,9 @@ def _helps(cls: type) -> dict[str, str]:
         with contextlib.suppress(OSError, TypeError, SyntaxError):  # without a source
             (definition,) = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
             for field, below in itertools.pairwise(getattr(definition, "body", ())):
-                match field, below:
-                    case (
-                        ast.AnnAssign(target=ast.Name(id=name)),
-                        ast.Expr(value=ast.Constant(value=str(text))),
-                    ):
-                        helps[name] = text
+                text = getattr(getattr(below, "value", None), "value", None)
+                if isinstance(field, ast.AnnAssign) and isinstance(text, str):
+                    helps[ast.unparse(field.target)] = text
     return helps
 
 
@@ -234,9 +220,8 @@ def check_options(
     """Return all options of `owner`: given values and defaults; numbers are floats."""
     for name in (x for x in given if x not in options):
         takes = f"the options {', '.join(options)}" if options else "no options"
-        advice = nearest(str(name), options)
-        raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{advice}")
-    checked: dict[str, Any] = {}
+        raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{nearest(str(name), options)}")
+    checked = dict[str, Any]()
     for name, option in options.items():
         value, limit = given.get(name, option.default), option.limit or FINITE
         if value is None and option.default is None:

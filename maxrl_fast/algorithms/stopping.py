@@ -5,23 +5,14 @@ from torch import Tensor
 
 
 def stopped_maxrl(rewards: Tensor, valid: Tensor, drawn_by: Tensor, stop_at: int) -> Tensor:
-    """Return the advantages of groups that were drawn in whole rounds, not less than up to the
-    first success, and at most to N rollouts:
-
-        A_i = r_i/K - min(K_-i, m)/(m n_i)
-
-    K successes of the group, m = stop_at, n_i = drawn_by, K_-i successes among the others of these
-    n_i; 0 where K = 0. For every prompt E[sum_i A_i grad log pi(y_i)] = (1-(1-p)^N) grad log p: the
-    gradient of MaxRL of order N. The second term has no part in the mean, because it does not
-    depend on rollout i, which was drawn whatever the others of its round are.
+    """Return A_i = r_i/K - min(K_-i, m)/(m n_i), [G, N] float64, of groups that were drawn in whole
+    rounds: K successes of the group, m = stop_at, n_i = drawn_by, K_-i successes among the others
+    of these n_i; 0 where K = 0.
 
     Args:
         rewards: [G, N], 0 or 1, in the order of sampling.
         valid: [G, N] bool, False where a rollout was not drawn, or has no reward.
         drawn_by: int64 [G, N], the rollouts of the prompt after the round of each; 0 if not drawn.
-
-    Returns:
-        [G, N] float64.
     """
     r = torch.where(valid, rewards.double(), 0.0)
     others = r.cumsum(1).gather(1, (drawn_by - 1).clamp_min(0)) - r

@@ -15,13 +15,8 @@ MAX_LOG_RATIO = 20.0
 @dataclass
 class Tokens:
     """T tokens of S packed responses. Floating tensors are float64: they are small next to the
-    logits.
-
-    Only logprobs and entropy have a gradient. Masked tokens have advantage 0 and log-probs of 0,
-    and count nowhere. metrics: numbers [] that what compares the tokens of an update adds to its
-    metrics; over a step integers are summed, others averaged. clipped_low, clipped_high: tokens [T]
-    bool that the loss has clipped, where it marks them.
-    """
+    logits. Only logprobs and entropy have a gradient. Masked tokens have advantage 0 and log-probs
+    of 0, and count nowhere."""
 
     logprobs: Tensor  # [T], log pi of each token
     entropy: Tensor  # [T], nats
@@ -35,8 +30,10 @@ class Tokens:
     targets: Any = None  # Tensor [T] int64, for losses that ask for logits
     statistics: Any = None  # Tensor [T, ...], of the loss's `statistics`
     generator: torch.Generator | None = None  # on a CPU, for draws
+    # numbers [] that what compares the tokens of an update adds; over a step integers are summed,
+    # others averaged
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    clipped_low: Tensor = field(init=False)
+    clipped_low: Tensor = field(init=False)  # [T] bool, where the loss marks them
     clipped_high: Tensor = field(init=False)
     # [T], the log-ratio for the metric `ratio`, where it is that of the whole response
     metric_log_ratio: Tensor | None = None
@@ -60,9 +57,7 @@ class Tokens:
     def sequence_sum(self, x: Tensor) -> Tensor:
         """Return the sum of x [T] over each token's response, [T]."""
         lengths = self.cu_seqlens.diff()
-        kept = torch.where(self.mask, x, 0.0)
-        # Not index_add: its order of additions on a GPU changes from call to call.
-        sums = torch.segment_reduce(kept, "sum", lengths=lengths, unsafe=True, initial=0.0)
+        sums = sequence_sums(torch.where(self.mask, x, 0.0), lengths)
         return sums.repeat_interleave(lengths, output_size=len(x))
 
     def sequence_mean(self, x: Tensor) -> Tensor:
@@ -103,3 +98,9 @@ def limited(log_ratio: Tensor) -> Tensor:
     """Return log-ratios within +-MAX_LOG_RATIO, beyond it without a gradient. NaN stays."""
     limits = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.where(log_ratio.abs() > MAX_LOG_RATIO, limits, log_ratio)
+
+
+def sequence_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Return the sums of packed values [T] over sequences of these lengths [S], [S]."""
+    # Not index_add, which adds in a varying order on a GPU.
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)

@@ -1,4 +1,4 @@
-"""What it means that an option of a resumed run differs from the run's before."""
+"""What a resumed run may change."""
 
 import re
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from typing import Any
 from maxrl_fast.config.names import OF_ONE_START
 from maxrl_fast.runtime.run_folder import RunFolder
 
-# What a resumed run may change: nothing that is learned depends on it. Those of ROUNDING change how
-# numbers round.
+# how numbers round depends on them
 _ROUNDING = """threads device token_budget sharding kv_cache_gb vllm_tensor_parallel
 checkpoint_activations"""
+# nothing that is learned depends on them
 _FREE = """reward_workers reward_concurrency reward_seconds reward_memory_gb reward_env
 max_reward_error_rate vllm_url eval_every keep_rollouts log_to save_every
 keep_checkpoints stall_limit"""
@@ -37,7 +37,6 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, st
 
 
 def _names(value: Any) -> Any:
-    """Return a value, or the values of a list, without the folders of paths."""
     if isinstance(value, list):
         return [*map(_names, value)]
     return re.sub(r"^(hf:)?/(?!/).*/", r"\1", value) if isinstance(value, str) else value
@@ -46,15 +45,13 @@ def _names(value: Any) -> Any:
 def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a line on the options that a resumed run takes from its start."""
     others = [x for name, x in differing(before, now).items() if name not in OF_ONE_START]
-    but = f", but for {'; '.join(others)}" if others else ""
-    return f"options: the run's own, from its config.json{but}"
+    return "; ".join(["options: the run's own, from its config.json", *others])
 
 
 def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> bool:
-    """Return whether the run in this folder ended before its first step, so that the same command
-    may begin it again; not within its warm start, which is resumed, nor with a checkpoint if the
-    options `now` compute something else.
-    """
+    """Return whether the same command may begin the run in this folder again: not after its first
+    step, in its warm start, which is resumed, or with a checkpoint if the options `now` compute
+    something else."""
     folder, log = RunFolder(out), out / "metrics.jsonl"
     has_begun = log.exists() and log.stat().st_size > 0
     if has_begun or not folder.is_run or not folder.options.get("steps"):

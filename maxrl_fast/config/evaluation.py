@@ -1,4 +1,4 @@
-"""From the flags of `python -m maxrl_fast.evaluate` and the folder of a run to resolved options."""
+"""The options of `python -m maxrl_fast.evaluate`, from flags and a run's folder to resolved."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from maxrl_fast.config.read import (
     read_flags,
     read_run,
 )
-from maxrl_fast.config.resolve import num_held_out, resolve_place, response_limit
+from maxrl_fast.config.resolve import num_held_out, place_of, response_limit
 from maxrl_fast.config.rules import View, refuse, wrong_rewards
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
@@ -29,11 +29,11 @@ from maxrl_fast.tasks.dataset import DatasetOptions
 
 
 def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | Path]:
-    """Return the checked options, and the checkpoint or the folder of a finished evaluation. --help
-    prints the options that this task uses, and exits."""
+    """Return the checked options, and the checkpoint or the folder of a finished evaluation; --help
+    prints those of the task, and exits."""
     words, asks_for_help = split_help(arguments)
-    name = words[0] if words and not words[0].startswith("--") else ""
-    flags, of_run = read_flags(words[1:] if name else words), dict[str, Given]()
+    name = words.pop(0) if words and not words[0].startswith("--") else ""
+    flags, of_run = read_flags(words), dict[str, Given]()
     if asks_for_help:
         show_help(*build(EvaluationConfig, flags, {}), "python -m maxrl_fast.evaluate")
     if not name:
@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | Path]:
         elif "task" not in flags:
             raise InputError(f"a checkpoint that is not in the folder of a run {TASK_IS_MISSING}")
     config, _ = build(EvaluationConfig, flags, of_run)
-    refuse(View(config.values()), wrong_rewards, _wrong)
+    refuse(config.values(), wrong_rewards, _wrong)
     return config, source
 
 
@@ -61,12 +61,8 @@ def _wrong(c: View) -> Iterator[str]:
 
 
 def _of_task(of_run: dict[str, Given], flags: dict[str, Given]) -> dict[str, Given]:
-    """Return the options of a run that decide its prompts, their rewards and the length of
-    responses; with another task only the seed."""
-    seed, task = (
-        of_run.get("seed", Given(0, "seed")),
-        of_run.get("task", Given("maze", "task")).value,
-    )
+    """Return the run's options of its task and rewards; of another task only the seed."""
+    seed, task = of_run.get("seed", Given(0, "seed")), of_run.get("task", Given("maze", "")).value
     seeds = {"seed": seed, "task_seed": seed}
     if "task" in flags and absolute_function("".join(flags["task"].value)) != task:
         return seeds
@@ -87,21 +83,16 @@ def resolve(
     task: Task,
     warn: Callable[[str], None] = warnings.warn,
 ) -> EvaluationConfig:
-    """Return the checked configuration with every default worked out."""
-    measure, sampling, place = config.measure, config.sampling, config.place
-    is_test = measure.split == "test"
-    device, dtype = resolve_place(place.device, place.dtype)
+    sampling, place, wanted = config.sampling, config.place, config.measure.eval_prompts
+    is_test = config.measure.split == "test"
     return config.replace(
-        eval_prompts=num_held_out(measure.eval_prompts, task)
-        if is_test
-        else measure.eval_prompts or 256,
+        eval_prompts=num_held_out(wanted, task) if is_test else wanted or 256,
         max_new_tokens=response_limit(sampling.max_new_tokens, task, source.checkpoint, warn),
         seed=sampling.seed or 0,
         out=free_folder(place.out, source.name),
         task_seed=place.task_seed or 0,
-        device=device,
-        dtype=dtype,
         threads=place.threads or torch.get_num_threads(),
+        **place_of(place),
     )
 
 
@@ -110,14 +101,10 @@ def set_configs(config: EvaluationConfig, task: Task) -> list[EvaluationConfig]:
     measure, out = config.measure, config.place.out
     sets = {"train": (measure.eval_prompts, measure.samples)}
     if measure.split == "test":
-        sets = held_out_sets(task, measure.eval_prompts, measure.samples)
-    return [
-        config.replace(
-            split=name,
-            eval_prompts=num_prompts,
-            samples=n,
-            k=tuple(sorted({k for k in measure.k if k <= n})) or tuple(powers_of_two(n)),
-            out=out / name if len(sets) > 1 else out,
-        )
-        for name, (num_prompts, n) in sets.items()
-    ]
+        sets = held_out_sets(task, *sets["train"])
+    made = []
+    for name, (number, n) in sets.items():
+        k = tuple(sorted({k for k in measure.k if k <= n})) or tuple(powers_of_two(n))
+        own = out / name if len(sets) > 1 else out
+        made.append(config.replace(split=name, eval_prompts=number, samples=n, k=k, out=own))
+    return made

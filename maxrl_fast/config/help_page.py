@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -24,17 +24,17 @@ def show_help(config: Options, known: Mapping[str, Mapping[str, Option]], prog: 
     """Print the options that a run of this configuration uses, and exit."""
     pages, groups = [], config.groups()
     for name, options in known.items():
-        title, purpose = f"{name.replace('_', ' ')} options", inspect.getdoc(groups.get(name)) or ""
+        title, purpose = f"{name.replace('_', ' ')} options", inspect.getdoc(groups.get(name))
         if name not in groups:
             part = getattr(config.chosen, name[2:])
             title, purpose = f"options of {name} {part}", purpose_of(name[2:], part)
         rows = [help_row(x) for flag, x in options.items() if flag not in config.unused]
-        pages.append((title, purpose, rows))
+        pages.append((title, purpose or "", rows))
     print_help(prog, inspect.getdoc(type(config)) or "", pages)
 
 
 def help_row(option: Option) -> tuple[str, str]:
-    """Return the flag with what it takes, and the help with the default."""
+    """Return the flag with what it takes, and its help."""
     default = f" (default: {option.shown_default})" if option.shown_default else ""
     takes = f", --no-{option.flag[2:]}" if option.kind is bool else f" {metavar(option)}"
     return option.flag + takes, option.help + default
@@ -53,14 +53,14 @@ def print_help(
         table.add_column(max_width=FLAG_WIDTH, overflow="fold", style="bold")
         for row in rows:
             table.add_row(*map(Text, row))
-        lines: list[Any] = [*([Text(purpose, "italic")] if purpose else []), table]
+        content = Group(*[Text(purpose, "italic")] * bool(purpose), table)
         if rows:
-            console.print(Panel(Group(*lines), title=title, title_align="left", border_style="dim"))
+            console.print(Panel(content, title=title, title_align="left", border_style="dim"))
     sys.exit(0)
 
 
 def split_help(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the arguments without -h and --help, and whether they ask for the options."""
+    """Return the arguments without -h and --help, and whether these are among them."""
     words = [word for word in arguments if word not in ("-h", "--help")]
     return words, len(words) < len(arguments)
 

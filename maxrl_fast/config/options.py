@@ -1,5 +1,5 @@
-"""Every option of a run, in the groups that --help shows. Parts that are chosen by name (parts.py)
-have their own, beside their code."""
+"""The options of all runs, in the groups of --help. Parts that are chosen by name (parts.py) have
+their own, beside their code."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -25,34 +25,34 @@ from maxrl_fast.runtime.loading import load_code
 from maxrl_fast.training.schedule import Stopping
 
 AnyConfig = TypeVar("AnyConfig", bound="Options")
-DERIVED: Any = None  # a default that depends on other options; resolving replaces it
+DERIVED: Any = None  # a default that resolving replaces
 
 
 @dataclass(frozen=True)
 class TaskAndEngine:
-    """The parts of a run, by name; each adds its options."""
+    """The parts, by name; each adds its options."""
 
     task: str = "maze"
     """maze; gsm8k or math, of the hub or --data; code, Python programs run against tests; gym:NAME
     of reasoning-gym; dataset, prompts of --data scored by --reward; FILE.py:FUNCTION, dataset with
-    this reward; or your own task: FILE.py:CLASS or package.module:CLASS."""
+    this reward; or your own: FILE.py:CLASS or package.module:CLASS."""
     rollout: str = "native"
     """Rollout engine: native, vllm, FILE.py:CLASS or package.module:CLASS."""
 
 
 @dataclass(frozen=True)
 class Chosen(TaskAndEngine):
-    """The parts of a run, by name; each adds its options."""
+    """The parts, by name; each adds its options."""
 
     objective: str = "maxpo"
-    """maxpo, maxrl, grpo, rloo, pacs, ppo, ... (`python -m maxrl_fast.objectives` lists all), or
-    your own advantage: FILE.py:FUNCTION or package.module:FUNCTION."""
+    """maxpo, maxrl, grpo, ... (`python -m maxrl_fast.objectives` lists all), or your own advantage:
+    FILE.py:FUNCTION or package.module:FUNCTION."""
     loss: str = DERIVED
-    """Token loss: ppo, reinforce, cispo, gspo, ..., or your own FILE.py:FUNCTION or
-    package.module:FUNCTION. By default the objective's, mostly ppo."""
+    """Token loss: ppo, reinforce, cispo, gspo, ..., or your own FILE.py:FUNCTION. By default the
+    objective's, mostly ppo."""
     correction: Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"] = DERIVED
-    """Correction for an engine whose probabilities are not the trainer's. By default tis, or none
-    with native or the objective's own loss."""
+    """For an engine whose probabilities are not the trainer's. By default tis, or none with native
+    or the objective's own loss."""
 
 
 @dataclass(frozen=True)
@@ -60,24 +60,24 @@ class Reward:
     """How responses are scored."""
 
     reward: tuple[str, ...] = ()
-    """Functions(prompt, response, **columns) -> float, as FILE.py:f or package.module:f; or hf:DIR,
-    a sequence classifier. By default the task's own."""
+    """f(prompt, response, **columns) -> float, as FILE.py:f or package.module:f; or hf:DIR, a
+    sequence classifier. By default the task's own."""
     reward_weights: tuple[float, ...] = ()
-    """Weights of the functions in their sum. By default 1 each."""
+    """Their weights in the sum. By default 1 each."""
     reward_threshold: float | None = None
-    """Rewards above this become 1, all others 0."""
+    """Rewards above this become 1, others 0."""
     reward_workers: Count = 2
     """Processes that run each function."""
     reward_concurrency: Count = 16
-    """Calls of an async function at a time, in a process."""
+    """Calls of an async function at a time in a process."""
     reward_seconds: Positive = 5.0
-    """Longest time of a call, in seconds; a longer one is killed and counts as failed."""
+    """Seconds after which a call is killed and counts as failed."""
     reward_memory_gb: Positive = 2.0
-    """Memory of a process beside the loaded function, in 1e9 B."""
+    """Memory of a process beside the loaded function, in 1e9 bytes."""
     reward_env: str = ""
-    """Environment variables that the function may see, as NAME,NAME."""
+    """Environment variables that functions see, as NAME,NAME."""
     max_reward_error_rate: UnitInterval = 0.1
-    """Stop when more than this share of a step's rewards fails; failed ones are left out."""
+    """Stop when a larger share of a step's rewards fails; failed ones are left out."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class Shaping(Reward):
 
     reward_source: Literal["given", "vote", "logprob", "mean_logprob", "rlpr"] = "given"
     """given: by the task or --reward; vote: 1 for the prompt's most frequent answer, else 0;
-    logprob: the policy's log-prob of the reference answer after the reasoning; mean_logprob: its
-    mean over tokens; rlpr: RLPR's."""
+    logprob: the policy's, of the reference answer after the reasoning; mean_logprob: its mean over
+    tokens; rlpr: RLPR's."""
     overlong_buffer: CountOrZero = 0
     """DAPO's overlong punishment, in the last tokens before --max-new-tokens; 0: none."""
     overlong_penalty: Positive = 1.0
     """Reward that a response of --max-new-tokens tokens loses."""
     truncated: Literal["keep", "zero", "mask"] = "keep"
-    """Responses that the length limit ended: as others, with reward 0, or out of the loss."""
+    """Responses cut by the length limit: as others, with reward 0, or out of the loss."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ class Decoding:
     """How responses are sampled."""
 
     max_new_tokens: Count = DERIVED
-    """Response limit, in tokens. By default the task's; 32 for 9x9 mazes."""
+    """Response limit in tokens. By default the task's; 32 for 9x9 mazes."""
     temperature: Positive = 1.0
     """Temperature of the sampling and of the loss."""
     top_p: Share = 1.0
-    """Sample from the most probable tokens with this sum of probabilities; 1: from all."""
+    """Sample from the likeliest tokens with this sum of probabilities; 1: from all."""
     kv_cache_gb: Positive | None = None
-    """KV cache of the rollout engine, in 1e9 bytes. By default an eighth of the memory, a quarter
-    of a GPU's."""
+    """KV cache of the engine, in 1e9 bytes. By default an eighth of the memory, of a GPU's a
+    quarter."""
 
 
 @dataclass(frozen=True)
@@ -120,42 +120,42 @@ class Sampling(Decoding):
     rollouts: Count = 16
     """Rollouts per prompt (N)."""
     stop_at: CountOrZero = 0
-    """Draw rollouts of a prompt until this many succeed, which leaves MaxRL's gradient of order N
-    as it is; 0: all."""
+    """Draw rollouts of a prompt until this many succeed, with the same gradient of MaxRL of order
+    N; 0: all."""
     first_rollouts: Count = 8
     """Rollouts of every prompt at first; then as many again, up to --rollouts."""
     schedule: str | None = None
-    """FILE:CLASS, a maxrl_fast.training.schedule.Stopping that says otherwise when to stop."""
+    """FILE:CLASS, a maxrl_fast.training.schedule.Stopping with another rule."""
     dynamic_sampling: CountOrZero = 0
-    """Sample up to this many batches a step to replace groups of equal rewards (DAPO); 0: one."""
+    """Most batches a step to replace groups of equal rewards (DAPO); 0: one."""
     std_filter: NotNegative = 0.0
-    """Replace groups whose standard deviation of rewards is below this share of its average over
-    steps, too (RLPR: 0.5)."""
+    """Replace groups too whose rewards' standard deviation is below this share of its average over
+    steps (RLPR: 0.5)."""
     ahead: Annotated[int, Limit("0 to 4", lambda x: 0 <= x <= 4)] = 0
     """Sample while the policy trains, from weights this many updates old; 0: do not."""
 
     def samples_of_engine(self, processes: int, tensor_parallel: int) -> int:
-        """Return the most samples of a step that one of the engines of these processes gets."""
+        """The most samples of a step in one of the engines of these processes."""
         return -(-self.prompts // processes) * tensor_parallel * self.rollouts
 
     def stopping(self) -> Stopping | None:
-        """Return the rule of --stop-at; raises InputError for a class that is none."""
+        """The rule of --stop-at."""
         if not self.stop_at:
             return None
-        rule = Stopping if self.schedule is None else load_code("schedule", self.schedule, "CLASS")
+        name = self.schedule
+        rule = Stopping if name is None else load_code("schedule", name, "CLASS")
         if not (isinstance(rule, type) and issubclass(rule, Stopping)):
             wanted = "a class of maxrl_fast.training.schedule.Stopping"
-            raise InputError(f"--schedule {self.schedule} must be {wanted}", "schedule")
+            raise InputError(f"--schedule {name} must be {wanted}, got {rule!r:.80}", "schedule")
         return rule(self.prompts, self.first_rollouts, self.rollouts, self.stop_at)
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Supervised learning on solutions, before reinforcement learning."""
+    """Supervised learning on solutions, at first."""
 
     sft_steps: CountOrZero = DERIVED
-    """Steps of supervised learning. By default 100; with --sft-data an epoch; with --model alone
-    0."""
+    """Steps. By default 100; with --sft-data an epoch; with --model alone 0."""
     sft_batch: Count = 32
     """Solutions per step."""
     sft_lr: Positive = DERIVED
@@ -183,9 +183,9 @@ class Optimizer:
     beta2: BelowOne = 0.99
     """AdamW's decay of the second moment."""
     clip_grad: Positive = 0.1
-    """Largest gradient norm; larger gradients are scaled down to it."""
+    """Largest gradient norm; larger ones are scaled down."""
     token_budget: Count = 4096
-    """Most tokens, prompts counted once, of a forward and backward pass; gradients add up."""
+    """Most tokens, prompts counted once, of a pass; gradients add up."""
     checkpoint_activations: bool = False
     """Recompute each layer in the backward pass: less memory, a third more work."""
 
@@ -198,7 +198,7 @@ class Loss:
     """How token losses are averaged: token_mean over the batch, seq_mean_token_mean (grpo),
     seq_mean_token_sum (pacs, luspo) or seq_sum_constant (dr_grpo). By default the objective's."""
     top_entropy: Share = 1.0
-    """Share of tokens, of the highest entropies, with a policy gradient (80/20 paper: 0.2)."""
+    """Share of tokens, those of highest entropy, with a policy gradient (80/20 paper: 0.2)."""
     entropy_coef: NotNegative = 0.0
     """Coefficient of the entropy bonus, per nat."""
     siren: NotNegative = 0.0
@@ -206,7 +206,7 @@ class Loss:
     kl_coef: NotNegative = 0.0
     """Coefficient of the divergence from the reference policy, per nat."""
     kl: Literal["k1", "k2", "k3", "k3+", "full"] = "k3"
-    """Estimator of the divergence; full: the exact one, of the whole vocabulary."""
+    """Its estimator; full: the exact one, of the whole vocabulary."""
     divergence: Literal["reverse", "forward", "jsd"] = "reverse"
     """Of --kl full: KL(policy || teacher), KL(teacher || policy) or Jensen-Shannon's."""
     jsd_beta: Annotated[float, Limit("from 1e-7 to 1 - 1e-7", lambda x: 1e-7 <= x <= 1 - 1e-7)] = (
@@ -214,12 +214,11 @@ class Loss:
     )
     """The teacher's weight in --divergence jsd."""
     reference: str | None = None
-    """Reference policy, such as a teacher: a checkpoint with the policy's tokenizer. By default the
-    policy when reinforcement learning begins."""
+    """Reference policy or teacher: a checkpoint with the policy's tokenizer. By default the policy
+    when reinforcement learning begins."""
     teacher_prompt: str | None = None
     """What the reference policy, by default that of each step, reads in place of the prompt:
-    answer, the question with its answer; or FILE.py:FUNCTION(prompt, **columns) -> text or chat
-    messages."""
+    answer, the question with its answer; or FILE.py:f(prompt, **columns) -> text or messages."""
 
 
 @dataclass(frozen=True)
@@ -227,25 +226,23 @@ class Model:
     """The policy: a new decoder of Qwen2's architecture, or a checkpoint of transformers."""
 
     model: str | None = None
-    """Checkpoint: a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION. By default a
-    new model."""
+    """Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION. By default a new model."""
     model_backend: Literal["auto", "native", "transformers"] = "auto"
-    """What runs the layers of --model; native has Qwen2, Qwen3, Llama 3 and SmolLM2, and auto is
-    native for these."""
+    """What runs the layers of --model; auto: native for Qwen2, Qwen3, Llama 3 and SmolLM2."""
     hidden_size: Count = 128
     """Size of the hidden states."""
     intermediate_size: Count = 256
     """Size of the feed-forward layers."""
     layers: Count = 4
-    """Number of layers."""
+    """Layers."""
     heads: Count = 8
-    """Number of query heads, each of size hidden_size / heads."""
+    """Query heads, each of size hidden_size / heads."""
     kv_heads: Count = 4
-    """Number of key/value heads."""
+    """Key/value heads."""
     rope_theta: Positive = 100.0
     """Base of the rotary embedding; the MaxRL paper has 1e6."""
     lora_rank: CountOrZero = 0
-    """Train adapters of this rank (LoRA), merged into checkpoints; 0: the weights."""
+    """Train adapters of this rank (LoRA), merged in checkpoints; 0: the weights."""
     lora_alpha: Positive = 32.0
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
@@ -253,7 +250,7 @@ class Model:
 
     @property
     def directory(self) -> Path | None:
-        """The directory of --model; weights of the hub are downloaded when needed."""
+        """Of --model; the hub's weights are downloaded when needed."""
         return None if self.model is None else directory_of(self.model)
 
 
@@ -273,9 +270,9 @@ class Evaluation:
     eval_samples: Count = 16
     """Samples per prompt; pass@k is reported for k = 1, 2, 4, ... up to this."""
     keep_rollouts: CountOrZero = 8
-    """Rollouts of a step that rollouts.jsonl keeps, in whole groups; 0: none."""
+    """A step's rollouts that rollouts.jsonl keeps, in whole groups; 0: none."""
     log_to: Literal["tensorboard", "wandb", "trackio"] | None = None
-    """Send metrics to TensorBoard, wandb or trackio too."""
+    """Send metrics there too."""
 
 
 @dataclass(frozen=True)
@@ -297,26 +294,26 @@ class Run(Place):
     out: Path = DERIVED
     """Folder of results, new or empty. By default runs/<objective>-<time>."""
     resume: Path | None = None
-    """Resume the run of this folder with its own options unless others are given; auto: that of
-    --out, or a new one."""
+    """Folder of a run to resume, with its own options unless others are given; auto: that of --out,
+    or a new one."""
     allow_changes: bool = False
-    """Resume even where options or files change what is computed."""
+    """Resume even if options or files change what is computed."""
     config: Path | None = None
-    """TOML file of options, as maze_size = 11. A flag overrides the file."""
+    """TOML file of options, as maze_size = 11; flags override it."""
     seed: Seed = 0
-    """Seed of new weights, prompts and the sampling."""
+    """Of new weights, prompts and the sampling."""
     sharding: Literal["auto", "none", "full"] = "auto"
-    """How torchrun's processes divide the weights: none (DDP), full (FSDP2), or auto: full where
-    training takes over half of a GPU's memory."""
+    """How processes divide the weights: none (DDP), full (FSDP2), or auto: full where training
+    takes over half of a GPU's memory."""
     save_every: CountOrZero = 50
-    """Steps between checkpoints; 0: only at the ends and when stopped."""
+    """Steps between checkpoints; 0: at the ends and when stopped."""
     keep_checkpoints: CountOrZero = 3
-    """Newest checkpoints to keep beside the first and the best; 0: all."""
+    """Newest checkpoints kept beside the first and the best; 0: all."""
     stall_limit: Positive = 1800.0
     """Seconds without progress after which the run ends."""
     dry_run: str | None = None
-    """Print the resolved options and an estimate of memory, and stop: without a value for this
-    machine, 8x80 for 8 GPUs of 80 GB (1e9 bytes)."""
+    """Print the resolved options and an estimate of memory, and stop: for this machine, or 8x80: 8
+    GPUs of 80 GB (1e9 bytes)."""
 
 
 @dataclass(frozen=True)
@@ -324,33 +321,33 @@ class Measure:
     """What is measured."""
 
     eval_prompts: Count = DERIVED
-    """Prompts of the split, or of each held-out set. By default 256, or all that are held out."""
+    """Prompts of the split or of each held-out set. By default 256, or all that are held out."""
     samples: Count = 256
     """Responses to each prompt (n)."""
     k: tuple[int, ...] = ()
-    """Sizes at which pass@k, max@k and maj@k are reported. By default 1 2 4 ... up to --samples."""
+    """Sizes of pass@k, max@k and maj@k. By default 1 2 4 ... up to --samples."""
     split: Literal["test", "train"] = "test"
-    """Held-out prompts, or training prompts, which repeat where a file has fewer."""
+    """Held-out or training prompts, which repeat where a file has fewer."""
     against: tuple[Path, ...] = ()
-    """Compare with these finished evaluations, by prompt where all settings are the same."""
+    """Finished evaluations to compare with, by prompt where all settings are the same."""
     bootstrap: Count = 1000
-    """Bootstrap resamples of the prompts for the intervals."""
+    """Bootstrap resamples of the prompts, for intervals."""
     confidence: BetweenZeroAndOne = 0.95
     """Confidence of the intervals."""
 
 
 @dataclass(frozen=True)
 class EvaluatedDecoding(Decoding):
-    """How responses are sampled; the papers' language models with --temperature .6 --top-p .95."""
+    """How responses are sampled; by papers on language models --temperature .6 --top-p .95."""
 
     temperature: NotNegative = 1.0
     """Sampling temperature; 0: greedy decoding, with one sample."""
     top_k: CountOrZero = 0
-    """Sample from this many of the most probable tokens; 0: from all."""
+    """Sample from so many of the likeliest tokens; 0: from all."""
     min_p: UnitInterval = 0.0
     """Sample from tokens with at least this share of the greatest probability."""
     seed: Seed = DERIVED
-    """Seed of the sampling and the bootstrap. By default the run's, else 0."""
+    """Of the sampling and the bootstrap. By default the run's, else 0."""
 
 
 @dataclass(frozen=True)
@@ -360,55 +357,51 @@ class EvaluationPlace(Place):
     out: Path = DERIVED
     """Folder of results, new or empty. By default evaluations/<name>-<time>."""
     task_seed: Seed = DERIVED
-    """Seed of the mazes and of the order of training prompts. By default the run's, else 0."""
+    """Of mazes and the order of training prompts. By default the run's, else 0."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """A configuration: groups of options, and the options of each part that is chosen.
-
-    Args:
-        parts: options of the chosen parts, by section (objective, loss, ...).
-        unused: options that nothing reads, such as --kl without --kl-coef.
-        places: "FILE, line N" of options of a file.
-        own_names: of options of a part by flags that are longer, such as simko_k.
-    """
+    """Groups of options, and by section (objective, loss, ...) the options of the chosen parts."""
 
     chosen: Any
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    unused: frozenset[str] = frozenset()
-    places: Mapping[str, str] = field(default_factory=dict)
-    own_names: Mapping[str, str] = field(default_factory=dict)
+    unused: frozenset[str] = frozenset()  # which nothing reads, such as --kl without --kl-coef
+    places: Mapping[str, str] = field(default_factory=dict)  # "FILE, line N" of a file's options
+    own_names: Mapping[str, str] = field(
+        default_factory=dict
+    )  # in a part, by longer flags: simko_k
 
     @classmethod
     def groups(cls) -> dict[str, Any]:
-        """The dataclasses of the groups, by name."""
         return {x.name: x.type for x in fields(cls) if is_dataclass(x.type)}
 
     @classmethod
     def names(cls) -> set[str]:
-        """The names of the options of all groups."""
+        """The options of all groups."""
         return {x.name for group in cls.groups().values() for x in fields(group)}
 
     def values(self) -> dict[str, Any]:
-        """All options by flag name."""
+        """All options by flag."""
         groups = (vars(getattr(self, name)) for name in self.groups())
         return {key: x for own in (*groups, *self.parts.values()) for key, x in own.items()}
 
     def flat(self) -> dict[str, Any]:
-        """Options that are used and have a value, in the types of JSON."""
+        """Those that are used and have a value, in the types of JSON."""
         values = {name: as_json(x) for name, x in self.values().items() if name not in self.unused}
         return {name: x for name, x in values.items() if x is not None}
 
     def replace(self: AnyConfig, **options: Any) -> AnyConfig:
-        """A copy with other values for some options, by flag name; the parts stay."""
+        """A copy with other values for some options, by flag; the parts stay."""
 
         def changed(own: Mapping[str, Any]) -> dict[str, Any]:
             return {key: options.get(key, x) for key, x in own.items()}
 
-        groups = {name: getattr(self, name) for name in self.groups()}
-        made: dict[str, Any] = {name: replace(x, **changed(vars(x))) for name, x in groups.items()}
         parts = {section: changed(own) for section, own in self.parts.items()}
+        made = {
+            name: group(**changed(vars(getattr(self, name))))
+            for name, group in self.groups().items()
+        }
         return replace(self, parts=parts, **made)
 
 
@@ -439,10 +432,10 @@ class Config(Options):
 class EvaluationConfig(Options):
     """Sample many responses to each held-out prompt, and report pass@k, max@k and maj@k.
 
-    CHECKPOINT is a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION of the hub, or
-    the folder of a run: its latest checkpoint; RUN/best has the highest mean reward. The task's
-    options and the response limit are the run's, unless others are given. The folder of a finished
-    evaluation in its place is only compared with those of --against.
+    CHECKPOINT is a Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION, or the folder
+    of a run: its latest checkpoint; RUN/best has the highest mean reward. The task's options and
+    the response limit are the run's, unless others are given. The folder of a finished evaluation
+    is only compared with those of --against.
 
     Examples:
         python -m maxrl_fast.evaluate runs/maxpo-... --samples 256
@@ -458,9 +451,7 @@ class EvaluationConfig(Options):
 
 
 def as_json(value: Any) -> Any:
-    """Return an option's value in the types of JSON and TOML: of several values a list, of one the
-    value, of none None.
-    """
+    """Return a value in the types of JSON and TOML: several a list, one itself, none None."""
     if isinstance(value, tuple):
         return [*map(as_json, value)] if len(value) > 1 else as_json(value[0]) if value else None
     return str(value) if isinstance(value, Path) else value

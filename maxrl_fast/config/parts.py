@@ -10,12 +10,7 @@ from maxrl_fast.algorithms.known import method_hint
 from maxrl_fast.algorithms.losses import ALIASES, LOSSES
 from maxrl_fast.algorithms.losses.registry import Clips, TokenLoss, find_loss
 from maxrl_fast.algorithms.method import Method
-from maxrl_fast.algorithms.options import (
-    Option,
-    make_option,
-    options_of,
-    parameters_of,
-)
+from maxrl_fast.algorithms.options import Option, make_option, options_of, parameters_of
 from maxrl_fast.config.options import Config, EvaluationConfig
 from maxrl_fast.errors import InputError
 from maxrl_fast.rollout.vllm import VllmOptions
@@ -33,16 +28,14 @@ from maxrl_fast.training.objectives.registry import (
     objective_class,
 )
 
-# The order in which a run's parts are chosen: the default of a later one follows from earlier ones.
+# in the order of choice: the default of a later one follows from earlier ones
 SECTIONS = ("objective", "rollout", "task", "loss", "correction")
-TASKS: dict[str, Any] = {"maze": MazeOptions}
-TASKS |= dict.fromkeys(DATASETS, DatasetOptions)
 ENGINES: dict[str, Any] = {"native": None, "vllm": VllmOptions}
 _BUILT_IN: dict[str, Any] = {
     "objective": OBJECTIVES,
     "loss": LOSSES | ALIASES,
     "correction": CORRECTIONS,
-    "task": TASKS,
+    "task": {"maze": MazeOptions} | dict.fromkeys(DATASETS, DatasetOptions),
     "rollout": ENGINES,
 }
 # arguments that a user's class may ask for, which are no options
@@ -53,8 +46,8 @@ OFFERED = {
 
 
 def part(section: str, name: str) -> Any:
-    """Return the part that --SECTION NAME names: a method, a dataclass of options, a user's class,
-    or None for one without options."""
+    """Return what --SECTION NAME names: a method, a dataclass of options, a user's class, or None
+    for a part without options."""
     if section == "objective":
         return find_objective(name)
     if name in (built_in := _BUILT_IN[section]):
@@ -75,13 +68,13 @@ def part(section: str, name: str) -> Any:
 
 def loss_of(name: str) -> TokenLoss:
     """Return the token loss of --loss, a name that `part` knows."""
-    known = name in LOSSES or name in ALIASES
-    found: TokenLoss = find_loss(name) if known else find_code("loss", name, find_loss)
+    is_known = name in _BUILT_IN["loss"]
+    found: TokenLoss = find_loss(name) if is_known else find_code("loss", name, find_loss)
     return found
 
 
 def _signature(section: str, name: str) -> Mapping[str, Option]:
-    """Return the options of a part, by the names in its signature."""
+    """Return the options of a part by the names in its signature."""
     found = part(section, name)
     if isinstance(found, Method):
         clips = options_of(Clips) if getattr(found, "clips", False) else {}
@@ -107,13 +100,11 @@ def purpose_of(section: str, name: str) -> str:
 
 @lru_cache(maxsize=256)
 def options_of_part(section: str, name: str) -> dict[str, Option]:
-    """Return the options of the part that --SECTION NAME names, by the names of their flags. Where
-    a group or a built-in part of an earlier section has the name, the part's own is before it:
-    simko_k, icepop_low."""
-    commands = (Config, EvaluationConfig) if section in ("task", "rollout") else (Config,)
-    used = {x for command in commands for x in command.names()}
-    for before in {"loss": ("objective",), "correction": ("objective", "loss")}.get(section, ()):
-        used |= owners_by_option(before).keys()
+    """Return the options of a part by flag. Where a group or a built-in part of an earlier section
+    has the name, the part's own is before it: simko_k, icepop_low."""
+    evaluated = EvaluationConfig.names() if section in ("task", "rollout") else ()
+    earlier = {"loss": ("objective",), "correction": ("objective", "loss")}.get(section, ())
+    used = Config.names().union(evaluated, *map(owners_by_option, earlier))
     signature, short = _signature(section, name).items(), short_name(name)
     flags = {f"{short}_{key}" if key in used else key: (key, x) for key, x in signature}
     return {flag: replace(x, name=flag, own_name=key) for flag, (key, x) in flags.items()}
@@ -126,7 +117,7 @@ def short_name(name: str) -> str:
 
 @lru_cache
 def owners_by_option(section: str) -> dict[str, tuple[str, ...]]:
-    """Return the built-in parts of a section that have each option, by its name."""
+    """Return the built-in parts of a section that have each option."""
     owners: dict[str, tuple[str, ...]] = {}
     for name in _BUILT_IN[section]:
         for key in options_of_part(section, name):
@@ -135,8 +126,8 @@ def owners_by_option(section: str) -> dict[str, tuple[str, ...]]:
 
 
 def default_of(section: str, chosen: Mapping[str, str], ahead: int, has_cap: bool) -> str:
-    """Return the loss, or the correction, that follows from the parts chosen before it, and for a
-    correction from --ahead and whether --importance-cap is given."""
+    """Return the loss or the correction that follows from the parts chosen before it, for a
+    correction with --ahead and whether --importance-cap is given."""
     objective = objective_class(chosen["objective"])
     if section == "loss":
         return objective.loss

@@ -1,5 +1,4 @@
-"""From where options are given (flags, a TOML file, the config.json of a run, Python) to a
-configuration."""
+"""From flags, a TOML file, the config.json of a run or Python to a configuration."""
 
 import contextlib
 import difflib
@@ -7,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,7 +39,7 @@ Known = dict[str, dict[str, Option]]  # options by name, of each group and, as -
 TASK_IS_MISSING = (
     "requires --task: gsm8k, math, dataset with --data FILE, maze or another (--help lists them)"
 )
-# What people who come from TRL, verl and OpenRLHF write most; docs/options.md has more.
+# what people who come from TRL, verl and OpenRLHF write most; docs/options.md has more
 _ELSEWHERE = {
     "rollouts": "num_generations n n_samples_per_prompt",
     "samples": "rollouts eval_samples",
@@ -64,7 +63,7 @@ _ELSEWHERE = {
     "sharding under torchrun --nproc_per_node N": "nproc_per_node num_processes n_gpus_per_node",
 }
 ELSEWHERE = {name: option for option, names in _ELSEWHERE.items() for name in names.split()}
-# options whose defaults follow from the objective or the loss
+# what follows from the objective or the loss
 _FOLLOWS = {
     "objective": ("loss", "aggregation", "correction", "importance_cap"),
     "loss": ("aggregation",),
@@ -76,38 +75,39 @@ class Given(NamedTuple):
     name: str  # as the user writes it: "--lr" or "lr"
     place: str = ""  # "FILE, line N: " or nothing
 
+    def read(self, option: Option) -> Any:
+        return option.convert(self.value, f"{self.place}{self.name}")
+
 
 def parse(arguments: Sequence[str]) -> Config:
     """Return the checked configuration of the run of --resume, the TOML file of --config and flags,
-    each overriding those before it. --help prints the options that this run uses, and exits.
-    `--resume auto` becomes the folder of --out if there is a run in it; otherwise the run is new.
-    """
+    each overriding those before it. --help prints the options that this run uses, and exits."""
     words, asks_for_help = split_help(arguments)
     return _parse(read_flags(words), asks_for_help)
 
 
 def parse_options(options: Mapping[str, Any]) -> Config:
-    """Return the configuration of options by name, as of flags; None: an option is not given."""
+    """As `parse`, of options by name; None: not given."""
     return _parse({str(key): Given(x, str(key)) for key, x in options.items() if x is not None})
 
 
 def _parse(given: dict[str, Given], asks_for_help: bool = False) -> Config:
     def path(name: str) -> Path | None:
-        return convert(options_of(Run)[name], given[name]) if name in given else None
+        return given[name].read(options_of(Run)[name]) if name in given else None
 
     if (file := path("config")) is not None:
         given = read_toml(file) | given
-    folder, ended_early = path("resume"), False
+    folder = path("resume")
     if folder == Path("auto"):
         if (folder := path("out")) is None:
             raise InputError("--resume auto needs --out DIR, the folder of the run")
-        is_new = not (folder / "config.json").exists()
-        given = {x: y for x, y in given.items() if not is_new or x != "allow_changes"}
-        folder = None if is_new else folder
-        given["resume"] = Given(folder, "resume")
-        # before its first checkpoint: it restarts with this command's options
-        ended_early = folder is not None and not RunFolder(folder).checkpoints
-    of_run = {} if folder is None or ended_early else read_run(folder)
+        is_run = (folder / "config.json").exists()
+        given["resume"] = Given(folder if is_run else None, "resume")
+        if not is_run:
+            given.pop("allow_changes", None)
+        # before its first checkpoint it restarts with this command's options
+        folder = folder if is_run and RunFolder(folder).checkpoints else None
+    of_run = {} if folder is None else read_run(folder)
     if "model" in given and not {"task"} & {*given, *of_run}:
         raise InputError(f"{given['model'].place}{given['model'].name} {TASK_IS_MISSING}")
     places = {name: x.place.removesuffix(": ") for name, x in given.items() if x.place}
@@ -120,7 +120,7 @@ def _parse(given: dict[str, Given], asks_for_help: bool = False) -> Config:
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Given]:
-    """Return the words that flags give, by name of the option. The last of equal flags wins."""
+    """Return the words of each flag, by name of the option; the last of equal flags wins."""
     given: dict[str, Given] = {}
     for word in words:
         flag, equals, text = word.partition("=")
@@ -138,17 +138,11 @@ def read_flags(words: Sequence[str]) -> dict[str, Given]:
 
 def names_of_lists() -> set[str]:
     """Return the options that take several values themselves, such as reward and data."""
-    groups = [options_of(group) for group in Config.groups().values()]
-    own = [*groups, options_of_part("task", "dataset")]
-    return {name for options in own for name, x in options.items() if x.takes_several}
-
-
-def convert(option: Option, x: Given) -> Any:
-    return option.convert(x.value, f"{x.place}{x.name}")
+    groups = [*map(options_of, Config.groups().values()), options_of_part("task", "dataset")]
+    return {name for own in groups for name, x in own.items() if x.takes_several}
 
 
 def read_toml(path: Path) -> dict[str, Given]:
-    """Return the options in a TOML file by name."""
     try:
         check_regular(path, JSON_BYTES)
         text = path.read_text()
@@ -157,10 +151,10 @@ def read_toml(path: Path) -> dict[str, Given]:
     except (OSError, ValueError, RecursionError) as error:
         why = f"{error}; write lines KEY = VALUE" if path.suffix != ".toml" else error
         raise InputError(f"--config must be a readable TOML file, got {path}: {why}") from error
-    # a line within a string may begin with a key too
-    found = [re.match(r"\s*\[*\s*[\"']?([\w-]+)[\"']?\s*[].=]", x) for x in text.splitlines()]
-    lines = {x[1]: len(found) - i for i, x in enumerate(reversed(found)) if x}
-    given = {}
+    given, lines = {}, dict[str, int]()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if found := re.match(r"\s*\[*\s*[\"']?([\w-]+)[\"']?\s*[].=]", line):
+            lines.setdefault(found[1], number)  # a later one may be within a string
     for key, value in options.items():
         place = f"{path}, line {lines[key]}" if key in lines else str(path)
         if key in ("config", "resume"):
@@ -170,8 +164,8 @@ def read_toml(path: Path) -> dict[str, Given]:
 
 
 def read_run(out: Path) -> dict[str, Given]:
-    """Return the options of a run, or of what a session has saved, without those that say how it
-    was started. Nothing is imported; a folder of another user prints a warning."""
+    """Return the options of a run, or of what a session has saved. Nothing is imported; a folder of
+    another user prints a warning."""
     file = out / "config.json"
     if not file.exists():
         why = "has no config.json" if out.exists() else "does not exist"
@@ -179,8 +173,7 @@ def read_run(out: Path) -> dict[str, Given]:
     options = RunFolder(out).options
     if others := {path.stat().st_uid for path in (out, file)} - {os.getuid()}:
         whose = f"{printable(out)} belongs to uid {' and '.join(map(str, sorted(others)))}"
-        runs = "the code that its config.json names runs with your rights"
-        warn(f"{whose}, and {runs}")
+        warn(f"{whose}, and the code that its config.json names runs with your rights")
     return {x: Given(y, x, f"{file}: ") for x, y in options.items() if x not in OF_ONE_START}
 
 
@@ -200,11 +193,13 @@ def build(
     known: Known = {name: options_of(group) for name, group in command.groups().items()}
     options = {name: option for own in known.values() for name, option in own.items()}
     given, chosen = {**of_run, **by_user}, dict[str, str]()
+
+    def value(name: str) -> Any:
+        return given[name].read(options[name]) if name in given else None
+
     for section in (x for x in SECTIONS if x in options):
-        name = convert(options[section], given[section]) if section in given else None
-        if not (name := name or options[section].default):
-            ahead = convert(options["ahead"], given["ahead"]) if "ahead" in given else 0
-            name = default_of(section, chosen, ahead, "importance_cap" in given)
+        if not (name := value(section) or options[section].default):
+            name = default_of(section, chosen, value("ahead") or 0, "importance_cap" in given)
         before = of_run[section].value if section in of_run else name
         if name not in (before, absolute_function(before)):
             gone = {*options_of_part(section, before), *_FOLLOWS.get(section, ())}
@@ -219,7 +214,7 @@ def build(
             raise _refused(by_user[key], key, said)
         values[key] = options[key].default
     groups = {
-        name: group(**{x.name: values[x.name] for x in fields(group)})
+        name: group(**{key: values[key] for key in known[name]})
         for name, group in command.groups().items()
     }
     parts = {section: {key: values[key] for key in known[f"--{section}"]} for section in chosen}
@@ -230,17 +225,16 @@ def build(
 def _values(
     given: Mapping[str, Given], options: Mapping[str, Option], chosen: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the value of each option: as given, else what the objective presets, or its
-    default."""
+    """Return the options as given, else as the objective presets them, or their defaults."""
     values = {name: option.default for name, option in options.items()}
-    values |= objective_presets(chosen["objective"]) if "objective" in chosen else {}
+    values |= objective_presets(chosen.get("objective", ""))
     for name, x in given.items():
         positive = options.get(name.removeprefix("no_"))
         if name in options:
-            value = convert(options[name], x)
+            value = x.read(options[name])
             values[name] = values[name] if value is None else value
         elif positive and positive.kind is bool:
-            values[positive.name] = not convert(positive, x)
+            values[positive.name] = not x.read(positive)
         else:
             raise _unknown(name, x, options, chosen)
     for name, option in options.items():
@@ -259,42 +253,43 @@ def _unknown(
             return InputError(unknown + hint(flag, options, is_flag))
     for section, part in chosen.items():
         if owners := owners_by_option(section).get(name):
-            others = ", ".join([*owners[:4], *(["..."] if len(owners) > 4 else [])])
+            others = ", ".join([*owners[:4], *["..."] * (len(owners) > 4)])
             return _refused(x, name, f"is not used by {section} {part}, but by {others}")
     known = _options_of_all_parts() | options.keys() if "objective" in chosen else options
-    meant = hint(name, known, is_flag) or "; --help lists the options" * is_flag
-    return InputError(unknown + meant)
+    return InputError(
+        unknown + (hint(name, known, is_flag) or "; --help lists the options" * is_flag)
+    )
 
 
 def _options_of_all_parts() -> set[str]:
-    own = (name for section in SECTIONS for name in owners_by_option(section))
-    return {*own, *Config.names()}
+    return Config.names().union(*map(owners_by_option, SECTIONS))
 
 
 def _refused(x: Given, key: str, said: str) -> InputError:
     # where another library means something else by the name, as by beta
-    meant = f"; did you mean --{ELSEWHERE[key].replace('_', '-')}?" if key in ELSEWHERE else ""
+    meant = f"; did you mean {_flag(ELSEWHERE[key])}?" if key in ELSEWHERE else ""
     return InputError(f"{x.place}{x.name} {said}{meant}")
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def hint(name: str, known: Collection[str], is_flag: bool = True) -> str:
-    """Return "; did you mean --...?" with the option among `known` that is probably meant, perhaps
-    with a value, or nothing. The name may have prefixes of other libraries: trainer.total_epochs.
-    """
+    """Return "; did you mean --...?", perhaps with a value, or nothing. The name may have prefixes
+    of other libraries: trainer.total_epochs."""
     words = name.lower().replace("-", "_").split(".")
     tried = "_".join(words), words[-1], words[-1].removeprefix("no_")
     meant = [x if x in known else ELSEWHERE.get(x, x) for x in tried]
     found = [x for x in meant if x.partition(" ")[0] in known]
     # below this cutoff are words that mean others
     found += difflib.get_close_matches("_".join(words), list(known), n=1, cutoff=0.73)
-    if not found:
-        return ""
-    return f"; did you mean {'--' + found[0].replace('_', '-') if is_flag else found[0]}?"
+    return f"; did you mean {_flag(found[0]) if is_flag else found[0]}?" if found else ""
 
 
 @contextlib.contextmanager
 def located(places: Mapping[str, str]) -> Iterator[None]:
-    """Add "(lr: FILE, line 3)" to an error about values that the file of --config gives."""
+    """Add "(lr: FILE, line 3)" to an error about values of the file of --config."""
     try:
         yield
     except InputError as error:

@@ -1,23 +1,21 @@
-"""From a checked configuration and its task to the resolved one, in which every default is worked
-out.
-"""
+"""From a checked configuration and its task to one in which every default is worked out."""
 
 import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from maxrl_fast.config.changes import ended_before_first_step
-from maxrl_fast.config.options import Config, Model
+from maxrl_fast.config.names import OF_ONE_START
+from maxrl_fast.config.options import Config, Model, Place
 from maxrl_fast.config.parts import loss_of, short_name
 from maxrl_fast.config.read import absolute_function
-from maxrl_fast.config.rules import objective_of
+from maxrl_fast.config.rules import View, objective_of, refuse
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import HUB
 from maxrl_fast.model.policy import backend_of, read_sizes
@@ -29,44 +27,29 @@ from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.training.objectives.registry import objective_defaults
 
-# of the default evaluations between the first step and the last: their samples, relative to those
-# of training, and the prompts below which pass@k is too noisy to be worth them
+# of the default evaluations between the first step and the last: their share of the training
+# samples, and the prompts below which pass@k is too noisy to be worth them
 EVALUATION_SHARE, FEWEST_EVALUATED = 0.05, 32
 # options that may name a file of the user's
-NAMES_CODE = (
-    *("objective", "loss", "task", "rollout", "environment", "teacher_prompt", "schedule"),
-    *("reward", "log_to"),
-)
+_NAMES = "objective loss task rollout environment teacher_prompt schedule reward log_to"
+NAMES_CODE = tuple(_NAMES.split())
 
 
 def resolve(
     config: Config,
     task: Task,
     ranks: Ranks | None = None,
-    has_gpus: bool = False,
     warn: Callable[[str], None] = warnings.warn,
 ) -> Config:
-    """Return the checked configuration with every default worked out.
-
-    Args:
-        has_gpus: it is for another machine, with GPUs that compute in bfloat16.
-    """
+    """Return the configuration with every default worked out, with --dry-run 8x80 for that machine,
+    whose GPUs compute in bfloat16."""
     ranks = ranks or Ranks()
-    prompts, number = config.sampling.prompts, tensor_parallel(config)
-    processes = f"the number of processes, {ranks.size}"
-    if prompts < ranks.size:
-        raise InputError(f"prompts must be at least {processes}, got {prompts}", "prompts")
-    if ranks.size % number:
-        option = "vllm_tensor_parallel"
-        raise InputError(f"{option} must divide {processes}, got {number}", option)
     config = config.replace(**_absolute(config))
+    is_new, given = config.run.resume is None, config.values()
     # a run that resumes has its own checkpoint and response limit
-    model = None if config.run.resume is not None else config.model.directory
-    limit = response_limit(config.sampling.max_new_tokens, task, model, warn)
-    backend = _backend(config.model)
-    if (buffer := config.reward.overlong_buffer) > limit:
-        wanted = f"overlong_buffer must be at most max_new_tokens, got {buffer} and {limit}"
-        raise InputError(wanted, "overlong_buffer", "max_new_tokens")
+    directory = config.model.directory if is_new else None
+    limit = response_limit(config.sampling.max_new_tokens, task, directory, warn)
+    refuse({**given, "max_new_tokens": limit, "processes": ranks.size}, _wrong)
     objective, loss = objective_of(config), loss_of(config.chosen.loss)
     own = objective_defaults(config.chosen.objective, config.sampling.rollouts)
     sft_lr, lr = default_rates(config.model)
@@ -79,22 +62,34 @@ def resolve(
         "aggregation": loss.aggregation or objective.aggregation,
         "threads": torch.get_num_threads(),  # what affinity and OMP_NUM_THREADS leave
     }
-    values = config.values()
-    derived = {name: x for name, x in defaults.items() if values.get(name) is None} | {
+    derived = {name: x for name, x in defaults.items() if given.get(name) is None} | {
         "max_new_tokens": limit,
         "sft_steps": _sft_steps(config, task),
-        "model_backend": backend,
+        "model_backend": _backend(config.model),
         "eval_prompts": num_held_out(config.evaluation.eval_prompts, task),
         "out": _new_folder(config, ranks),
     }
     if isinstance(task, TextTask):
         derived["template_date"] = task.conversation.clock
-    if has_gpus and config.run.device == "cpu":
-        wanted = f"--dry-run {config.run.dry_run} is for GPUs, got --device cpu"
-        raise InputError(wanted, "device")
-    of_gpus = "cuda", "bfloat16" if config.run.dtype == "auto" else config.run.dtype
-    place = of_gpus if has_gpus else resolve_place(config.run.device, config.run.dtype)
-    return config.replace(**derived, device=place[0], dtype=place[1])
+    of_gpus = {"device": "cuda", "dtype": str(config.run.dtype).replace("auto", "bfloat16")}
+    return config.replace(**derived, **(of_gpus if config.run.dry_run else place_of(config.run)))
+
+
+def _wrong(c: View) -> Iterator[str]:
+    if c.prompts < c.processes:
+        yield "prompts must be at least the number of processes, {processes}, got {prompts}"
+    if c.processes % (c.vllm_tensor_parallel or 1):
+        yield (
+            "vllm_tensor_parallel must divide the number of processes, {processes}, got "
+            "{vllm_tensor_parallel}"
+        )
+    if c.overlong_buffer > c.max_new_tokens:
+        yield (
+            "overlong_buffer must be at most max_new_tokens, got {overlong_buffer} and "
+            "{max_new_tokens}"
+        )
+    if c.dry_run and c.device == "cpu":
+        yield "--dry-run {dry_run} is for GPUs, got --device {device}"
 
 
 def tensor_parallel(config: Config) -> int:
@@ -112,18 +107,16 @@ def _backend(model: Model) -> str:
 def response_limit(
     wanted: int | None, task: Task, directory: Path | None, warn: Callable[[str], None]
 ) -> int:
-    """Return the response limit in tokens: --max-new-tokens, or the task's, or what the positions
-    of the policy in `directory` leave of it (None: enough), after a sentence to `warn`."""
+    """Return the tokens that are `wanted`, or the task's, or with a warning what the positions of
+    the policy in `directory` leave of these."""
     limit = wanted or task.max_new_tokens
     if directory is None:
         return limit
     positions, longest = read_sizes(directory).max_position_embeddings, task.prompt_length
     if limit <= (room := positions - longest):
         return limit
-    why = (
-        f"{directory} has {positions} positions, and prompts have up to {longest} tokens (a lower "
-        "--max-prompt-tokens leaves more)"
-    )
+    why = f"{directory} has {positions} positions, and prompts have up to {longest} tokens"
+    why += " (a lower --max-prompt-tokens leaves more)"
     if wanted or room < 1:
         most = f"--max-new-tokens must be at most {room}, got {limit}"
         raise InputError(f"{most}: {why}", "max_new_tokens")
@@ -132,31 +125,28 @@ def response_limit(
 
 
 def _sft_steps(config: Config, task: Task) -> int:
-    options, steps = config.warm_start, config.warm_start.sft_steps
+    steps, is_dataset = config.warm_start.sft_steps, isinstance(task, DatasetTask)
     if steps is None and config.parts["task"].get("sft_data") and isinstance(task, DatasetTask):
-        steps = math.ceil(task.num_demonstrations / options.sft_batch)
+        steps = math.ceil(task.num_demonstrations / config.warm_start.sft_batch)
     elif steps is None:
         steps = 100 if config.model.model is None and task.has_demonstrations else 0
     if steps and not task.has_demonstrations:
-        advice = " without --sft-data" if isinstance(task, DatasetTask) else ""
-        why = f"as {task.name} has no solutions to learn from"
-        raise InputError(f"sft_steps must be 0{advice}, {why}, got {steps}", "sft_steps")
+        why = f"as {task.name} has no solutions to learn from, got {steps}"
+        raise InputError(
+            f"sft_steps must be 0{' without --sft-data' * is_dataset}, {why}", "sft_steps"
+        )
     return steps
 
 
 def default_rates(model: Model) -> tuple[float, float]:
-    """Return the default learning rates of the warm start and of reinforcement learning.
-
-    That of a new policy was found on mazes; a checkpoint has that of publications, and adapters ten
-    times that (docs/models.md). The critic of ppo has the rate of the warm start, as in verl.
-    """
+    """Return those of the warm start and of reinforcement learning (docs/models.md)."""
     if model.model is None:
         return 2e-3, 3e-4
     return (1e-4, 1e-5) if model.lora_rank else (1e-5, 1e-6)
 
 
 def num_held_out(wanted: int | None, task: Task) -> int:
-    """Return the number of held-out prompts of a set to evaluate on: by default 256, or all."""
+    """Return the held-out prompts of a set to evaluate on: by default 256, or all."""
     available = max(size for size, _ in held_out_sets(task, 2**63, 1).values())
     number = wanted or min(256, available)
     if number > available:
@@ -165,22 +155,16 @@ def num_held_out(wanted: int | None, task: Task) -> int:
     return number
 
 
-@dataclass(frozen=True)
-class EvaluationSchedule:
+class EvaluationSchedule(NamedTuple):
     """When a run evaluates between its first step and its last."""
 
     every: int  # steps; 0: never
     num_prompts: int  # of each held-out set
 
-    def __str__(self) -> str:
-        between = f", and every {self.every} steps on {self.num_prompts} prompts"
-        return f"evaluations before the first step and after the last{between * bool(self.every)}"
-
 
 def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
-    """Return the schedule of --eval-every, or the default one, whose cost is counted in samples: a
-    sample of training costs more than one of an evaluation, because it is also learned from.
-    """
+    """Return that of --eval-every, or the default one; a sample of training costs three of an
+    evaluation, because it is learned from."""
     options, steps = config.evaluation, config.optimizer.steps
     if options.eval_every is not None:
         return EvaluationSchedule(options.eval_every, options.eval_prompts)
@@ -192,14 +176,14 @@ def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
     return EvaluationSchedule(math.ceil(steps / 4), min(affordable, options.eval_prompts))
 
 
-def resolve_place(device: str, dtype: str) -> tuple[str, str]:
-    chosen = resolve_device(device)
-    return chosen.type, str(resolve_dtype(dtype, chosen)).removeprefix("torch.")
+def place_of(place: Place) -> dict[str, str]:
+    device = resolve_device(place.device)
+    dtype = str(resolve_dtype(place.dtype, device)).removeprefix("torch.")
+    return {"device": device.type, "dtype": dtype}
 
 
 def _absolute(config: Config) -> dict[str, Any]:
-    """Return the options with the absolute paths of the files that a run reads again when it is
-    resumed, perhaps from another folder."""
+    """Return the options with absolute paths, for a run that is resumed from another folder."""
 
     def absolute(name: str, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -210,19 +194,19 @@ def _absolute(config: Config) -> dict[str, Any]:
             return str(Path(value).absolute())
         return absolute_function(value) if name in NAMES_CODE and value else value
 
-    others = ("out", "resume", "config")
-    return {name: absolute(name, x) for name, x in config.values().items() if name not in others}
+    values = config.values().items()
+    return {name: absolute(name, x) for name, x in values if name not in OF_ONE_START}
 
 
 def _new_folder(config: Config, ranks: Ranks) -> Path:
-    """Return the folder of the run; raise InputError where a new run would write over another."""
+    """Return the folder of the run, in which a new one must not write over another."""
     if config.run.resume is not None:
         return config.run.resume
     name = f"{short_name(config.chosen.objective)}-{time.strftime('%Y%m%d-%H%M%S')}"
     # with a number where a run of the same second has the folder
-    free = (Path("runs", f"{name}-{i}" if i else name) for i in itertools.count())
-    out = config.run.out or next(path for path in free if not path.exists())
-    if not ranks.is_first:  # the first alone writes; the others may come after it has begun
+    names = (Path("runs", f"{name}-{i}" if i else name) for i in itertools.count())
+    out = config.run.out or next(path for path in names if not path.exists())
+    if not ranks.is_first:  # the others may come after the first has begun to write
         return out
     try:
         left_by_a_kill = {"lock", temporary_path(out / "config.json").name}

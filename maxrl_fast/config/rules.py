@@ -1,21 +1,18 @@
-"""What options need and what they exclude: the only place for conditions between options of several
-parts. What concerns one part alone, that part refuses (`refuses` of an objective)."""
+"""All conditions between options of several parts. What concerns one part alone, that part refuses
+(`refuses` of an objective)."""
 
 import contextlib
 import importlib.util
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from string import Formatter
 from typing import Any
 
 from maxrl_fast.algorithms.losses.registry import CLIPS
-from maxrl_fast.algorithms.options import multiple_of
 from maxrl_fast.config.options import Config, Options
 from maxrl_fast.config.parts import loss_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.tasks.names import is_reward, spec_of
-from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import Objective, has_teacher
 from maxrl_fast.training.objectives.registry import find_objective, make_objective
@@ -33,8 +30,8 @@ class View(dict[str, Any]):
 
 
 def _needs(c: View) -> Iterator[tuple[str, Any, str]]:
-    """Yield names of options, whether a run uses them, and what to say where they are given to one
-    that does not; "": they are ignored. What a run does not use is not in its configuration."""
+    """Yield options, whether a run uses them, and what to say where they are given to one that does
+    not; "": they are ignored. What a run does not use is not in its configuration."""
     yield (
         "reward_workers reward_concurrency reward_seconds reward_memory_gb reward_env "
         "max_reward_error_rate reward_threshold",
@@ -68,14 +65,14 @@ def _needs(c: View) -> Iterator[tuple[str, Any, str]]:
 
 
 def unused_options(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options that a run of these options by name does not use, and what to say."""
-    needs = [(names.split(), said) for names, is_used, said in _needs(View(values)) if not is_used]
-    return {name: said for names, said in needs for name in names if name in values}
+    """Return the options that a run does not use, and what to say."""
+    needs = (x for x in _needs(View(values)) if not x[1])
+    return {name: said for x, _, said in needs for name in x.split() if name in values}
 
 
 # A sentence about what is wrong is a format of the options that it is about.
 def wrong_rewards(c: View) -> Iterator[str]:
-    """Yield what is wrong with the options of rewards, of a run or of an evaluation."""
+    """Yield what is wrong with the rewards of a run or an evaluation."""
     if len(c.reward_weights) not in (0, len(c.reward)):
         yield "reward_weights must be a number for each reward, got {reward_weights} for {reward}"
 
@@ -83,47 +80,51 @@ def wrong_rewards(c: View) -> Iterator[str]:
 def _wrong_sizes(c: View) -> Iterator[str]:
     if c.prompts * c.rollouts >= 2**31:
         yield "prompts x rollouts must be below 2^31, got {prompts} x {rollouts}"
-    multiples = {"updates_per_step": "prompts", "heads": "hidden_size", "kv_heads": "heads"}
-    if c.stop_at:
-        multiples["first_rollouts"] = "rollouts"
-    for sentence, is_wrong in (x for y in multiples.items() for x in multiple_of(*y).items()):
-        if is_wrong(c):
-            yield sentence
+    first = [("rollouts", "first_rollouts")] * bool(c.stop_at)
+    own = ("prompts", "updates_per_step"), ("hidden_size", "heads"), ("heads", "kv_heads")
+    for whole, part in (*own, *first):
+        if c[whole] % c[part]:
+            yield f"{whole} must be a multiple of {part}, got {{{whole}}} and {{{part}}}"
     if c.hidden_size // c.heads % 2:
         yield "hidden_size / heads must be even, got {hidden_size} / {heads}"
+    low, high = (f"{c.correction}_{x}" for x in ("low", "high"))
+    if low in c and c[low] >= c[high]:
+        yield f"{low} must be below {high}, got {{{low}}} and {{{high}}}"
+    # a folder of this name, such as one that wandb leaves, has no origin
+    if c.log_to and not getattr(importlib.util.find_spec(c.log_to), "origin", None):
+        yield "--log-to {log_to} is not installed: pip install {log_to}"
     if c.resume and c.out and c.out.absolute() != c.resume.absolute():
         yield "--resume writes into the run's own folder, {resume}, got --out {out}"
 
 
 def _fixed(c: View) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    """Yield what lets options have only one value: whether it is chosen, its name, the values."""
-    needs, whole = c.method.needs, {"correction": "none", "top_entropy": 1}
-    given = {"reward_source": "given", "overlong_buffer": 0}
+    """Yield whether something is chosen that lets options have only one value, its name, and the
+    values."""
+    needs, given = c.method.needs, {"reward_source": "given"}
+    plain = {**given, "overlong_buffer": 0}
     of_answers = "{objective}, which learns from the reference answer,"
-    yield needs.answers, of_answers, {**given, "truncated": "keep"}
-    yield needs.parts, "{objective}, of several rewards,", {**given, "reward_threshold": None}
-    yield needs.greedy, "{objective}", {"reward_source": "given"}
+    yield needs.answers, of_answers, {**plain, "truncated": "keep"}
+    yield needs.parts, "{objective}, of several rewards,", {**plain, "reward_threshold": None}
+    yield needs.greedy, "{objective}", given
     yield needs.binary, "{objective}, of rewards of 0 or 1,", {"overlong_buffer": 0}
-    own = "{objective}, which has a loss of its own,"
-    yield c.method.owns_loss, own, {"loss": c.method.loss, **whole}
-    yield c.stop_at, "--stop-at", {"dynamic_sampling": 0, "reward_source": "given"}
+    own = {"loss": c.method.loss, "correction": "none", "top_entropy": 1}
+    yield c.method.owns_loss, "{objective}, which has a loss of its own,", own
+    yield c.stop_at, "--stop-at", {"dynamic_sampling": 0, **given}
     # it has no log-probs before top-p at another temperature
     yield c.rollout == "vllm" and c.top_p < 1, "vllm with --top-p {top_p}", {"temperature": 1}
-    aggregation = c.method.aggregation if c.method.owns_loss else c.token_loss.aggregation
-    is_fixed, name = aggregation and c.aggregation, "{objective} with loss {loss}"
-    yield is_fixed, name, {"aggregation": aggregation}
+    only = (c.method if c.method.owns_loss else c.token_loss).aggregation
+    yield only and c.aggregation, "{objective} with loss {loss}", {"aggregation": only}
 
 
 def _wrong_values(c: View) -> Iterator[str]:
     for is_chosen, owner, values in _fixed(c):
-        for name, value in values.items():
-            if is_chosen and c[name] != value:
+        for name, value in values.items() if is_chosen else ():
+            if c[name] != value:
                 flag = f"--{name.replace('_', '-')}"
                 wanted = f"no {flag}" if value is None else f"{flag} {value}"
                 yield f"{owner} needs {wanted}, got {{{name}}}"
-    for sentence, is_wrong in getattr(find_objective(c.objective), "refuses", {}).items():
-        if is_wrong(c):
-            yield sentence
+    refuses = getattr(find_objective(c.objective), "refuses", {})
+    yield from (sentence for sentence, is_wrong in refuses.items() if is_wrong(c))
 
 
 def _wrong_parts(c: View) -> Iterator[str]:
@@ -141,7 +142,7 @@ def _wrong_parts(c: View) -> Iterator[str]:
     if c.ahead and (reads_policy or needs.answers):
         yield (
             "--ahead {ahead} cannot be used for {objective} with --reward-source {reward_source}, "
-            "because its rewards read the policy while it changes"
+            "whose rewards read the policy while it changes"
         )
     if c.dynamic_sampling and c.method.learns_from_equal_rewards(c.rollouts):
         yield "dynamic_sampling leaves out groups of equal rewards, from which {objective} learns"
@@ -161,45 +162,35 @@ def _wrong_parts(c: View) -> Iterator[str]:
             "{objective} weights single tokens by either sign, so loss cannot be one of whole "
             "responses and correction not sequence_mask, got {loss} and {correction}"
         )
-    if c.kl_coef and c.kl == "full" and not has_teacher(c):
+    is_full = c.kl_coef and c.kl == "full"
+    if is_full and not has_teacher(c):
         yield "kl full needs another teacher than the policy, --reference or --teacher-prompt"
-    is_over_batch = loss.over_batch or c.top_entropy != 1 or c.siren or is_masked
-    if c.kl_coef and c.kl == "full" and is_over_batch:
+    if is_full and (loss.over_batch or c.top_entropy != 1 or c.siren or is_masked):
         yield (
             "kl full cannot be used where a token's loss depends on other responses, as with loss "
             "kl_cov, --top-entropy, --siren and --correction sequence_mask"
         )
 
 
-def refuse(c: View, *rules: Callable[[View], Iterator[str]]) -> None:
+def refuse(values: Mapping[str, Any], *rules: Callable[[View], Iterator[str]]) -> None:
     """Raise the InputError of the first sentence of the rules."""
-    for sentence in itertools.chain.from_iterable(rule(c) for rule in rules):
+    for sentence in (x for rule in rules for x in rule(View(values))):
         shown = [name for _, name, *_ in Formatter().parse(sentence) if name]
-        several = {key: " ".join(map(str, x)) for key, x in c.items() if isinstance(x, tuple)}
-        raise InputError(sentence.format_map(View({**c, **several})), *shown)
+        several = {x: " ".join(map(str, y)) for x, y in values.items() if isinstance(y, tuple)}
+        raise InputError(sentence.format_map(View({**values, **several})), *shown)
 
 
 def check(config: Config) -> None:
-    """Refuse what can be known to be wrong before any work.
-
-    The options by themselves have been checked where they were read.
-    """
-    c = View(config.values())
-    # a folder of this name, such as one that wandb leaves, has no origin
-    if c.log_to and not getattr(importlib.util.find_spec(c.log_to), "origin", None):
-        raise InputError(f"--log-to {c.log_to} is not installed: pip install {c.log_to}", "log_to")
-    objective, loss = objective_of(config), loss_of(c.loss)
-    c |= {"method": objective, "token_loss": loss}
-    refuse(c, wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
+    """Refuse, before any work, what is wrong with options that are right by themselves."""
+    own = {"method": objective_of(config), "token_loss": loss_of(config.chosen.loss)}
+    refuse(config.values() | own, wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
     config.sampling.stopping()  # or an error
-    with _about("loss", *config.parts["loss"]):
-        loss_options(config)
-    correction_of(config)
+    loss_options(config)
 
 
 @contextlib.contextmanager
 def _about(*options: str) -> Iterator[None]:
-    """Say of a ValueError, which a part raises, of which options it is."""
+    """Say of a part's ValueError of which options it is."""
     try:
         yield
     except ValueError as error:
@@ -208,14 +199,15 @@ def _about(*options: str) -> Iterator[None]:
 
 
 def own_options(config: Options, section: str) -> dict[str, Any]:
-    """Return the options of a chosen part, by the names in its signature."""
+    """Return the options of a chosen part by the names in its signature."""
     return {config.own_names.get(flag, flag): x for flag, x in config.parts[section].items()}
 
 
 def loss_options(config: Config) -> dict[str, Any]:
     """Return the options of the loss besides its clips."""
-    own = own_options(config, "loss")
-    return loss_of(config.chosen.loss).resolve({x: y for x, y in own.items() if x not in CLIPS})
+    own = {x: y for x, y in own_options(config, "loss").items() if x not in CLIPS}
+    with _about("loss", *config.parts["loss"]):
+        return loss_of(config.chosen.loss).resolve(own)
 
 
 def objective_of(config: Config) -> Objective:
@@ -223,17 +215,10 @@ def objective_of(config: Config) -> Objective:
     sizes = config.sampling.rollouts, config.optimizer.updates_per_step
     with _about(*own, "rollouts"):
         made = make_objective(config.chosen.objective, own, *sizes)
-    if isinstance(made, GroupObjective) and (stop_at := config.sampling.stop_at):
-        return replace(made, stop_at=stop_at)
-    return made
+    stop_at = config.sampling.stop_at
+    return replace(made, stop_at=stop_at) if isinstance(made, GroupObjective) and stop_at else made
 
 
 def correction_of(config: Config) -> tuple[str, dict[str, float]]:
     """Return the name and the numbers of the correction."""
-    name = config.chosen.correction
-    with _about(*config.parts["correction"]):
-        numbers = CORRECTIONS[name].resolve(own_options(config, "correction"))
-        if "low" in numbers and numbers["low"] >= numbers["high"]:
-            bounds = f"{numbers['low']:g} and {numbers['high']:g}"
-            raise ValueError(f"low of {name} must be below high, got {bounds}")
-        return name, numbers
+    return config.chosen.correction, own_options(config, "correction")

@@ -1,8 +1,6 @@
-"""Unbiased estimates of pass@k, max@k and maj@k from n samples per prompt, with bootstrap
-intervals.
-
-Shapes: P prompts, n samples each, c of them correct. Every estimate of a prompt is a mean over
-size-k subsets of its samples, drawn without replacement, in float64."""
+"""Unbiased estimates of pass@k, max@k and maj@k from n samples of each of P prompts, c of them
+correct, with bootstrap intervals. A prompt's estimate is a mean over size-k subsets of its samples,
+in float64."""
 
 import math
 from collections.abc import Sequence
@@ -31,9 +29,8 @@ def powers_of_two(largest: int) -> list[int]:
 
 def max_at_k(rewards: Tensor, k: int) -> Tensor:
     """Return the mean over size-k subsets, 1 <= k <= n, of their best reward: rewards [..., n] ->
-    float64 [...] (MaxPO's S over all samples). In ascending order, r_(i) is the best reward of
-    C(i-1, k-1) of the C(n, k) subsets, a fraction q_i k / i, where q_i = C(i, k) / C(n, k) is
-    computed by recurrence."""
+    float64 [...]. In ascending order, r_(i) is the best reward of C(i-1, k-1) of the C(n, k)
+    subsets, a fraction q_i k / i, where q_i = C(i, k) / C(n, k)."""
     num_samples = rewards.shape[-1]
     _check_k(num_samples, k)
     rank = torch.arange(1, num_samples + 1, dtype=torch.float64)
@@ -48,32 +45,26 @@ def outcomes(num_samples: int, num_correct: Tensor) -> Tensor:
 
 
 def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
-    """Return the unbiased estimate 1 - C(n-c, k) / C(n, k) from c correct of n samples, int [...]
-    -> float64 [...] (Chen et al. 2021, eq. 1): max@k of rewards of 1 and 0."""
+    """Return 1 - C(n-c, k) / C(n, k) of c correct of n samples, int [...] -> float64 [...] (Chen et
+    al. 2021, eq. 1): max@k of rewards of 1 and 0."""
     return max_at_k(outcomes(num_samples, num_correct), k)
 
 
 def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: int) -> Tensor:
     """Return the probability that the majority answer of k samples is correct (self-consistency,
-    Wang et al. 2023): float64 [P, len(ks)].
+    Wang et al. 2023): answers [P, n], integers that are equal where the answers to a prompt are,
+    -1: none; is_correct bool [P, n] -> float64 [P, len(ks)].
 
-    The mean over NUM_DRAWS random subsets of size k; exact for k = 1 (c / n) and for k = n (one
-    subset). Tied answers count equally. The value of an answer is the fraction of correct samples
-    among all samples that give it. Samples without an answer have no vote, unless none of the k
-    samples has an answer; then their own fraction of correct samples counts.
-
-    Args:
-        answers: integers [P, n], equal where the answers to a prompt are; -1: no answer.
-        is_correct: bool [P, n]."""
+    The mean over NUM_DRAWS random subsets of size k; exact for k = 1 (c / n) and k = n. Tied
+    answers count equally. An answer is worth the fraction of correct samples among all that give
+    it. Samples without an answer have no vote, unless none of the k has one."""
     num_prompts, num_samples = answers.shape
     for k in ks:
         _check_k(num_samples, k)
     generator = torch.Generator().manual_seed(seed)
     result = torch.empty(num_prompts, len(ks), dtype=torch.float64)
-    for prompt, (own, right) in enumerate(
-        zip(answers.cpu(), is_correct.cpu().double(), strict=True)
-    ):
-        own = own.long() + 1  # 0: no answer
+    pairs = zip(answers.cpu().long() + 1, is_correct.cpu().double(), strict=True)
+    for prompt, (own, right) in enumerate(pairs):  # own 0: no answer
         sizes = torch.bincount(own)
         worth = torch.bincount(own, weights=right) / sizes.clamp_min(1)  # [A+1]
         # [D, n]; a row's first k are a subset
@@ -82,7 +73,7 @@ def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: 
             if k == 1:
                 result[prompt, column] = right.mean()
                 continue
-            subsets = own[None] if k == num_samples else drawn[:, :k]
+            subsets = drawn[:, :k]
             votes = torch.zeros(len(subsets), len(sizes)).scatter_add_(
                 1, subsets, torch.ones(subsets.shape)
             )
@@ -101,8 +92,7 @@ def bootstrap(values: Tensor, resamples: int, confidence: float, seed: int) -> l
     """Return the means of values [P, M] over prompts, with M intervals from a bootstrap over
     prompts: percentiles (Efron and Tibshirani 1993, ch. 13), as far out as those of a t
     distribution with n/(n - 1) times the variance (Hesterberg 2015). Where fewer than RARE prompts
-    differ from the most common value, they reach at least to Wilson's bounds. All columns use the
-    same draws, so the interval of a difference is that of a column of differences."""
+    differ from the most common value, they reach at least to Wilson's bounds."""
     num_prompts, values = len(values), values.double().cpu()
     generator = torch.Generator().manual_seed(seed)
     means, most_drawn = [], max(1, RESAMPLED // num_prompts)
@@ -130,8 +120,7 @@ def bootstrap(values: Tensor, resamples: int, confidence: float, seed: int) -> l
 
 def _wilson_bounds(values: Tensor, common: Tensor, z: float) -> tuple[Tensor, Tensor]:
     """Return Wilson's bounds [M] of the means of values [P, M]: of how far they lie above and below
-    the most common value, as shares of how far they can: to 1 and 0, -1 for differences, or to the
-    farthest value."""
+    the most common value, as shares of how far they can: to 1 and 0, or -1 for differences."""
     least, most = float(values.min()), float(values.max())
     up, down = max(most, 1.0) - common, common - (0.0 if least >= 0 else min(least, -1.0))
     (above, most_above), (below, most_below) = (
@@ -141,7 +130,7 @@ def _wilson_bounds(values: Tensor, common: Tensor, z: float) -> tuple[Tensor, Te
     return common + above * up - most_below * down, common + most_above * up - below * down
 
 
-def wilson(share: Any, n: int, z: float = 1.96) -> tuple[Any, Any]:
+def wilson(share: Any, n: int, z: float) -> tuple[Any, Any]:
     """Return Wilson's interval of a share, or a tensor of shares, of n."""
     more = z * z / n
     middle, half = share + more / 2, (more * (share * (1 - share) + more / 4)) ** 0.5
@@ -149,8 +138,8 @@ def wilson(share: Any, n: int, z: float = 1.96) -> tuple[Any, Any]:
 
 
 def mean_over_sets(intervals: Sequence[Interval]) -> Interval:
-    """Return the mean of sets of prompts with equal weights. The distances from the means to the
-    bounds add as squares, because the sets are independent (Zou and Donner 2008)."""
+    """Return the mean of independent sets of prompts. The distances from the means to the bounds
+    add as squares (Zou and Donner 2008)."""
     mean = sum(x["mean"] for x in intervals) / len(intervals)
     below, above = (
         math.hypot(*(x["mean"] - x[bound] for x in intervals)) / len(intervals)

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: the rewards of all samples, from which every estimate follows."""
+"""Evaluation on held-out prompts."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ Keep = Callable[[Samples, Tensor, Sequence[dict[str, float]]], None]
 
 
 def is_correct(rewards: Tensor) -> Tensor:
-    """Return which responses are correct; one whose reward failed (NaN) is not."""
+    """One whose reward failed (NaN) is not."""
     return rewards > 0.5
 
 
@@ -36,7 +36,7 @@ def mean_max_at_k(values: Tensor) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The samples of all ranks: P prompts in their order, n samples of each."""
+    """Of all ranks: P prompts in their order, n samples of each."""
 
     ids: Tensor  # [P] int64
     rewards: Tensor  # [P, n] float32 on the host, NaN where scoring failed
@@ -49,7 +49,7 @@ class Evaluation:
 
     @cached_property
     def values(self) -> Tensor:
-        """The rewards [P, n]; a failed one is the lowest reward or 0, as a wrong response's."""
+        """The rewards [P, n]; a failed one is the lowest, or 0."""
         lowest = self.rewards.nan_to_num().min().clamp_max(0)
         return torch.where(self.rewards.isnan(), lowest, self.rewards)
 
@@ -58,20 +58,15 @@ class Evaluation:
         """The mean of pass@k over prompts, for k = 1, 2, 4, ... up to n."""
         return mean_max_at_k(is_correct(self.rewards))
 
-    @property
-    def max_at_k(self) -> dict[int, float]:
-        """The same of max@k; max@1 is the mean reward."""
-        return mean_max_at_k(self.values)
-
     def first(self, count: int) -> "Evaluation":
-        """Return the evaluation on the first prompts alone, with the tokens of all."""
+        """That on the first prompts alone, with the tokens of all."""
         return replace(self, ids=self.ids[:count], rewards=self.rewards[:count])
 
     def record(self) -> dict[str, Any]:
-        """Return the numbers of eval.jsonl; failed rewards count as wrong."""
+        """Return the numbers of eval.jsonl."""
         return {
             PASS: {str(k): x for k, x in self.pass_at_k.items()},
-            MAX: {str(k): x for k, x in self.max_at_k.items()},
+            MAX: {str(k): x for k, x in mean_max_at_k(self.values).items()},
             "response_length_mean": self.num_tokens / self.rewards.numel(),
             "truncated": self.num_truncated / self.rewards.numel(),
             "num_tokens": self.num_tokens,
@@ -81,14 +76,14 @@ class Evaluation:
 
     @classmethod
     def joined(cls, sets: Iterable["Evaluation"]) -> "Evaluation":
-        """Return that of several sets, on samples that all have."""
+        """That of several sets, on samples that all have."""
         ids, rewards = zip(*((x.ids, x.rewards) for x in sets), strict=True)
         fewest = min(x.shape[1] for x in rewards)
         return cls(torch.cat(ids), torch.cat([x[:, :fewest] for x in rewards]), 0, 0)
 
     def pass_counts(self) -> dict[str, Any]:
-        """Return the correct samples by ascending prompt id, for pass_rates.jsonl; if any reward is
-        neither 0 nor 1, the mean and the maximum reward."""
+        """Return the correct samples, or the mean and the maximum reward if any is neither 0 nor 1,
+        by ascending prompt id, for pass_rates.jsonl."""
         order = self.ids.argsort(stable=True)[:MOST_PROMPTS]
         counts = {"num_correct": self.num_correct}
         if not torch.equal(is_correct(self.rewards).float(), self.values):
@@ -117,10 +112,9 @@ def over_sets(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Samples responses to the first prompts of a split, and scores them.
-
-    The ranks divide the prompts, and each samples `chunk` prompts at a time. If it `shares_engine`,
-    a rank without prompts takes part in sampling for the others."""
+    """Samples responses to the first prompts of a split, and scores them. The ranks divide the
+    prompts, and each samples `chunk` prompts at a time; if it `shares_engine`, also without own
+    prompts, for the others."""
 
     engine: Engine
     task: Task
@@ -139,12 +133,9 @@ class Evaluator:
     def evaluate(
         self, progress: Callable[[int], None] = lambda done: None, keep: Keep | None = None
     ) -> Evaluation:
-        """Evaluate the engine's policy; all ranks must call this.
-
-        Args:
-            progress: called with the number of prompts done; may raise.
-            keep: called with every chunk of this rank's samples, their rewards [S], NaN where
-                scoring failed, and their components [S]."""
+        """Evaluate the engine's policy; all ranks must call this. `progress` gets the number of
+        prompts done and may raise; `keep` every chunk of this rank's samples, their rewards [S],
+        NaN where scoring failed, and their components [S]."""
         ranks, none = self.ranks, torch.zeros(0, dtype=torch.int64, device=self.device)
         places, ids, rewards = [none], [none], [none.float()]  # of this rank's prompts and samples
         counts = torch.zeros(1, 2, dtype=torch.int64, device=self.device)  # tokens and truncated

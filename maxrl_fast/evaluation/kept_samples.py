@@ -30,16 +30,12 @@ def sample_records(
     chosen: Sequence[int] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield a JSON object for each response, or for the chosen ones; a reward [S] of NaN becomes
-    null. The texts show special tokens. `answer` and `columns` are of the prompt's line of the data
-    set, cut where they are long. components: of each reward [S]; {} where there are none."""
+    null. The texts show special tokens; the columns of the data set are cut where they are long."""
     prompts, rollouts, num = samples.prompts, samples.rollouts, samples.num_rollouts
     chosen = range(len(rollouts)) if chosen is None else chosen
     rollouts = rollouts.select(torch.tensor(chosen, device=rewards.device, dtype=torch.int64))
-    tokens, ids, scores = (
-        unpack(prompts.tokens, prompts.lengths),
-        prompts.ids.tolist(),
-        rewards.tolist(),
-    )
+    tokens, ids = unpack(prompts.tokens, prompts.lengths), prompts.ids.tolist()
+    scores = rewards.tolist()
 
     @cache  # of each prompt once
     def of_prompt(g: int) -> tuple[str, dict[str, Any]]:
@@ -74,12 +70,12 @@ def prompt_records(task: Task, split: str, num_prompts: int) -> Iterator[dict[st
 
 
 def finite(number: float) -> float | None:
-    """Return the number, or None if it is infinite or NaN, which JSON does not have."""
+    """JSON has no infinite number and no NaN."""
     return number if math.isfinite(number) else None
 
 
 def _cut(value: Any) -> Any:
-    """Return a JSON value, or the start of its text if it is long; other values as text."""
+    """Return a JSON value, or the start of its text; other values as text."""
     try:
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):
@@ -88,8 +84,8 @@ def _cut(value: Any) -> Any:
 
 
 def sample_lines(record: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Yield lines for a terminal of this width that show a sample: its reward, and the ends of its
-    prompt and response, where the question and the answer stand."""
+    """Yield lines of this width that show a sample: its reward, and the ends of its prompt and
+    response, where the question and the answer stand."""
     reward = "failed" if record["reward"] is None else f"{record['reward']:g}"
     yield f"  sample    prompt {record['id']}, reward {reward}"
     for name in ("prompt", "response"):
@@ -108,12 +104,12 @@ class KeptSamples:
     def take(self, samples: Samples, rewards: Tensor, components: Components) -> None:
         first = [s for s in range(len(rewards)) if s % samples.num_rollouts < MOST_OF_A_PROMPT]
         chosen = first[: MOST_SAMPLES - len(self.records)]
-        records = sample_records(self._task, samples, rewards, components, chosen)
-        self.records += [{"step": self._step, **record} for record in records]
+        for record in sample_records(self._task, samples, rewards, components, chosen):
+            self.records.append({"step": self._step, **record})
 
 
 class SampleTally:
-    """Numbers the answers to each prompt, and passes each line of samples.jsonl to `write`."""
+    """Numbers the answers to each prompt, and writes each line of samples.jsonl."""
 
     def __init__(self, task: Task, write: Callable[[str], object]) -> None:
         self._task, self._write = task, write

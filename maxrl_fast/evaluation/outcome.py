@@ -1,4 +1,4 @@
-"""A finished evaluation, from the content of its eval.json, and what it may be compared with."""
+"""A finished evaluation, and what it may be compared with."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ class Outcome:
         return self.rewards.shape[1]
 
     def estimates(self, score: str, ks: Sequence[int]) -> dict[int, Tensor]:
-        """Return the score of every prompt [P], by k."""
+        """The score of every prompt [P], by k."""
         values = is_correct(self.rewards).float() if score == PASS else self.rewards
         return {k: max_at_k(values, k) for k in ks}
 
@@ -70,7 +70,7 @@ def shown_score(outcomes: Sequence[Outcome]) -> str:
 
 
 def settings_of(options: dict[str, Any], contents: Sequence[str]) -> dict[str, Any]:
-    """Return what evaluations must share to be compared by prompt; contents: of contents_of."""
+    """Return what evaluations must share to be compared by prompt."""
     settings = {name: options[name] for name in MATCHED if name in options}
     if options["split"] != "train":
         settings["split"] = "test"
@@ -85,8 +85,8 @@ def settings_of(options: dict[str, Any], contents: Sequence[str]) -> dict[str, A
 
 
 def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
-    """Return the content of the first prompts of a split as JSON: all columns of a data set, or
-    else the text; tokens differ from model to model."""
+    """Return the first prompts of a split as JSON: all columns of a data set, or else the text;
+    tokens differ from model to model."""
     prompts = task.prompts(split, 0, num_prompts)
     parts = unpack(prompts.tokens, prompts.lengths)
     # the fingerprint tells apart tasks whose prompts have the same text, such as two chains
@@ -95,8 +95,7 @@ def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return the settings in which evaluations differ, such as "samples: 16 and 256"; "" if they
-    are equal."""
+    """Return the settings in which evaluations differ, such as "samples: 16 and 256"."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     found = [f"{name}: {one.get(name)} and {other.get(name)}" for name in names if name != DIGEST]
     return "; ".join(found) or "the prompts themselves" * bool(names)

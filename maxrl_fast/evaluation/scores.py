@@ -1,8 +1,4 @@
-"""Which estimates of evaluations are shown: pass@k, or the mean reward and max@k.
-
-For rewards of 0 and 1 pass@k is max@k, computed alike; where an evaluation's differ, some reward is
-another number.
-"""
+"""Which estimates are shown: pass@k, or max@k, which is the same where all rewards are 0 or 1."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -17,7 +17,6 @@ class Source:
     run: Path | None = None  # the folder of the run that it lies in
 
     def describe(self) -> str:
-        """Return the path, and of a run's checkpoint after which of its steps it was saved."""
         if self.run is None:
             return str(self.checkpoint)
         record = read_json(self.checkpoint / "progress.json")
@@ -28,8 +27,7 @@ class Source:
 
 
 def find_source(name: str) -> Source:
-    """Return the checkpoint that a user's path or name of the hub means; one of the hub is
-    downloaded."""
+    """Return the checkpoint of a path or a name of the hub, which is downloaded."""
     wanted = "CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run"
     path = Path(name)
     if check_model(name, wanted) is not None:
@@ -51,7 +49,7 @@ def find_source(name: str) -> Source:
 
 
 def free_folder(out: Path | None, name: str) -> Path:
-    """Return the folder of the results: --out, or one named after the policy and the time."""
+    """Return --out, or a folder named after the policy and the time."""
     out = out or Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # The files that a stopped evaluation leaves are overwritten.
     is_free = not out.exists() or (

@@ -22,7 +22,7 @@ NUMBERS = {
 
 
 def new_table(*columns: str) -> Table:
-    """Return a table whose first column is of names, and the others of numbers that stay whole."""
+    """The first column is of names, the others of numbers that stay whole."""
     table = Table()
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
@@ -48,7 +48,7 @@ def add_scores(
 
 
 def summary_table(content: Mapping[str, Any], confidence: float) -> Table:
-    """Return pass@k, max@k and maj@k from the content of eval.json."""
+    """Of pass@k, max@k and maj@k in the content of eval.json."""
     score = content["score"]
     others = [PASS if score == MAX else MAX, "maj_at_k"]
     name, *names = (x.replace("_at_", "@") for x in (score, *others))
@@ -62,7 +62,7 @@ def summary_table(content: Mapping[str, Any], confidence: float) -> Table:
 
 
 def sets_table(sets: Sequence[dict[int, Interval]], confidence: float) -> Table:
-    """Return the mean of pass@k over held-out sets, at the k that all have."""
+    """Of the mean of pass@k over held-out sets."""
     table = new_table("k", f"mean pass@k of {len(sets)} sets ({confidence:.0%} interval)")
     for k in [k for k in sets[0] if all(k in x for x in sets)]:
         table.add_row(str(k), shown(mean_over_sets([x[k] for x in sets])))
@@ -75,7 +75,7 @@ def comparison_table(
     estimates: Sequence[Mapping[int, Tensor]],
     gains: Sequence[Mapping[int, Interval]],
 ) -> Table:
-    """Return the score by k, and the gain over each evaluation but the first."""
+    """Of the score by k, and the gain over each evaluation but the first."""
     changes = (f"{letters[0]} - {letter}" for letter in letters[1:])
     table = new_table("held-out prompts", *letters, *changes)
     means = [{k: float(x.mean()) for k, x in own.items()} for own in estimates]
@@ -84,7 +84,7 @@ def comparison_table(
 
 
 def numbers_table(letters: Sequence[str], outcomes: Sequence[Outcome]) -> Table:
-    """Return the numbers of evaluations other than pass@k, max@k and maj@k."""
+    """Of the numbers that do not depend on k."""
     table = new_table("", *letters)
     for key, name in NUMBERS.items():
         table.add_row(name, *(f"{outcome.content[key]:.3f}" for outcome in outcomes))

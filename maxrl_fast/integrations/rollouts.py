@@ -1,4 +1,4 @@
-"""Advantages of rollouts in other trainers' format: in any order, with a prompt key per rollout."""
+"""Advantages of rollouts in any order, with a prompt key per rollout, for other trainers."""
 
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
@@ -12,7 +12,7 @@ from maxrl_fast.algorithms.estimators import ALIASES, find_estimator
 
 
 def names() -> list[str]:
-    """Return the estimators that need only rewards, prompts and response lengths."""
+    """The estimators that need only rewards, prompts and response lengths."""
     known = ops.ESTIMATORS | ALIASES
     return [name for name, row in known.items() if set(row.inputs) <= {"lengths"}]
 
@@ -25,11 +25,9 @@ def rollout_advantages(
     prompts: Iterable[Hashable] | None,
     lengths: Tensor,
 ) -> Tensor:
-    """Return each rollout's advantage [B]. A NaN reward is left out with a warning, and gets 0.
-
-    name: an estimator of `names()`. options: as in `ops.group_advantage`. rewards: [B]. prompts:
-    [B], equal for rollouts of one prompt. lengths: [B] integers, tokens of each response.
-    """
+    """Return each rollout's advantage [B] by an estimator of `names()`, with options of
+    `ops.group_advantage`; a NaN reward gets 0 with a warning. rewards, prompts (equal for rollouts
+    of one prompt) and lengths (tokens of each response) are [B]."""
     given: Any = () if prompts is None else prompts
     keys = given.tolist() if hasattr(given, "tolist") else list(given)
     if prompts is None or len(keys) != len(rewards):
@@ -62,12 +60,9 @@ def advantages_and_returns(
     index: Iterable[Hashable] | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns), both [B, T] and equal, as verl and SkyRL expect.
-
-    A rollout's reward is the sum of its token_level_rewards [B, T], its length the sum of its
-    response_mask [B, T]. Its advantage is repeated at every token of the mask; other tokens get 0.
-    index [B]: the prompt of each rollout.
-    """
+    """Return (advantages, returns), both [B, T] and equal, as verl and SkyRL expect: those of
+    rollouts whose reward and length are the sums of token_level_rewards and response_mask, repeated
+    at every token of the mask. index [B]: the prompts."""
     lengths = response_mask.long().sum(-1)
     of_rollouts = rollout_advantages(name, options, token_level_rewards.sum(-1), index, lengths)
     advantages = of_rollouts[:, None] * response_mask

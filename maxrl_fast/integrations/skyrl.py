@@ -1,9 +1,6 @@
-"""SkyRL: `trainer.algorithm.advantage_estimator=maxrl_fast/NAME`. Importing this module registers
-the estimators.
-
-Import it before `ray.init`, where the trainer starts. SkyRL pickles registered functions by
-reference for its workers, so maxrl_fast must be installed there too.
-"""
+"""SkyRL: `trainer.algorithm.advantage_estimator=maxrl_fast/NAME`, which importing this module
+before `ray.init` registers. SkyRL pickles registered functions by reference for its workers, so
+maxrl_fast must be installed there too."""
 
 import functools
 from typing import Any

@@ -26,17 +26,14 @@ else:
 
 class AdvantageMixin(_Base):  # type: ignore[misc]
     """For a subclass of GRPOTrainer, `class MyTrainer(AdvantageMixin, GRPOTrainer)`: replaces TRL's
-    advantages in its batches and its logs.
-
-    A rollout for which every reward function returned None or NaN is left out of its group and gets
-    advantage 0. TRL's `scale_rewards` has no effect.
+    advantages in its batches and its logs. A rollout for which every reward function returned None
+    or NaN is left out and gets advantage 0. TRL's `scale_rewards` has no effect.
 
     Args:
         estimator: a name in `ops.ESTIMATORS` that needs only rewards and lengths.
-        estimator_options: arguments of `ops.group_advantage`, such as k.
+        estimator_options: arguments of `ops.group_advantage`, such as k. ValueError where these,
+            num_generations and the rewards do not fit each other.
         others: as for GRPOTrainer.
-
-    Raises ValueError where these, num_generations and the rewards do not fit each other.
     """
 
     estimator: str = "maxrl"
@@ -79,11 +76,8 @@ class AdvantageMixin(_Base):  # type: ignore[misc]
             )
 
     def group_advantages(self, rewards: Tensor, valid: Tensor, lengths: Tensor) -> Tensor:
-        """Return advantages [G, N] from rewards [G, N], which are 0 where not `valid`; all on the
-        CPU.
-
-        `lengths` [G, N] are response lengths in tokens. The groups are those of all processes.
-        """
+        """Return advantages [G, N] of all processes' groups, on the CPU. Rewards are 0 where not
+        `valid`; lengths are in tokens."""
         options = dict(self.estimator_options)
         if self.estimator in ops.ESTIMATORS and "lengths" in ops.ESTIMATORS[self.estimator].inputs:
             options["lengths"] = lengths
@@ -91,8 +85,7 @@ class AdvantageMixin(_Base):  # type: ignore[misc]
         return ops.group_advantage(rewards, self.estimator, valid=is_valid, **options)
 
     def global_rewards(self) -> tuple[Tensor, Tensor]:
-        """Return the weighted reward sums [S] of all processes, and which are known [S], on the
-        CPU."""
+        """Return the weighted reward sums [S] of all processes, and which are known [S]."""
         rewards = self._rewards_per_func.cpu()  # [S, functions]
         return (rewards * self.reward_weights.cpu()).nansum(1), ~rewards.isnan().all(1)
 

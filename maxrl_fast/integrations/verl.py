@@ -1,9 +1,6 @@
-"""verl: `algorithm.adv_estimator=maxrl_fast/NAME`, in every process that imports verl, through the
-entry point `verl.plugins`.
-
-Options of an estimator are set by `+algorithm.maxrl_fast.k=4`. verl logs a plug-in's exception only
-at DEBUG, so this module logs messages.
-"""
+"""verl: `algorithm.adv_estimator=maxrl_fast/NAME`, with options like `+algorithm.maxrl_fast.k=4`,
+in every process that imports verl, through the entry point `verl.plugins`. verl logs a plug-in's
+exception only at DEBUG, so this module logs messages."""
 
 import functools
 import logging

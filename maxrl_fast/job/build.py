@@ -14,8 +14,10 @@ from maxrl_fast.config.rules import correction_of, loss_options, objective_of, o
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build_policy import (
+    PolicyFiles,
     build_engine,
     build_policy,
+    build_policy_files,
     build_reference,
     dtype_of,
     find_policy,
@@ -43,14 +45,12 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward, check_answers
-from maxrl_fast.training.schedule import DynamicSampling, Schedule, StdFilter, Stopping
+from maxrl_fast.training.schedule import DynamicSampling, Schedule, StdFilter
 from maxrl_fast.training.sharding import distribute, is_sharded, shard
 from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
 from maxrl_fast.training.trainer import Trainer
 from maxrl_fast.training.warm_start import WarmStart
-
-NOT_OF_LOSS = ("reference", "teacher_prompt", "jsd_beta")
 
 
 def prepare(
@@ -71,18 +71,17 @@ def prepare(
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a run consists of. A part is built from the options when it is first asked for.
-
-    policy, teacher: on their device, the same on all ranks or sharded. teacher: the frozen
-    checkpoint of --reference. functions: rewards of this process by their names in --reward.
-    """
+    """What a run consists of. A part is built from the options when it is first asked for."""
 
     config: Config
     task: Task
+    # on their device, the same on all ranks or sharded
     policy: PolicyModel
-    teacher: PolicyModel | None = None
+    teacher: PolicyModel | None = None  # the frozen checkpoint of --reference
     ranks: Ranks = field(default_factory=Ranks)
     clock: Stopwatch = field(default_factory=Stopwatch)
+    saved: Saved | None = None  # what the run resumes from
+    # rewards of this process by their names in --reward
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     output: RewardOutput | None = None  # of the functions' workers
 
@@ -97,8 +96,8 @@ class RunContext:
         is_empty: bool = False,
         **others: Any,
     ) -> "RunContext":
-        """Build the policy and its teacher on the CPU, or without weights for a `machine`; the
-        configuration says whether `place` will shard them."""
+        """Build the policy and its teacher on the CPU, or without weights for another `machine`;
+        the configuration says whether `place` will shard them."""
         policy = build_policy(config, task, saved, is_empty)
         teacher = build_reference(config, task, is_empty)
         device, needs = torch.device(config.run.device), objective_of(config).needs
@@ -106,12 +105,12 @@ class RunContext:
         is_full = is_sharded(config.run.sharding, policy, machine, needs.critic)
         config = config.replace(sharding="full" if ranks.any(is_full, device) else "none")
         clock = Stopwatch(saved.progress.seconds if saved else None)
-        return cls(config, task, policy, teacher, ranks, clock, **others)
+        return cls(config, task, policy, teacher, ranks, clock, saved, **others)
 
-    def place(self, saved: Saved | None = None) -> list[str]:
+    def place(self) -> list[str]:
         """Move the models to their device, or shard them, and return what was found out about them
         and the engine."""
-        policy, engine_name = self.policy, self.config.chosen.rollout
+        policy, saved, name = self.policy, self.saved, self.config.chosen.rollout
         if self.teacher_prompts is not None and not saved:
             self.teacher_prompts.check()
         if self.config.run.sharding == "full":
@@ -126,14 +125,21 @@ class RunContext:
         lines = [*choose(self.device, self.dtype, *how), check_exact(policy)]
         if self.teacher is not None:
             check_exact(self.teacher)
-        engine, is_users = self.engine, engine_name not in ("native", "vllm")
-        is_vllm = engine_name == "vllm" and isinstance(policy, HuggingFacePolicy)
+        is_users = name not in ("native", "vllm")
+        is_vllm = name == "vllm" and isinstance(policy, HuggingFacePolicy)
         # weights of a run that resumes are loaded later; tests cover the other engines
         if (is_users or is_vllm) and (saved is None or saved.decoder is None):
             if is_users:
-                engine.load_weights(policy)
-            lines.append(check_engine(policy, engine, engine_name))
-        return [*lines, f"rollout engine: {engine.describe()}"]
+                self.engine.load_weights(policy)
+            lines.append(check_engine(policy, self.engine, name))
+        return [*lines, f"rollout engine: {self.engine.describe()}"]
+
+    @cached_property
+    def policy_files(self) -> PolicyFiles:
+        """What checkpoints have besides the policy's weights. A resumed run keeps the configuration
+        of its checkpoint."""
+        start = self.saved.directory if self.saved else self.config.model.directory
+        return build_policy_files(self.task, self.policy, start)
 
     @property
     def device(self) -> torch.device:
@@ -227,7 +233,7 @@ class RunContext:
 
     @cached_property
     def trainer(self) -> Trainer:
-        options, (correction, numbers) = self.config.optimizer, correction_of(self.config)
+        options = self.config.optimizer
         return Trainer(
             self._collector(),
             self.objective,
@@ -235,44 +241,43 @@ class RunContext:
             self.engine,
             LearningRate(options.lr, options.steps, options.warmup_steps, options.lr_schedule),
             options.updates_per_step,
-            make_correction(correction, numbers),
+            make_correction(*correction_of(self.config)),
             self.clock,
             self.teacher_prompts,
             self.config.sampling.ahead,
         )
 
     def _collector(self) -> RolloutCollector:
-        config, task, needs, scorer = self.config, self.task, self.objective.needs, self.scorer
+        config, needs, scorer = self.config, self.objective.needs, self.scorer
         options, reward, ranks, clock = config.sampling, config.reward, self.ranks, self.clock
-        limit, penalty, policy_reward = options.max_new_tokens, None, None
-        if answered := answered_task(config, task, self.objective):
+        limit, policy_reward = options.max_new_tokens, None
+        if answered := answered_task(config, self.task, self.objective):
             kind = PROBABILITY if needs.answers else reward.reward_source
             policy_reward = PolicyReward(kind, answered, self.learner, limit)
-            scorer = Scorer(task, None)
+            scorer = Scorer(self.task, None)
         elif reward.reward_source == "vote":
-            scorer = Scorer(task, MajorityVote(task.answer))
-        if reward.overlong_buffer:
-            penalty = LengthPenalty(limit, reward.overlong_buffer, reward.overlong_penalty)
+            scorer = Scorer(self.task, MajorityVote(self.task.answer))
+        buffer = reward.overlong_buffer
         if options.ahead:  # its collective operations and its time are its own
             ranks, clock = ranks.copied(), Stopwatch(parent=clock)
             needs = replace(needs, components=True)  # of all ranks, for checkpoints
         return RolloutCollector(
-            task,
+            self.task,
             self.engine,
             scorer,
             self.sampling,
-            num_prompts=options.prompts,
-            num_rollouts=options.rollouts,
-            seed=config.run.seed,
-            device=self.device,
-            schedule=self._schedule(),
-            needs=needs,
-            policy_reward=policy_reward,
-            length_penalty=penalty,
-            clock=clock,
-            ranks=ranks,
-            shares_engine=self.shares_engine,
-            truncated=reward.truncated,
+            options.prompts,
+            options.rollouts,
+            config.run.seed,
+            self.device,
+            self._schedule(),
+            needs,
+            policy_reward,
+            LengthPenalty(limit, buffer, reward.overlong_penalty) if buffer else None,
+            clock,
+            ranks,
+            self.shares_engine,
+            reward.truncated,
         )
 
     def _schedule(self) -> Schedule | None:
@@ -282,8 +287,7 @@ class RunContext:
             own = None if average is None else StdFilter(options.std_filter, average)
             limits = options.prompts, options.rollouts, options.dynamic_sampling
             return DynamicSampling(*limits, own)
-        stopping: Stopping | None = options.stopping()
-        if stopping is not None:
+        if stopping := options.stopping():
             state |= stopping.state
         return stopping
 
@@ -296,9 +300,9 @@ class RunContext:
                 *parts,
                 self.sampling,
                 *sizes,  # prompts and samples
-                seed=self.config.run.seed,
-                device=self.device,
-                split=name,
+                self.config.run.seed,
+                self.device,
+                name,
                 ranks=self.ranks,
                 shares_engine=self.shares_engine,
                 beat=self.clock.beat,
@@ -309,7 +313,8 @@ class RunContext:
 
 def build_loss_settings(config: Config) -> LossSettings:
     options, own = config.loss, own_options(config, "loss")
-    values = {name: x for name, x in vars(options).items() if name not in NOT_OF_LOSS}
+    others = "reference", "teacher_prompt", "jsd_beta"
+    values = {name: x for name, x in vars(options).items() if name not in others}
     values |= {name: x for name, x in own.items() if name in ("clip_low", "clip_high")}
     if options.kl == "full":
         values |= {"kl": "k3", "kl_coef": 0.0, "divergence_coef": options.kl_coef}
@@ -327,10 +332,11 @@ def build_loss_settings(config: Config) -> LossSettings:
 
 def answered_task(config: Config, task: Task, objective: Objective) -> AnsweredTask | None:
     """Return the task if the policy itself rewards training rollouts, by the reference answers."""
-    who, source = f"--objective {config.chosen.objective}", config.reward.reward_source
-    is_own = objective.needs.answers or source in LIKELIHOODS
-    if not objective.needs.answers:
-        who = f"--reward-source {source}"
+    source, is_of_objective = config.reward.reward_source, objective.needs.answers
+    who = f"--reward-source {source}"
+    if is_of_objective:
+        who = f"--objective {config.chosen.objective}"
+    is_own = is_of_objective or source in LIKELIHOODS
     if (is_own or source == "vote") and isinstance(task, EpisodeTask):
         raise InputError(f"{who} needs responses of one turn, got episodes of {task.name}")
     return check_answers(task, who) if is_own else None

@@ -34,6 +34,8 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.text_codec import TextTask
 
+PolicyFiles = tuple[dict[str, Any], dict[str, StoredTensor]]
+
 
 def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Config:
     """Return the configuration with --model and --reference resolved to a folder or a hub commit,
@@ -122,12 +124,9 @@ def _load(directory: Path, config: Config, task: Task, **how: Any) -> PolicyMode
     return load_policy(directory, task=config.chosen.task, max_new_tokens=limit, **how)
 
 
-def build_policy_files(
-    task: Task, model: PolicyModel, start: Path | None
-) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Return what checkpoints have besides the policy's weights: files by name, JSON contents or
-    bytes, and tensors by name. The configuration is that of the checkpoint `start`; None: of a new
-    policy."""
+def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> PolicyFiles:
+    """Return files by name, JSON contents or bytes, and tensors by name. The configuration is that
+    of the checkpoint `start`; None: of a new policy."""
     files = task.tokenizer_files()
     if start is None:
         return {**files, **new_files(model.config, task.stop_ids)}, {}

@@ -15,7 +15,7 @@ from maxrl_fast.rewards import RewardSource
 from maxrl_fast.rewards.combined import WeightedRewards
 from maxrl_fast.rewards.models import CLASSIFIER, Classifier
 from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rewards.pool import InProcess, RewardPool, UserCode
+from maxrl_fast.rewards.pool import RewardPool, UserCode
 from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.dataset import DatasetTask
@@ -124,16 +124,7 @@ def start_code(
     """Return what calls an option's code: `given`, an object of this process, or that of `name` in
     workers."""
     if given is not None:
-        return InProcess(given, name, is_environment)
+        return UserCode(given, name, is_environment)
     if name.startswith(OBJECT):
         raise InputError(lost_object(option, name))
-    return RewardPool(
-        name,
-        workers=options.reward_workers,
-        time_limit=options.reward_seconds,
-        memory_limit=int(options.reward_memory_gb * 1e9),
-        environment=[x.strip() for x in options.reward_env.split(",") if x.strip()],
-        concurrency=options.reward_concurrency,
-        is_environment=is_environment,
-        output=output,
-    )
+    return RewardPool(name, options, is_environment, output)

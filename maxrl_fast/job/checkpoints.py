@@ -1,9 +1,7 @@
-"""The checkpoints of a run: what they contain (docs/reliability.md), when they are written, and
-which are kept. resume.py finds them."""
+"""The checkpoints of a run (docs/reliability.md): when they are written, and which are kept."""
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import NonFiniteError, RewardError, StorageError
+from maxrl_fast.job.build import RunContext
 from maxrl_fast.job.control import Interrupted, StopSignal
 from maxrl_fast.job.learner_state import (
     OBJECTIVE,
@@ -23,54 +22,42 @@ from maxrl_fast.job.learner_state import (
     set_random_states,
 )
 from maxrl_fast.job.progress import Progress
-from maxrl_fast.job.resume import Saved, machine_of, rename_damaged_after
+from maxrl_fast.job.resume import machine_of, rename_damaged_after
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.waiting_batches import load_batches, save_batches
-from maxrl_fast.model.checkpoint import StoredTensor, write_policy
+from maxrl_fast.model.checkpoint import write_policy
 from maxrl_fast.model.linear import save_adapters
-from maxrl_fast.model.policy_model import PolicySizes, find_nonfinite
+from maxrl_fast.model.policy_model import find_nonfinite
 from maxrl_fast.runtime.background import Background
-from maxrl_fast.runtime.files import (
-    atomic_file,
-    storing,
-    temporary_path,
-    write_checksums,
-)
+from maxrl_fast.runtime.files import atomic_file, storing, temporary_path, write_checksums
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.stopwatch import Stopwatch
 
 START = "step-000000"  # written after the warm start; later policies are compared with it
 
 
 def progress_record(
-    progress: Progress,
-    sizes: PolicySizes,
-    logs: Mapping[str, int],
-    options: Mapping[str, Any],
-    fingerprints: Mapping[str, str],
-    ranks: Ranks,
+    run: RunContext, progress: Progress, logs: Mapping[str, int], fingerprints: Mapping[str, str]
 ) -> str:
     """Return the content of progress.json."""
     parts: dict[str, Any] = {"progress": dataclasses.asdict(progress), "logs": logs}
-    parts |= {"decoder": dataclasses.asdict(sizes), "random": random_states(), "options": options}
-    return json.dumps(parts | {"fingerprints": fingerprints, "machine": machine_of(ranks)})
+    parts |= {"decoder": dataclasses.asdict(run.policy.config), "random": random_states()}
+    parts |= {"options": run.config.flat(), "fingerprints": fingerprints}
+    return json.dumps(parts | {"machine": machine_of(run.ranks)})
 
 
 def write_checkpoint(
     directory: Path,
+    run: RunContext,
     record: str,
     saved: Snapshot,
-    policy_files: Mapping[str, Any],
-    carried: Mapping[str, StoredTensor],
-    base: str | None,
-    ranks: Ranks,
     batches: Sequence[RolloutBatch] = (),
 ) -> None:
     """Write a checkpoint into a new folder: the first rank, in any thread, or with sharded weights
-    all ranks together. `base` is what adapters were trained on."""
+    all ranks together."""
+    ranks, (policy_files, carried) = run.ranks, run.policy_files
     wait_for_others = ranks.wait_for_all if saved.is_sharded else lambda: None
     # the first rank renames it when all have written into it
     own = atomic_file(directory) if ranks.is_first else nullcontext(temporary_path(directory))
@@ -82,6 +69,7 @@ def write_checkpoint(
             raise StorageError(f"{directory.parent} must be a folder that all processes share")
         save_state(folder / "state", saved.tensors, ranks.rank)
         if ranks.is_first:
+            base = run.config.model.model  # what adapters were trained on
             save_adapters(folder / "adapter", base, saved.adapter_config, saved.adapters)
             write_policy(folder, saved.dtype, saved.weights, policy_files, carried=carried)
             (folder / "progress.json").write_text(record)
@@ -101,55 +89,45 @@ def check_weights(learner: Learner, when: str, ranks: Ranks) -> None:
 
 class Checkpoints:
     """Saves the state of a run between steps (every `save_every`; 0: only at the end and when
-    stopped) and restores it. The newest `keep` checkpoints (0: all), the best one and START are
+    stopped) and restores it. The newest `keep_checkpoints` (0: all), the best one and START are
     kept. Every rank must call every method."""
 
     def __init__(
-        self,
-        files: RunFiles,
-        policy_files: Mapping[str, Any],
-        carried: Mapping[str, StoredTensor],
-        fingerprints: Mapping[str, str],
-        save_every: int,
-        keep: int,
-        ranks: Ranks,
-        stop: StopSignal,
-        clock: Stopwatch,
-        saved: Saved | None,
+        self, run: RunContext, files: RunFiles, fingerprints: Mapping[str, str], stop: StopSignal
     ):
-        self.out, self._save_every, self._keep = files.out, save_every, keep
-        self._policy_files, self._carried, self._fingerprints = policy_files, carried, fingerprints
-        self._ranks, self._stop, self._clock, self._files = ranks, stop, clock, files
-        self._saved, self._background = saved, Background()
+        self._run, self._files, self._fingerprints, self._stop = run, files, fingerprints, stop
+        self._saved, self._background = run.saved, Background()
+        _ = run.policy_files  # which may be refused, or stand in a folder that goes
         # returns the batches that are sampled and not learned from
         self.waiting: Callable[[], Sequence[RolloutBatch]] = lambda: ()
         # newest complete one; newest started
-        self.newest = self._begun = saved.directory if saved else None
+        self.newest = self._begun = run.saved.directory if run.saved else None
 
     def restore(self, learner: Learner) -> list[RolloutBatch]:
         """Load the saved state into the run's first learner, and return the batches that were
         waiting; later calls do nothing."""
         saved, self._saved = self._saved, None
-        waiting: list[RolloutBatch] = []
-        if saved is not None:
-            load_learner(saved.directory / "state", learner, self._ranks)
-            waiting = load_batches(saved.directory, learner.model.lm_head.weight.device)
-            set_random_states(saved.random)
-            if self._ranks.is_first:
-                with storing(str(self.out / "checkpoints")):
-                    rename_damaged_after(saved.directory)
+        if saved is None:
+            return []
+        load_learner(saved.directory / "state", learner, self._run.ranks)
+        waiting = load_batches(saved.directory, self._run.device)
+        set_random_states(saved.random)
+        if self._run.ranks.is_first:
+            with storing(str(saved.directory.parent)):
+                rename_damaged_after(saved.directory)
         return waiting
 
     def safe_point(self, progress: Progress, learner: Learner, is_last: bool = False) -> None:
         """Save after a step if a checkpoint is due or it was the last step; then `stop_point`."""
-        if is_last or (self._save_every and progress.step % self._save_every == 0):
+        every = self._run.config.run.save_every
+        if is_last or (every and progress.step % every == 0):
             self.save(progress, learner)
         self.stop_point(progress, learner)
 
     def stop_point(self, progress: Progress, learner: Learner) -> None:
         """Save and raise Interrupted if a signal asked for a stop. The weights must be the ones
         after `progress.step`."""
-        self._clock.beat()
+        self._run.clock.beat()
         self._background.check()
         if number := self._stop.number:
             self.save(progress, learner)
@@ -158,7 +136,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Raise StorageError if the last save failed."""
-        with self._clock("checkpoint"):
+        with self._run.clock("checkpoint"):
             self._background.wait()
 
     @contextmanager
@@ -170,42 +148,42 @@ class Checkpoints:
             self.save(progress, learner)
             raise
 
+    def _directory(self, progress: Progress) -> Path:
+        return self._files.out / "checkpoints" / progress.name
+
     def save(self, progress: Progress, learner: Learner) -> None:
         """Start to write a checkpoint, unless this step already has one: a thread writes a copy on
         the host while training continues. With sharded weights (FSDP2) the ranks write together
         before this returns. StorageError if this save or the previous one fails; NonFiniteError,
         and nothing is written, if a weight or a moment is NaN or infinite."""
-        directory = self.out / "checkpoints" / progress.name
+        directory, ranks = self._directory(progress), self._run.ranks
         if directory == self._begun:
             return
         batches = [*self.waiting()]
-        with self._clock("checkpoint"):
+        with self._run.clock("checkpoint"):
             self._background.wait()
-            check_weights(learner, f"after {progress}", self._ranks)
+            check_weights(learner, f"after {progress}", ranks)
             self._begun = directory
             record = ""
-            if self._ranks.is_first:
+            if ranks.is_first:
                 with storing(f"the checkpoint {directory}"):
-                    own = self._files.sync(), self._files.options, self._fingerprints
-                record = progress_record(progress, learner.model.config, *own, self._ranks)
-            snapshot = Snapshot.of(learner, self._ranks.is_first)
+                    logs = self._files.sync()
+                record = progress_record(self._run, progress, logs, self._fingerprints)
+            snapshot = Snapshot.of(learner, ranks.is_first)
             write = partial(self._write, directory, record, snapshot, batches)
             if snapshot.is_sharded:
                 write()
-            elif self._ranks.is_first:
+            elif ranks.is_first:
                 self._background.submit(write)
             else:
                 self.newest = directory
 
-    def _write(
-        self, directory: Path, record: str, snapshot: Snapshot, batches: Sequence[RolloutBatch]
-    ) -> None:
-        base, policy = self._files.options.get("model"), (self._policy_files, self._carried)
-        write_checkpoint(directory, record, snapshot, *policy, base, self._ranks, batches)
+    def _write(self, directory: Path, *content: Any) -> None:
+        write_checkpoint(directory, self._run, *content)
         self.newest = directory
-        if self._ranks.is_first:
+        if self._run.ranks.is_first:
             self._link("latest", directory)
-            with storing(str(self.out / "config.json")):
+            with storing(str(self._files.out / "config.json")):
                 self._files.write_config()  # options may have changed on resuming
             self._remove_old()
 
@@ -213,17 +191,18 @@ class Checkpoints:
         """Save this step's policy as the best if its evaluation is the best so far."""
         if progress.is_best(progress.step):
             self.save(progress, learner)
-            if self._ranks.is_first:
-                directory = self.out / "checkpoints" / progress.name
-                self._background.submit(lambda: self._link("best", directory))  # after the save
+            if self._run.ranks.is_first:  # after the save
+                self._background.submit(partial(self._link, "best", self._directory(progress)))
 
     def _link(self, name: str, directory: Path) -> None:
-        with storing(str(self.out / name)), atomic_file(self.out / name) as link:
-            link.symlink_to(os.path.relpath(directory, self.out))
+        path = self._files.out / name
+        with storing(str(path)), atomic_file(path) as link:
+            link.symlink_to(directory.relative_to(path.parent))
 
     def _remove_old(self) -> None:
-        spared = {START, (self.out / "best").resolve().name}
-        for directory in RunFolder(self.out).checkpoints[: -self._keep if self._keep else 0]:
+        out, keep = self._files.out, self._run.config.run.keep_checkpoints
+        spared = {START, (out / "best").resolve().name}
+        for directory in RunFolder(out).checkpoints[: -keep if keep else 0]:
             if directory.name not in spared:
                 # a file may be open on a network disk; that must not end the run
                 with suppress(OSError):

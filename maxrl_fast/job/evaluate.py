@@ -58,29 +58,27 @@ SAMPLES = "samples.jsonl"
 ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progress
 
 
-@contextlib.contextmanager
-def stored(path: Path) -> Iterator[Path]:
-    """A full disk raises StorageError."""
-    with storing(str(path)), atomic_file(path) as temporary:
-        yield temporary
-
-
 def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
     """Sample the checkpoint on each held-out set, report, and compare with --against."""
-    task = _task(parsed, source)
+    options, seed = own_options(parsed, "task"), parsed.place.task_seed or 0
+    options |= dict.fromkeys({"sft_data"} & options.keys())
+    named = parsed.chosen.task, options, seed, source.checkpoint, parsed.reward
+    # with held-out sets that are given no other data is read
+    task = build_task(*named, test_only=parsed.measure.split != "train")
     config = resolve(parsed, source, task, screen.warning)
     configs = set_configs(config, task)
     torch.set_num_threads(config.place.threads)
     others = [_read_others(own) for own in configs]
     engine = _engine(config, source, task, max(map(_batch, configs)))
     device, dtype = torch.device(config.place.device), getattr(torch, config.place.dtype)
-    scorer, estimates = build_scorer(config.reward, task, device, dtype), []
+    scorer = build_scorer(config.reward, task, device, dtype)
     with closing_task(task), contextlib.closing(scorer):
-        for own, against in zip(configs, others, strict=True):
-            evaluator = _evaluator(own, engine, task, scorer)
-            estimates.append(_evaluate_set(own, source, evaluator, against, screen))
-    if len(configs) > 1:
-        screen.console.print(sets_table(estimates, config.measure.confidence))
+        passes = [
+            _evaluate_set(own, source, _evaluator(own, engine, task, scorer), against, screen)
+            for own, against in zip(configs, others, strict=True)
+        ]
+    if len(passes) > 1:
+        screen.console.print(sets_table(passes, config.measure.confidence))
     return 0
 
 
@@ -118,7 +116,7 @@ def _compare(
     config: EvaluationConfig, own: Outcome, others: list[Outcome], screen: Screen
 ) -> dict[str, Any]:
     """Print evaluations beside each other; return the gains over the others by name, with intervals
-    paired by prompt where the prompts are the same."""
+    where the prompts are the same."""
     outcomes, score = [own, *others], shown_score([own, *others])
     smallest = min(outcome.num_samples for outcome in outcomes)
     ks = [k for k in config.measure.k or powers_of_two(smallest) if k <= smallest]
@@ -152,9 +150,10 @@ def _evaluate_set(
     settings = settings_of(config.flat(), contents)
     with (
         locked(out),
+        storing(str(out)),
         # Renamed in the reverse order: where eval.json is, everything is.
-        stored(out / RESULTS) as results,
-        stored(out / SAMPLES) as samples,
+        atomic_file(out / RESULTS) as results,
+        atomic_file(out / SAMPLES) as samples,
     ):
         for line in _introduction(config, source, evaluator, len(set(contents))):
             screen.info(line)
@@ -202,7 +201,6 @@ def _evaluate_set(
 def _estimates(
     config: EvaluationConfig, evaluation: Evaluation, tally: SampleTally
 ) -> dict[str, Any]:
-    """Return the estimates of eval.json."""
     ks, values, record = config.measure.k, evaluation.values, evaluation.record()
     right, answers = is_correct(evaluation.rewards), torch.tensor(tally.answers)
     is_binary = torch.equal(right.float(), values)
@@ -231,29 +229,14 @@ def _estimates(
     }
 
 
-def _task(config: EvaluationConfig, source: Source) -> Task:
-    """Build the task of a checkpoint; with held-out sets that are given no other data is read."""
-    seed, is_test = config.place.task_seed or 0, config.measure.split != "train"
-    own = own_options(config, "task")
-    own |= dict.fromkeys({"sft_data"} & own.keys())
-    named = config.chosen.task, own, seed, source.checkpoint, config.reward
-    return build_task(*named, test_only=is_test)
-
-
 def _intervals(config: EvaluationConfig, values: dict[int, Tensor]) -> dict[int, Interval]:
     """Return the means of values [P] by k over the prompts, with bootstrap intervals."""
-    measure = config.measure
-    intervals = bootstrap(
-        torch.stack([*values.values()], 1),
-        measure.bootstrap,
-        measure.confidence,
-        config.sampling.seed or 0,
-    )
+    options = config.measure.bootstrap, config.measure.confidence, config.sampling.seed or 0
+    intervals = bootstrap(torch.stack([*values.values()], 1), *options)
     return dict(zip(values, intervals, strict=True))
 
 
 def _engine(config: EvaluationConfig, source: Source, task: Task, batch: int) -> Engine:
-    """Return the engine of --rollout with the checkpoint's weights."""
     model = load_policy(
         source.checkpoint,
         task=config.chosen.task,
@@ -270,13 +253,8 @@ def _engine(config: EvaluationConfig, source: Source, task: Task, batch: int) ->
 
 def _evaluator(config: EvaluationConfig, engine: Engine, task: Task, scorer: Scorer) -> Evaluator:
     measure, options = config.measure, config.sampling
-    sampling = Sampling(
-        options.temperature,
-        options.max_new_tokens,
-        task.stop_ids,
-        *(options.top_k, options.top_p, options.min_p),
-        end_of=end_of(task),
-    )
+    how = options.temperature, options.max_new_tokens, task.stop_ids, options.top_k
+    sampling = Sampling(*how, options.top_p, options.min_p, end_of=end_of(task))
     return Evaluator(
         *(engine, task, scorer, sampling, measure.eval_prompts, measure.samples, options.seed),
         device=torch.device(config.place.device),
@@ -312,5 +290,4 @@ def _introduction(
         f"{measure.eval_prompts} {measure.split} prompts{distinct} x {measure.samples} samples, "
         f"{', '.join(how)}, at most {sampling.max_new_tokens} tokens; {evaluator.engine.describe()}"
     )
-    if described := evaluator.scorer.describe():
-        yield described
+    yield from evaluator.scorer.source.lines() if evaluator.scorer.source else ()

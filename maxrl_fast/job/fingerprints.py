@@ -1,4 +1,4 @@
-"""Fingerprints of a run's code, prompts and tokenizer, which determine its result."""
+"""Fingerprints of what determines a run's result beside its options."""
 
 import hashlib
 import importlib.util
@@ -18,8 +18,8 @@ from maxrl_fast.tasks import Task
 
 
 def fingerprints(config: Config, task: Task, saved: Saved | None) -> dict[str, str]:
-    """Return SHA-256 hashes by name. Of a function only its own file is read, not its imports. A
-    resumed run has the weights of its checkpoint `saved`, and does not need --model."""
+    """Return SHA-256 hashes by name. Of a function only its own file is read. A resumed run has the
+    weights of its checkpoint `saved`, and does not need --model."""
     contents = {
         "the prompts": task.fingerprint.encode(),
         "the stop tokens": json.dumps(task.stop_ids).encode(),
@@ -46,8 +46,8 @@ def fingerprints(config: Config, task: Task, saved: Saved | None) -> dict[str, s
 
 
 def model_content(directory: Path) -> bytes:
-    """Return a model's configuration, and the size and the header of each file of weights, which
-    has the names, types and shapes of its tensors."""
+    """Return a model's configuration, and size and header of each file of weights, which has the
+    names, types and shapes of tensors."""
     config = directory / "config.json"
     content = config.read_bytes() if config.exists() else b""
     for path in sorted(directory.glob("*.safetensors")):
@@ -59,8 +59,7 @@ def model_content(directory: Path) -> bytes:
 
 
 def source_file(name: str) -> Path:
-    """Return the file of FILE.py:NAME or package.module:NAME, which may not be there: it is missed
-    when it is loaded."""
+    """Return the file of FILE.py:NAME or package.module:NAME, which is missed when it is loaded."""
     place = name.rpartition(":")[0]
     root, *rest = place.split(".")
     if is_file(name) or not is_code(name):

@@ -36,67 +36,65 @@ class Health:
     needs_no_rewards: bool = False
     clip_grad: float = float("inf")
     _records: list[Record] = field(default_factory=list)  # the first ten and the last twenty
-    _absent: dict[str, int] = field(default_factory=dict)  # steps since a condition last held
+    _held: dict[str, int] = field(default_factory=dict)  # the last step of each condition
+    _step: int = 0
 
     def observe(self, record: Record) -> list[dict[str, Any]]:
         """Return the warnings that start at this step, after ten steps without them, as in
         warnings.jsonl."""
+        self._step += 1
         self._records.append(record)
         del self._records[STEPS : -2 * STEPS]
-        first, recent = self._records[:STEPS], self._records[-2 * STEPS :]
-        present = broken_rules(first, recent, self.clip_grad)
+        present = broken_rules(self._records[:STEPS], self._records[-2 * STEPS :], self.clip_grad)
         if self.needs_no_rewards:
             present = [x for x in present if x["kind"] not in OF_REWARDS]
-        begun = [x for x in present if self._absent.get(x["kind"], STEPS) >= STEPS]
-        self._absent = {kind: steps + 1 for kind, steps in self._absent.items()}
-        self._absent |= {x["kind"]: 0 for x in present}
+        begun = [x for x in present if self._step - self._held.get(x["kind"], -STEPS) > STEPS]
+        self._held |= {x["kind"]: self._step for x in present}
         return begun
 
 
 def broken_rules(
     first: list[Record], recent: list[Record], clip_grad: float = float("inf")
 ) -> list[dict[str, Any]]:
-    """Return the warnings whose conditions hold at the last of the recent steps, up to 20."""
+    """Return the warnings whose conditions hold at the last of the recent steps."""
     last, norms = recent[-STEPS:], [record["grad_norm"] for record in recent]
 
     def mean(name: str, records: list[Record] = last) -> float:
         return fmean(record[name] for record in records)
 
     equal = mean("frac_groups_zero_variance")
-    failed = equal == 1 and not any(record["reward_mean"] for record in last)
-    solved = equal == 1 and mean("pass_at_1") == 1
     if len(last) < STEPS:
-        rules = [("equal_rewards", mean("reward_mean"), 0.0, equal == 1 and len(last) == 3)]
+        rules = [("equal_rewards", equal == 1 and len(last) == 3, mean("reward_mean"), 0.0)]
     else:
+        failed = equal == 1 and not any(record["reward_mean"] for record in last)
+        solved = equal == 1 and mean("pass_at_1") == 1
         truncated, usual, clipped = mean("truncated"), median(norms[:-1]), min(norms[-STEPS:])
         entropy, at_first = mean("entropy"), mean("entropy", first)
         difference, before = mean("logprob_diff"), mean("logprob_diff", first)
-        rules = [  # the kind, the value, the number that it is compared with, the condition
-            ("no_reward", 0.0, 0.0, failed),
-            ("all_solved", 1.0, 0.0, solved),
-            ("truncated", truncated, 0.5, truncated > 0.5),
-            ("zero_variance_groups", equal, 0.9, equal > 0.9 and not (failed or solved)),
-            ("entropy", entropy, at_first, entropy < 0.1 * at_first),
-            ("logprob_diff", difference, before, difference > max(0.02, 3 * before)),
-            ("grad_norm", norms[-1], usual, norms[-1] > 10 * usual > 0),
-            ("grad_clipped", clipped / clip_grad, clip_grad, clipped > 50 * clip_grad),
+        rules = [  # the kind, the condition, the value, the number that it is compared with
+            ("no_reward", failed, 0.0, 0.0),
+            ("all_solved", solved, 1.0, 0.0),
+            ("truncated", truncated > 0.5, truncated, 0.5),
+            ("zero_variance_groups", equal > 0.9 and not (failed or solved), equal, 0.9),
+            ("entropy", entropy < 0.1 * at_first, entropy, at_first),
+            ("logprob_diff", difference > max(0.02, 3 * before), difference, before),
+            ("grad_norm", norms[-1] > 10 * usual > 0, norms[-1], usual),
+            ("grad_clipped", clipped > 50 * clip_grad, clipped / clip_grad, clip_grad),
         ]
     return [
         {"kind": kind, "value": value, "message": SENTENCES[kind].format(value, other)}
-        for kind, value, other, is_broken in rules
-        if is_broken
+        for kind, holds, value, other in rules
+        if holds
     ]
 
 
 def verdict(evaluations: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return what to do where the score of one sample fell from the first evaluation, by step, to
-    the last by more than two standard errors of a rate on so many prompts, or a mean reward by a
-    tenth; "" if it did not."""
+    """Return what to do where the score of one sample fell from the first evaluation to the last by
+    more than two standard errors of a rate on so many prompts, or a mean reward by a tenth."""
     score = score_of(evaluations.values())
     rates = {step: record.get(score, record[PASS])["1"] for step, record in evaluations.items()}
-    first, *_, last = rates.values()
-    num_prompts = next(iter(evaluations.values()))["num_prompts"]
-    if first - last <= (num_prompts**-0.5 if score == PASS else 0.1 * abs(first)):
+    (first, *_, last), [one, *_] = rates.values(), evaluations.values()
+    if first - last <= (one["num_prompts"] ** -0.5 if score == PASS else 0.1 * abs(first)):
         return ""
     best = max(rates, key=rates.__getitem__)
     return f"{label_of(score, 1)} fell by {first - last:.3f}: the best step is {best}; lower --lr"

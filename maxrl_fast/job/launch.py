@@ -26,15 +26,13 @@ from maxrl_fast.errors import (
 from maxrl_fast.evaluation.scores import score_of
 from maxrl_fast.evaluation.tables import add_scores, new_table
 from maxrl_fast.job.build import RunContext, answered_task, prepare
-from maxrl_fast.job.build_policy import build_policy_files
 from maxrl_fast.job.build_task import build_run_task, closing_task
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
 from maxrl_fast.job.fingerprints import fingerprints
 from maxrl_fast.job.health import verdict
 from maxrl_fast.job.loop import RunLoop
-from maxrl_fast.job.progress import Progress
-from maxrl_fast.job.resume import Saved, check_same, find_saved
+from maxrl_fast.job.resume import check_same, find_saved
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
@@ -97,12 +95,15 @@ def train(
         if is_resumed:
             held.enter_context(lock)
             saved = find_saved(out, ranks, warn)
+            if saved and saved.progress.phase == "session":
+                said = f"{out}, which Session.save wrote; --model {out} starts from it"
+                raise InputError(f"--resume must be the folder of a run, got {said}")
         prints, config = fingerprints(config, task, saved), config.replace(out=out)
         given: dict[str, Any] = {"functions": functions or {}, "output": output}
         run = RunContext.begin(config, task, ranks, saved, **given)
         if saved:
             check_same(saved, run.config.flat(), prints, ranks, warn, config.run.allow_changes)
-        found = run.place(saved)
+        found = run.place()
         held.enter_context(closing(run.scorer))
         if not saved:
             try:
@@ -116,49 +117,35 @@ def train(
         files = RunFiles(out, options, log_to, ranks.is_first, is_resumed, saved, warn)
         if ranks.is_first:
             output.open(out, is_resumed)
-        for line in first_lines(run, saved, found):
+        for line in first_lines(run, found):
             screen.info(line)
         run.clock.beat()
         ending, limit = ExitStatus(run=run), config.run.stall_limit
         with StopSignal(ranks, device) as stop, StallWatchdog(run.clock, limit, ends_process):
-            loop = build_loop(run, files, saved, prints, stop, screen)
+            loop = RunLoop(run, Checkpoints(run, files, prints, stop), files, screen)
             with supervised(loop, ending):
                 loop.run()
         close(loop, ending)
         return ending
 
 
-def first_lines(run: RunContext, saved: Saved | None, found: list[str]) -> list[str]:
+def first_lines(run: RunContext, found: list[str]) -> list[str]:
     """Return what runs on what, with what was `found` out when it was built."""
-    config, start = run.config, saved.directory if saved else None
+    config, saved = run.config, run.saved
+    start = saved.directory if saved else None
     lines = describe_run(config, run.task, run.policy, run.ranks, start)
     lines.append(describe_files(config, run.policy))
     lines.append(own_options(saved.options, config.flat()) if saved else "")
-    return [*filter(None, (*lines, *found, run.scorer.describe()))]
-
-
-def build_loop(
-    run: RunContext,
-    files: RunFiles,
-    saved: Saved | None,
-    prints: dict[str, str],
-    stop: StopSignal,
-    screen: Screen,
-) -> RunLoop:
-    config, start = run.config, saved.directory if saved else run.config.model.directory
-    # a resumed run keeps the configuration of its checkpoint
-    kept = build_policy_files(run.task, run.policy, start)
-    rhythm = config.run.save_every, config.run.keep_checkpoints
-    checkpoints = Checkpoints(files, *kept, prints, *rhythm, run.ranks, stop, run.clock, saved)
-    # with the seconds that the clock counts
-    progress = saved.progress if saved else Progress(seconds=run.clock.seconds)
-    return RunLoop(run, run.trainer, run.warm_start, checkpoints, files, progress, screen)
+    source = run.scorer.source
+    return [*filter(None, (*lines, *found, *(source.lines() if source else ())))]
 
 
 def check_rewards(run: RunContext, warn: Callable[[str], None]) -> None:
     """Score two short rollouts of each of the first two prompts; warn if some rewards fail.
     RewardError if all fail. All ranks must call this."""
-    scorer, task, source = run.scorer.rehearsal(), run.task, run.config.reward.reward_source
+    task, source = run.task, run.config.reward.reward_source
+    # every response is scored, and only if all fail it is an error
+    scorer = replace(run.scorer, max_error_rate=1.0, answer_limit=None)
     answered_task(run.config, task, run.objective)  # or an error
     # rewards that serve only the evaluation may be any number
     is_binary = run.objective.needs.binary and source != "vote"

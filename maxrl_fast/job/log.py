@@ -4,11 +4,10 @@ import numpy as np
 
 
 class Log(list[dict[str, Any]]):
-    """A log: rows are dicts; `log["reward_mean"]` is a column, a NumPy array of numbers with NaN
-    where a row has none, otherwise a list; `pandas.DataFrame(log)` is a table."""
+    """Rows are dicts; `log["reward_mean"]` is a column, a NumPy array of numbers with NaN where a
+    row has none, or a list; `pandas.DataFrame(log)` is a table."""
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a column, or a row as of a list; KeyError if no row has such a column."""
         if not isinstance(key, str):
             return super().__getitem__(key)
         values = [row.get(key) for row in self]
@@ -21,7 +20,7 @@ class Log(list[dict[str, Any]]):
 
 
 def flat(record: dict[str, Any]) -> dict[str, Any]:
-    """Spread a record's dicts: pass_at_k becomes pass_at_1, pass_at_2, ..."""
+    """Spread dicts: pass_at_k becomes pass_at_1, pass_at_2, ..."""
     spread: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, dict):

@@ -19,8 +19,7 @@ from maxrl_fast.job.screen import Screen, Stage
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.training.metrics import summary
 from maxrl_fast.training.objectives.objective import has_teacher
-from maxrl_fast.training.trainer import StepRecord, Trainer
-from maxrl_fast.training.warm_start import WarmStart
+from maxrl_fast.training.trainer import StepRecord
 
 
 @dataclass
@@ -31,25 +30,20 @@ class RunLoop:
     """
 
     context: RunContext
-    trainer: Trainer
-    warm_start: WarmStart
     checkpoints: Checkpoints
     files: RunFiles
-    progress: Progress
     screen: Screen
 
     def __post_init__(self) -> None:
-        self.clock, self.ranks = self.context.clock, self.context.ranks
-        self.options = self.context.config.evaluation
-        self.schedule = evaluation_schedule(self.context.config, self.context.task)
-        self.evaluators, loss = self.context.evaluators, self.context.config.loss
+        run, loss = self.context, self.context.config.loss
+        self.clock, self.ranks, self.trainer = run.clock, run.ranks, run.trainer
+        # with the seconds that the clock counts
+        self.progress = run.saved.progress if run.saved else Progress(seconds=run.clock.seconds)
+        self.schedule, self.evaluators = evaluation_schedule(run.config, run.task), run.evaluators
         needs_no_rewards = bool(loss.kl_coef) and has_teacher(loss)
-        self.health = Health(needs_no_rewards, self.context.config.optimizer.clip_grad)
-        self.expects_binary = self.context.objective.needs.expects_binary
-
-    @property
-    def num_steps(self) -> int:
-        return self.trainer.learning_rate.steps
+        self.health = Health(needs_no_rewards, run.config.optimizer.clip_grad)
+        self.expects_binary = run.objective.needs.expects_binary
+        self.num_steps = run.config.optimizer.steps
 
     def run(self) -> None:
         for metrics in RunFolder(self.files.out).log("metrics") if self.ranks.is_first else ():
@@ -57,7 +51,7 @@ class RunLoop:
         if self.progress.phase == "warm start":
             with self.clock("warm start"):
                 self._warm_start()
-            self.progress.begin_training(self.warm_start.num_prompts)
+            self.progress.begin_training(self.context.warm_start.num_prompts)
         learner, progress, checkpoints = self.trainer.learner, self.progress, self.checkpoints
         if 0 < self.num_steps <= progress.step:
             done = f"it had done all its {self.num_steps} steps"
@@ -83,7 +77,7 @@ class RunLoop:
             checkpoints.wait()
 
     def _warm_start(self) -> None:
-        warm_start, progress = self.warm_start, self.progress
+        warm_start, progress = self.context.warm_start, self.progress
         if not warm_start.num_steps:
             return
         self.checkpoints.restore(warm_start.learner)
@@ -97,7 +91,7 @@ class RunLoop:
 
     def _keep(self, n: int, record: StepRecord) -> None:
         """Log a step's results, and count the step as done."""
-        if count := self.options.keep_rollouts:
+        if count := self.context.config.evaluation.keep_rollouts:
             task, advantages = self.context.task, record.advantages
             for rollout in rollout_records(task, record.batch, advantages, count, self.ranks):
                 self.files.write("rollouts", rollout)

@@ -8,8 +8,7 @@ from maxrl_fast.evaluation.scores import PASS, score_of
 def draw_curves(
     metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path, title: str = ""
 ) -> None:
-    """Plot metrics as means of a twentieth of the steps, with each step's value pale behind, and
-    the first and the last evaluation."""
+    """Plot metrics, as means of a twentieth of the steps too, and the first and last evaluation."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

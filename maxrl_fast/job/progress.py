@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Phase = Literal["warm start", "training"]
+Phase = Literal["warm start", "training", "session"]  # session: of Session.save
 
 
 @dataclass
@@ -27,8 +27,8 @@ class Progress:
         self.phase, self.step, self.next_prompt = "training", 0, next_prompt
 
     def is_best(self, step: int) -> bool:
-        """Return whether the evaluation at `step` has a higher mean reward, for rewards of 0 and 1
-        pass@1, than every earlier one. One on a part of the prompts is never the best."""
+        """Whether the evaluation at `step` has a higher mean reward, for rewards of 0 and 1 pass@1,
+        than every earlier one. One on a part of the prompts is never the best."""
         size, rate = self._size_and_rate(step)
         earlier = [self._size_and_rate(at) for at in self.evaluations if at < step]
         return all(size > other[0] or (size == other[0] and rate > other[1]) for other in earlier)

@@ -1,4 +1,4 @@
-"""Selects the rollouts of a step that a run keeps, as records of rollouts.jsonl."""
+"""The rollouts of a step that a run keeps."""
 
 import zlib
 from itertools import chain
@@ -17,8 +17,8 @@ from maxrl_fast.training.collect import CPU, RolloutBatch
 def rollout_records(
     task: Task, batch: RolloutBatch, advantages: Tensor, count: int, ranks: Ranks
 ) -> list[dict[str, Any]]:
-    """Return `count` >= 1 rollouts of a step as JSON objects, group by group, on the first rank; an
-    empty list on the others. All ranks must call this. `advantages` [S] are the update's."""
+    """Return `count` >= 1 rollouts of a step as lines of rollouts.jsonl, group by group; none if
+    not on the first rank. All ranks must call this. `advantages` [S] are the update's."""
     samples = Samples(batch.prompts, batch.raw_rollouts).to(CPU)
     num, lengths = batch.num_rollouts, samples.rollouts.lengths.tolist()
     groups = first_groups(samples.prompts, len(samples.prompts)).tolist()
@@ -40,8 +40,8 @@ def rollout_records(
 
 
 def first_groups(prompts: Prompts, count: int) -> Tensor:
-    """Return the indices of `count` prompts, which are on the host, int64: the ones with the
-    smallest checksums of their tokens."""
+    """Return the indices of `count` prompts on the host: those with the smallest checksums of their
+    tokens."""
     parts = prompts.tokens.split(prompts.lengths.tolist())
     checksums = [zlib.crc32(tokens.numpy().tobytes()) for tokens in parts]
     return torch.tensor(sorted(range(len(checksums)), key=checksums.__getitem__)[:count])

@@ -20,15 +20,11 @@ from maxrl_fast.runtime.files import atomic_file, fsync, remove, storing, write_
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.training.objectives.weight import weight_of
 
-LOGS = (
-    *("metrics", "eval", "eval_prompts", "pass_rates"),
-    *("warnings", "samples", "rollouts", "diagnostics"),
-)
+LOGS = "metrics", "eval", "eval_prompts", "pass_rates", "warnings", "samples", "rollouts"
 
 
 def cut_log(path: Path, size: int) -> bool:
-    """Cut a log off after the last line that ends within `size` bytes; return whether it has
-    fewer."""
+    """Cut a log off after the last line within `size` bytes; return whether it has fewer."""
     content = path.read_bytes() if path.exists() else b""
     if content:
         os.truncate(path, content[:size].rfind(b"\n") + 1)
@@ -36,10 +32,8 @@ def cut_log(path: Path, size: int) -> bool:
 
 
 class RunFiles:
-    """Writes the files of one run into its folder; does nothing unless `is_writer`.
-
-    The logs are cut to their lengths at the checkpoint `saved`. `log_to` is the tracker that gets
-    the numbers too; `warn` is called if it fails later. StorageError if writing fails."""
+    """Writes the files of one run into its folder, if `is_writer`. The logs are cut to their
+    lengths at the checkpoint `saved`. StorageError if writing fails."""
 
     def __init__(
         self,
@@ -75,7 +69,7 @@ class RunFiles:
                 if cut_log(path, saved.logs.get(path.stem, 0) if saved else 0):
                     warn(f"{path} is shorter than at the checkpoint: the lines before it are lost")
             if log_to is not None:
-                is_training = saved is not None and saved.progress.phase == "training"
+                is_training = saved and saved.progress.phase == "training"
                 step = saved.progress.step if saved and is_training else -1
                 self._tracker = Tracker(log_to, out.absolute(), options, step, warn)
         except OSError as error:
@@ -117,9 +111,9 @@ class RunFiles:
 
     def listing(self) -> dict[str, str]:
         found = {"checkpoint": "none was written"}
-        for name, link in (("checkpoint", "latest"), ("best", "best")):
-            if (self.out / link).is_symlink():
-                found[name] = str(self.out / os.readlink(self.out / link))
+        for name, link in ("checkpoint", self.out / "latest"), ("best", self.out / "best"):
+            if link.is_symlink():
+                found[name] = str(self.out / link.readlink())
         files = {"curves": "curves.png", "metrics": "metrics.jsonl", "evaluations": "eval.jsonl"}
         return found | {name: str(self.out / file) for name, file in files.items()}
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 class Stage:
-    """Shows a stage's progress and the time left; a resumed run starts at `done` items."""
+    """A stage's progress and the time left; a resumed run starts at `done` items."""
 
     def __init__(self, console: Console, name: str, total: int, lines: int, done: int):
         self._name, self._total, self._console = name, total, console
@@ -38,8 +38,8 @@ class Stage:
 
 
 class Screen:
-    """Prints to standard output and standard error; nothing if `is_quiet`, because another rank
-    prints. `most_lines` limits a stage's lines off a terminal."""
+    """Standard output and standard error, unless `is_quiet`, because another rank prints.
+    `most_lines` limits a stage's lines off a terminal."""
 
     def __init__(
         self, console: Console | None = None, is_quiet: bool = False, most_lines: int | None = None

@@ -1,4 +1,4 @@
-"""`--log-to tensorboard`, `wandb` or `trackio`: they get the numbers of the logs."""
+"""`--log-to tensorboard`, `wandb` or `trackio`, which get the numbers of the logs."""
 
 import importlib
 import textwrap
@@ -11,8 +11,8 @@ from maxrl_fast.errors import InputError
 
 
 class Tracker:
-    """A run of a tracker, named after its folder `out`; a resumed run continues after `step`. After
-    a failure in the run, a warning, nothing is sent."""
+    """A tracker's run, which continues after `step`. After a failure, a warning, nothing is
+    sent."""
 
     def __init__(
         self, name: str, out: Path, options: dict[str, Any], step: int, warn: Callable[[str], None]
@@ -22,10 +22,10 @@ class Tracker:
             if name == "tensorboard":
                 self._target: Any = _TensorBoard(out / name, step)
                 return
-            # folders of the same name in different places are different runs
-            identity = f"{out.name}-{zlib.crc32(str(out).encode()):08x}"
-            own = {"id": identity, "dir": str(out)} if name == "wandb" else {}
-            own |= {"project": "maxrl_fast", "name": out.name, "resume": "allow"}
+            own = {"project": "maxrl_fast", "name": out.name, "resume": "allow"}
+            if name == "wandb":  # folders of the same name in different places are different runs
+                identity = f"{out.name}-{zlib.crc32(str(out).encode()):08x}"
+                own |= {"id": identity, "dir": str(out)}
             self._target = importlib.import_module(name)
             self._target.init(config=options, **own)
         except Exception as error:  # no API key, no network, bad settings
@@ -60,11 +60,11 @@ class _TensorBoard:
         for x in records:
             shown = (f"{name} {x[name]}" for name in ("id", "reward", "tokens", "truncated"))
             text = f"{x['prompt']}\n--- response:\n{x['response']}"
-            text = text.encode(errors="backslashreplace").decode()
             # an indented block of Markdown, which no text can end
             block = textwrap.indent(text, "    ", lambda line: True)
             texts.append(f"##### {', '.join(shown)}\n\n{block}")
-        self._writer.add_text("samples", "\n\n".join(texts), step)
+        whole = "\n\n".join(texts).encode(errors="backslashreplace").decode()
+        self._writer.add_text("samples", whole, step)
         self._writer.flush()
 
     def finish(self) -> None:

@@ -1,8 +1,5 @@
-"""Batches in a checkpoint that are sampled and not learned from: tensors as safetensors, the rest
-as JSON.
-
-    waiting/0.safetensors, waiting/0.json     of the next step, 1 of the one after it, ...
-"""
+"""Batches in a checkpoint that are sampled and not learned from: waiting/0.safetensors and, for
+what is no tensor, waiting/0.json of the next step, 1 of the one after it, ..."""
 
 import json
 from collections.abc import Sequence
@@ -37,7 +34,6 @@ def save_batches(folder: Path, batches: Sequence[RolloutBatch]) -> None:
 
 
 def load_batches(folder: Path, device: torch.device) -> list[RolloutBatch]:
-    """Return the batches of a checkpoint's folder; none if it has none."""
     paths = sorted((folder / FOLDER).glob("*.json"), key=lambda path: int(path.stem))
     batches = []
     for path in paths:

@@ -1,7 +1,5 @@
 """The exact divergence of a policy from a teacher, from hidden states, in plain PyTorch."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,30 +43,22 @@ def linear_divergence(
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return sum_t c_t D_t / denominator, D_t a token's exact divergence of the policy P from the
-    teacher Q, and metrics.
-
-    P and Q are softmax(logits / temperature) of hidden @ weight.T and teacher_hidden @
-    teacher_weight.T. D is
-
-        reverse     KL(P || Q)
-        forward     KL(Q || P)
-        jsd         beta KL(Q || M) + (1 - beta) KL(P || M), M = beta Q + (1 - beta) P: the
-                    generalized JSD of GKD (Agarwal et al. 2024)
+    teacher Q, and metrics (docs/token_loss.md#divergence-from-a-teacher).
 
     Computed as linear_policy_gradient_loss, whose arguments it shares, in the memory of two chunks
     of logits. The teacher is a constant. Equal logits give exactly 0, and gradients of 0.
 
     Args:
         teacher_hidden, teacher_weight: [T, K] and [V, K], with any K and dtypes.
+        divergence: "reverse", KL(P || Q); "forward", KL(Q || P); "jsd", beta KL(Q || M) + (1 -
+            beta) KL(P || M), M = beta Q + (1 - beta) P: that of GKD (Agarwal et al. 2024).
         temperature: of both sides.
         softcap, teacher_softcap: of one.
         coefficients: c [T], numbers or a mask. Tokens with 0 are not read. Default: 1.
         denominator: a number, or []. Default: the number of tokens that are read.
 
-    Returns:
-        The loss, a scalar as there, and the detached metric divergence: D [T] float64, 0 for tokens
-        that are not read.
-    """
+    Returns the loss, a scalar as there, and the detached metric divergence: D [T] float64, 0 for
+    tokens that are not read."""
     check_choice("divergence", divergence, DIVERGENCES)
     beta = check_number("beta", beta, BETA.wanted, BETA.holds)
     vocab, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
@@ -79,7 +69,6 @@ def linear_divergence(
             f"teacher_hidden and teacher_weight must have T = {size} and V = {vocab} rows on "
             f"{device}, got {len(teacher_hidden)} and {teachers} on {teacher_hidden.device}"
         )
-    has_zeros = coefficients is not None
     c = torch.ones(size, device=device) if coefficients is None else coefficients
     check_tokens(size, device, coefficients=c)
     mask = c != 0
@@ -87,67 +76,53 @@ def linear_divergence(
         check_values("coefficients", c, "finite", ~c.double().isfinite(), None)
     tau = token_temperature(temperature, size, device, mask).to(real)
     divisor = loss_denominator(denominator, "token_mean", size, 0, mask, device)
-    is_enabled = torch.is_grad_enabled()
-    compute = partial(
-        linear_divergences,
-        teacher_hidden=teacher_hidden.detach(),
-        teacher_weight=teacher_weight.detach(),
-        coefficients=c.detach().double() / divisor,
-        temperature=tau,
-        has_zeros=has_zeros,
-        divergence=divergence,
-        beta=beta,
-        softcap=softcap,
-        teacher_softcap=teacher_softcap,
-        chunk=chunk,
-        needed=(is_enabled and hidden.requires_grad, is_enabled and weight.requires_grad),
-    )
-    values = c.new_zeros(size, dtype=torch.float64)
-    loss = _Divergence.apply(hidden, weight, values, compute)
+    of_hidden, of_weight = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
+    with torch.no_grad():
+        index: Any = slice(None) if coefficients is None else mask.nonzero()[:, 0]
+        chunks = Chunks(
+            hidden.detach()[index], weight.detach(), chunk, of_hidden, of_weight, softcap
+        )
+        teacher = Chunks(
+            teacher_hidden.detach()[index],
+            teacher_weight.detach(),
+            chunks.size,
+            False,
+            False,
+            teacher_softcap,
+        )
+        factors = (c.double() / divisor)[index]
+        own, grad_hidden, grad_weight = _divergences(
+            chunks, teacher, factors, tau[index, None], divergence, beta
+        )
+        if grad_hidden is not None and coefficients is not None:
+            grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_hidden)
+        values = c.new_zeros(size, dtype=torch.float64)
+        values[index] = own
+    loss = _Divergence.apply(hidden, weight, factors.dot(own), grad_hidden, grad_weight)
     return loss.to(real), {"divergence": values}
 
 
 class _Divergence(LossFunction):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, values: Tensor, compute: Callable[..., Any]
+        ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, *gradients: Tensor | None
     ) -> Tensor:
-        loss, *gradients = compute(hidden, weight, values)
         LossFunction.save(ctx, "linear_divergence", *gradients)
-        return loss
+        return loss.clone()
 
 
-def linear_divergences(
-    hidden: Tensor,
-    weight: Tensor,
-    to: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    coefficients: Tensor,
-    temperature: Tensor,
-    has_zeros: bool,  # of the coefficients
-    divergence: str,
-    beta: float,
-    softcap: float,
-    teacher_softcap: float,
-    chunk: int,
-    needed: tuple[bool, bool],
+def _divergences(
+    chunks: Chunks, teacher: Chunks, c: Tensor, tau: Tensor, divergence: str, beta: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the loss [] float64 and the needed gradients of hidden and weight, and write all D
-    [T] `to`."""
-    index: Any = coefficients.nonzero()[:, 0] if has_zeros else slice(None)
-    c, tau = coefficients[index], temperature[index, None]
+    """Return D [C] float64 and the needed gradients of c's sum with D, by hidden and weight."""
     slopes = (c[:, None] / tau).to(tau.dtype)
-    chunks = Chunks(hidden[index], weight, chunk, needed[0], needed[1], softcap)
-    size, other = chunks.size, teacher_hidden[index]
-    others = Chunks(other, teacher_weight, size, False, False, teacher_softcap)
-    row_bytes = max(len(weight), 1) * tau.element_size()
-    block = max(_BLOCK_BYTES.get(hidden.device.type, 1 << 20) // row_bytes, 1)
+    block = _BLOCK_BYTES.get(c.device.type, 1 << 20) // tau.element_size()
     # not a list: tensors that stay among those that are freed would fragment the heap
     values = torch.empty_like(c)
-    for (start, stop, logits), (*_, other) in zip(chunks, others, strict=True):
-        for i in range(start, stop, block):
-            rows, part = slice(i, min(i + block, stop)), slice(i - start, i - start + block)
+    for (start, stop, logits), (*_, other) in zip(chunks, teacher, strict=True):
+        step = max(block // max(logits.shape[1], 1), 1)
+        for i in range(start, stop, step):
+            rows, part = slice(i, min(i + step, stop)), slice(i - start, i - start + step)
             log_p, log_q = (
                 torch.log_softmax(x[part].to(tau.dtype) / tau[rows], -1) for x in (logits, other)
             )
@@ -155,12 +130,8 @@ def linear_divergences(
             chunks.gradient(start, stop)[part] = gradient.mul_(slopes[rows])
         chunks.backward(start, stop)
     # frees the chunks before the gradient is rounded
-    logits = other = chunks.buffer = others.buffer = values
-    grad_hidden, grad_weight = chunks.gradients()
-    if grad_hidden is not None and has_zeros:
-        grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_hidden)
-    to[index] = values
-    return c.dot(values), grad_hidden, grad_weight
+    logits = other = chunks.buffer = teacher.buffer = values
+    return values, *chunks.gradients()
 
 
 def _divergence(

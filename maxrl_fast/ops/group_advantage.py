@@ -1,19 +1,19 @@
-"""Group advantages by any estimator, and how an estimator weighs a prompt.
+"""Group advantages by any estimator, and how an estimator weighs a prompt (docs/advantages.md).
 
 The kernel (csrc/group_advantage.h) computes those that have a `Kernel`; on a GPU nothing is read
 back, so that a CUDA graph can capture it.
 """
 
-import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from maxrl_fast import _C
 from maxrl_fast.algorithms.arguments import (
     check_finite,
     check_integer,
@@ -21,23 +21,21 @@ from maxrl_fast.algorithms.arguments import (
     is_host_readable,
     is_integer,
 )
-from maxrl_fast.algorithms.estimator import INPUTS, OBJECTS
+from maxrl_fast.algorithms.estimator import INPUTS, OBJECTS, SCALES
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group, find_estimator
 from maxrl_fast.algorithms.options import check_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.dispatch import KernelLaunch, eager, has_kernels, is_gpu
+from maxrl_fast.ops.dispatch import KernelLaunch, eager, has_kernels
 from maxrl_fast.runtime.loading import describe_error
 
 # Up to it squares and differences stay finite: kLargestReward of csrc/group_advantage.h.
 _LARGEST = 1e150
 _MOST = 10_000  # n of effective_weight: the rewards of its n + 1 groups take 8 n^2 bytes
 # Kinds of the tensors with the rewards' shape; greedy_correct may also have one value per group.
-_KINDS = {
-    **{"valid": "bool", "greedy_correct": "bool", "group_ids": "integers", "lengths": "integers"},
-    **{"logprobs": "floating", "log_ratios": "floating", "truncated": "bool"},
-}
-_KERNEL_DTYPES = (torch.float32, torch.float64)
+_KINDS = {"valid": "bool", "greedy_correct": "bool", "truncated": "bool", "lengths": "integers"}
+_KINDS |= {"group_ids": "integers", "logprobs": "floating", "log_ratios": "floating"}
+_SHORT = {torch.float32: _C.full_groups_float32, torch.float64: _C.full_groups_float64}
 
 
 @eager
@@ -49,18 +47,8 @@ def group_advantage(
     order: int | None = None,
     group_ids: Tensor | None = None,
     valid: Tensor | None = None,
-    lengths: Tensor | None = None,
-    logprobs: Tensor | None = None,
-    greedy_correct: Tensor | None = None,
-    greedy_rewards: Tensor | None = None,
-    reward_parts: Tensor | None = None,
     reward_weights: Sequence[float] | None = None,
-    prompts: Sequence[Any] | None = None,
-    log_ratios: Tensor | None = None,
-    texts: Sequence[Any] | None = None,
-    components: Sequence[Any] | None = None,
-    truncated: Tensor | None = None,
-    **options: float,
+    **given: Any,
 ) -> Tensor:
     """Return the advantages of rollouts within their groups (docs/advantages.md).
 
@@ -68,43 +56,104 @@ def group_advantage(
         rewards: [G, N] or [..., N], each row a group; or flat [S] with group_ids. Any real dtype,
             or lists of numbers.
         estimator: a name in `ESTIMATORS`, a function of rewards [G, N], or an `Estimator`.
-        k: size of the max@k objective, for estimators that have it.
-        order: truncation of MaxRL, 1 <= order <= N-1. Default: N-1, the full order of each group.
+        k, order: of max@k, and of MaxRL: 1 <= order <= N-1, by default N-1 of each group.
         group_ids: [S] integers in any order; equal ids form a group.
         valid: bool, like rewards. Invalid rollouts are left out of their groups, and get 0.
-        lengths, logprobs: like rewards: tokens of each response, and their mean log-prob.
-        greedy_correct, greedy_rewards: of the prompt's greedy response, [G] or like rewards.
-        reward_parts: [R, *rewards.shape], whose weighted sum is `rewards`; NaN: does not apply.
-        reward_weights: R weights of the parts, default 1.
-        truncated: bool, like rewards: responses that the length limit ended.
-        prompts, texts, components: given to a custom function that asks for them as they are.
-        log_ratios: like rewards: log pi(y_i) - log mu(y_i) of whole responses sampled by mu.
-        options: further options of the estimator, such as eps, ddof, quantile, tau.
+        reward_weights: of the reward_parts, default 1.
+        given: options of the estimator, such as eps, ddof, quantile, tau, and its inputs:
+            lengths, logprobs, truncated, like rewards: tokens of each response, their mean
+            log-prob, whether the length limit ended it.
+            log_ratios, like rewards: log pi(y_i) - log mu(y_i) of responses sampled by mu.
+            greedy_correct, greedy_rewards, [G] or like rewards: of the prompt's greedy response.
+            reward_parts, [R, *rewards.shape]: their weighted sum is `rewards`; NaN: not applicable.
+            prompts, texts, components: what a custom function asks for, as it is.
 
-    Returns:
-        Advantages like rewards, float32 if these are not floating; not differentiable. A custom
-        function of rewards [G, N] with `lengths` may return one for each of their tokens, [T].
+    Returns advantages like rewards, float32 if these are not floating; not differentiable. A custom
+    function of rewards [G, N] with `lengths` may return one for each of their tokens, [T].
 
     Raises ValueError and TypeError. On the CPU numbers that are not finite, not allowed for the
     estimator or beyond 1e150 are errors; a GPU would wait, and the group, or the batch, is NaN."""
-    given: tuple[Any, ...] = (lengths, logprobs, greedy_correct, greedy_rewards, reward_parts)
-    given += prompts, log_ratios, texts, components, truncated
-    if all(x is None for x in (group_ids, valid, reward_weights, *given)):
-        advantages = _of_full_groups(rewards, estimator, k, order, options)
+    if group_ids is None and valid is None and reward_weights is None:
+        advantages = _of_full_groups(rewards, estimator, k, order, given)
         if advantages is not None:
             return advantages
+    layout = {"group_ids": group_ids, "valid": valid}
+    inputs = {name: given.pop(name) for name in INPUTS if name in given}
+    return _of_groups(rewards, estimator, k, order, layout, reward_weights, inputs, given)
+
+
+def _of_full_groups(
+    rewards: Any, estimator: Any, k: Any, order: Any, options: dict[str, Any]
+) -> Tensor | None:
+    """Return what the CPU's kernel computes of rewards [G, N] as they are; None for all that needs
+    another way, or an error."""
+    row = ESTIMATORS.get(estimator) if type(estimator) is str else None
+    if (
+        row is None
+        or type(rewards) is not Tensor
+        or rewards.dim() != 2
+        or not rewards.is_cpu
+        or not rewards.is_contiguous()
+        or rewards.is_neg()
+        or not options.keys() <= row.options.keys()
+    ):
+        return None
+    (num_groups, n), address = rewards.shape, rewards.data_ptr()
+    try:
+        plan = _plan(row, n, rewards.dtype, k, order, tuple(options), *options.values())
+    except TypeError:  # what cannot be a key is refused by the other way
+        return None
+    advantages = torch.empty_like(rewards)
+    to, threads = advantages.data_ptr(), torch.get_num_threads()
+    if plan is None or not address or not to:  # without memory in a FakeTensorMode
+        return None
+    kernel, _table = plan  # which lives until the call is over
+    return advantages if kernel(num_groups, address, to, threads) else None
+
+
+@lru_cache(maxsize=256, typed=True)  # 2.0 is not an integer
+def _plan(
+    row: Estimator,
+    n: int,
+    dtype: torch.dtype,
+    k: Any,
+    order: Any,
+    names: tuple[str, ...],
+    *values: float,
+) -> tuple[Callable[..., bool], Tensor | None] | None:
+    """Return the kernel's function with its arguments for groups of n, and the table whose address
+    is among them; None without a kernel."""
+    kernel = row.kernel
+    if kernel is None or row.inputs or dtype not in _SHORT:
+        return None
+    size, numbers = _resolve(row, n, k, order, dict(zip(names, values, strict=True)))
+    table = kernel.table and _table_of_full_groups(row, size, n, torch.device("cpu"))
+    address = 0 if table is None else KernelLaunch(table.device).keep(table)
+    eps, ddof = numbers.get("eps", 0.0), int(numbers.get("ddof", 0))
+    scale = SCALES.index(kernel.scale)
+    return partial(_SHORT[dtype], n, address, kernel.centred, scale, eps, ddof), table
+
+
+def _of_groups(
+    rewards: Any,
+    estimator: str | Estimator,
+    k: int | None,
+    order: int | None,
+    layout: dict[str, Tensor | None],
+    reward_weights: Sequence[float] | None,
+    given: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor:
     rewards = torch.tensor(rewards) if isinstance(rewards, list) else rewards
     check_tensor("rewards", rewards)
-    shape, is_flat = rewards.shape, group_ids is not None
+    shape, (group_ids, valid) = rewards.shape, layout.values()
+    is_flat = group_ids is not None
     if (len(shape) == 1) != is_flat or not shape:
         wanted = "[..., N], or flat [S] with group_ids"
         raise InputError(f"rewards must be {wanted}, got the shape {tuple(shape)}")
     row = find_estimator(estimator)
     size, numbers = _resolve(row, None if is_flat else shape[-1], k, order, options)
-    inputs = _inputs(row, dict(zip(INPUTS, given, strict=True)), reward_weights)
-    _check_tensors(rewards, inputs | {"group_ids": group_ids, "valid": valid})
-    if reward_parts is not None:
-        inputs["reward_weights"] = _weights(reward_weights, len(reward_parts))
+    inputs = _checked_inputs(row, rewards, given, layout, reward_weights)
     dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
     if rewards.numel() == 0:
         return torch.zeros_like(rewards, dtype=dtype)
@@ -119,7 +168,7 @@ def group_advantage(
     if row.kernel is not None and isinstance(estimator, str) and has_kernels(rewards.device):
         is_small = padded.dtype == torch.float32 or padded.element_size() <= 2
         padded = padded.to(torch.float32 if is_small else torch.float64).contiguous()
-        advantages, _ = by_kernel(padded, groups.valid, row, size, numbers)
+        advantages = by_kernel(padded, groups.valid, row, size, numbers)
     else:
         inputs = {"rewards": rewards.detach()} | inputs
         advantages = _by_function(row, groups, inputs, dtype, size, numbers)
@@ -129,41 +178,10 @@ def group_advantage(
     if is_host_readable(advantages):
         beyond = (~advantages.double().isfinite()).flatten().nonzero()
         if len(beyond):
-            check_numbers(row, "rewards", padded.double(), groups)
+            find_unusable(row, "rewards", padded.double(), groups)
             got = f"{float(advantages.flatten()[beyond[0]])} at index {int(beyond[0])}"
             raise ValueError(f"the advantages of {row.name} must be finite in {dtype}, got {got}")
     return advantages
-
-
-def _of_full_groups(
-    rewards: Any, estimator: Any, k: Any, order: Any, options: dict[str, float]
-) -> Tensor | None:
-    """Return what the CPU's kernel computes of rewards [G, N] as they are; None for all that needs
-    another way, or an error."""
-    row = ESTIMATORS.get(estimator) if type(estimator) is str else None
-    if row is None or row.kernel is None or row.inputs or type(rewards) is not Tensor:
-        return None
-    if (
-        rewards.dtype not in _KERNEL_DTYPES
-        or rewards.dim() != 2
-        or rewards.numel() == 0
-        or not rewards.is_contiguous()
-        or is_gpu(rewards.device)
-        or rewards.device.type != "cpu"
-    ):
-        return None
-    with contextlib.suppress(TypeError):  # what cannot be a key is refused by the other way
-        size, numbers = _planned(row, rewards.shape[1], k, order, tuple(options), *options.values())
-        advantages, are_finite = by_kernel(rewards, None, row, size, numbers)
-        return advantages if are_finite else None
-    return None
-
-
-@lru_cache(maxsize=256, typed=True)  # 2.0 is not an integer
-def _planned(
-    row: Estimator, n: int, k: Any, order: Any, names: tuple[str, ...], *values: float
-) -> tuple[int, dict[str, float]]:
-    return _resolve(row, n, k, order, dict(zip(names, values, strict=True)))
 
 
 def _resolve(
@@ -177,26 +195,26 @@ def _resolve(
 
 def by_kernel(
     rewards: Tensor, valid: Tensor | None, row: Estimator, size: int, options: dict[str, float]
-) -> tuple[Tensor, bool]:
-    """Return advantages of rewards [G, N], and on a CPU whether all of them are finite."""
-    call, kernel = KernelLaunch(rewards.device), row.kernel
+) -> Tensor:
+    """Return advantages of rewards [G, N]."""
+    call, kernel, (num_groups, n) = KernelLaunch(rewards.device), row.kernel, rewards.shape
     assert kernel is not None, f"{row.name} has no kernel"
     tables, num_tables = 0, 0
     if kernel.table is not None and valid is None:
-        tables = call.keep_cached(_table_of_full_groups(row, size, rewards.shape[1], call.device))
+        tables = call.keep_cached(_table_of_full_groups(row, size, n, call.device))
         num_tables = 1
     elif kernel.table is not None and valid is not None:
         sizes, of_group = valid.sum(1), slice(None)  # [G]
         if not dispatch.is_gpu(call.device):  # a GPU would wait
             sizes, of_group = sizes.unique(return_inverse=True)
-        group = Group.of_sizes(sizes, rewards.shape[1])
-        tables, num_tables = call.keep(_table(row, size, group)[of_group]), len(rewards)
+        table = _table(row, size, Group.of_sizes(sizes, n))[of_group]
+        tables, num_tables = call.keep(table), num_groups
     advantages = torch.empty_like(rewards)
-    are_finite = call.launch(
+    call.launch(
         "group_advantage",
         dtype=rewards.dtype,
-        num_groups=rewards.shape[0],
-        group_size=rewards.shape[1],
+        num_groups=num_groups,
+        group_size=n,
         rewards=call.address("rewards", rewards, rewards.dtype, rewards.shape),
         valid=None if valid is None else valid.contiguous(),
         tables=tables,
@@ -207,18 +225,17 @@ def by_kernel(
         ddof=int(options.get("ddof", 0)),
         advantages=advantages,
     )
-    return advantages, bool(are_finite)
+    return advantages
 
 
 def _table(row: Estimator, size: int, group: Group) -> Tensor:
     """Return the rank tables [G, 2, N]; 0 for groups that are too small for the size."""
-    assert row.kernel is not None
-    assert row.kernel.table is not None
+    table: Any = row.kernel and row.kernel.table
     if row.size is None:
-        return row.kernel.table(group, 0)
+        return cast(Tensor, table(group, 0))
     sizes = size or group.n - row.size.below_n
     fits = (row.size.smallest <= sizes) & (sizes <= group.n - row.size.below_n)  # [G, 1]
-    return row.kernel.table(group, sizes).masked_fill(~fits[:, None], 0.0)
+    return cast(Tensor, table(group, sizes).masked_fill(~fits[:, None], 0.0))
 
 
 # Other threads may drop cached tables, and other streams may read them: see
@@ -238,121 +255,106 @@ class PaddedGroups:
     """Where the rollouts of rewards [..., N], or [S] in uneven groups, stand in [G, N]."""
 
     shape: torch.Size  # of the rewards
-    num_groups: int | None  # None: group_ids have no order
-    index: Tensor | None = None  # [G, N] of each rollout in [S]; None: the rewards are [..., N]
-    present: Tensor | None = None  # [G, N] bool, whether there is a rollout; None: everywhere
+    index: Tensor | None = None  # [G, N] in [S], S where there is none; None: rewards are [..., N]
     valid: Tensor | None = None  # [G, N] bool, whether it is there and valid; None: everywhere
 
     @classmethod
     def of(cls, rewards: Tensor, group_ids: Tensor | None, valid: Tensor | None) -> "PaddedGroups":
         """Pad to the largest group, whose size is read from the device."""
-        shape, total, device = rewards.shape, rewards.numel(), rewards.device
+        shape, total = rewards.shape, rewards.numel()
         if group_ids is None:
-            valid = None if valid is None else valid.reshape(-1, shape[-1])
-            return cls(shape, total // shape[-1], valid=valid)
+            return cls(shape, valid=None if valid is None else valid.reshape(-1, shape[-1]))
         ids, order = group_ids.long().sort(stable=True)
-        group = (ids.diff(prepend=ids[:1]) != 0).long().cumsum(0)  # [S], 0, 0, 1, ...
-        num_groups = int(group[-1]) + 1
-        bounds = torch.searchsorted(group, torch.arange(num_groups + 1, device=device))
-        sizes = bounds.diff()
-        place = torch.arange(int(sizes.max()), device=device)  # [N]
-        present = place < sizes[:, None]  # [G, N]
-        index = order[(bounds[:-1, None] + place).clamp(0, total - 1)]
+        sizes = ids.unique_consecutive(return_counts=True)[1][:, None]  # [G, 1]
+        place = torch.arange(int(sizes.max()), device=rewards.device)  # [N]
+        present = place < sizes  # [G, N]
+        index = order[(sizes.cumsum(0) - sizes + place).clamp_max(total - 1)]
         valid = present if valid is None else present & valid[index]
-        return cls(shape, None, index, present, valid)
+        return cls(shape, index.masked_fill(~present, total), valid)
 
     def pad(self, x: Tensor) -> Tensor:
         """Return [..., G, N] of [..., *shape]."""
         if self.index is not None:
-            return x[..., self.index]
+            return x[..., self.index.clamp_max(self.shape[0] - 1)]
         return x.reshape(*x.shape[: x.dim() - len(self.shape)], -1, self.shape[-1])
 
     def unpad(self, x: Tensor) -> Tensor:
         """Return [*shape] of [G, N]."""
-        if self.index is None or self.present is None:
+        if self.index is None:
             return x.reshape(self.shape)
-        total = self.shape[0]  # one more number takes what is written for absent rollouts
-        index = torch.where(self.present, self.index, total).flatten()
-        return x.new_zeros(total + 1).scatter(0, index, x.flatten())[:-1]
+        # one more number takes what is written for absent rollouts
+        to = x.new_zeros(self.shape[0] + 1)
+        return to.scatter(0, self.index.flatten(), x.flatten())[:-1]
 
 
-def check_numbers(row: Estimator, name: str, x: Tensor, groups: PaddedGroups) -> Tensor | None:
+def find_unusable(row: Estimator, name: str, x: Tensor, groups: PaddedGroups) -> Tensor | None:
     """Raise ValueError for the first of the numbers [..., G, N] that the estimator cannot take.
 
     Where the check would wait for the device, return which groups must become NaN: [G, 1] bool, or
-    [1, 1] if the batch scales all groups. Otherwise None.
-    """
+    [1, 1] if the batch scales all groups. Otherwise None."""
     wanted, wrong = "finite", ~(x.abs() <= _LARGEST)
+    is_binary = name == "rewards" and row.binary
     if name == "lengths":
         wanted, wrong = "at least 0", x < 0
     elif name == "log_ratios":
         wanted, wrong = "numbers", x.isnan()  # they are clamped
     elif name == "reward_parts":
         wrong = x.abs() > _LARGEST  # NaN is allowed: a part that does not apply
-    elif name == "rewards" and row.binary:
+    elif is_binary:
         wrong = (x != 0) & (x != 1)
     wrong = wrong if groups.valid is None else wrong & groups.valid
     if not is_host_readable(wrong):
         unusable = wrong.any(-1, keepdim=True).view(-1, wrong.shape[-2], 1).any(0)
         return unusable.any(0, keepdim=True) if row.over_batch else unusable
-    if bool(wrong.any()):
-        place = wrong.nonzero()[0].tolist()
-        number, (group, rollout) = float(x[tuple(place)]), place[-2:]
-        if wanted == "finite" and math.isfinite(number):
-            is_binary = name == "rewards" and row.binary
-            limit = "0 or 1" if is_binary else f"at most {_LARGEST:g} in magnitude"
-            wanted = f"{limit} for {row.name}"
-        index = "" if groups.index is None else f" (index {int(groups.index[group, rollout])})"
-        got = repr(number).removesuffix(".0")
-        raise ValueError(
-            f"{name} must be {wanted}, got {got} in group {group}, rollout {rollout}{index}"
-        )
-    return None
+    if not bool(wrong.any()):
+        return None
+    place = wrong.nonzero()[0].tolist()
+    number, (group, rollout) = float(x[tuple(place)]), place[-2:]
+    if wanted == "finite" and math.isfinite(number):
+        limit = "0 or 1" if is_binary else f"at most {_LARGEST:g} in magnitude"
+        wanted = f"{limit} for {row.name}"
+    index = "" if groups.index is None else f" (index {int(groups.index[group, rollout])})"
+    got = f"{number!r}".removesuffix(".0") + f" in group {group}, rollout {rollout}{index}"
+    raise ValueError(f"{name} must be {wanted}, got {got}")
 
 
-def _inputs(
-    row: Estimator, given: dict[str, Any], reward_weights: Sequence[float] | None
+def _checked_inputs(
+    row: Estimator,
+    rewards: Tensor,
+    given: dict[str, Any],
+    layout: dict[str, Tensor | None],
+    reward_weights: Sequence[float] | None,
 ) -> dict[str, Any]:
-    for name, value in given.items():
-        if (value is None) == (name in row.inputs):
-            raise ValueError(f"{row.name} {'needs' if value is None else 'does not use'} {name}")
+    """Return the inputs that are given, which must be those that the estimator asks for."""
+    given = {name: x for name, x in given.items() if x is not None}
+    for name in {**given, **dict.fromkeys(row.inputs)}:
+        if name not in given or name not in row.inputs:
+            raise ValueError(f"{row.name} {'does not use' if name in given else 'needs'} {name}")
     if reward_weights is not None and "reward_parts" not in row.inputs:
         raise ValueError(f"{row.name} does not use reward_weights")
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _weights(given: Sequence[float] | None, num_parts: int) -> tuple[float, ...]:
-    given = [1.0] * num_parts if given is None else given
-    weights = tuple(check_finite("each of reward_weights", weight) for weight in given)
-    if len(weights) != num_parts:
-        wanted = f"a number for each of the {num_parts} rewards"
-        raise ValueError(f"reward_weights must be {wanted}, got {len(weights)}")
-    return weights
-
-
-def _check_tensors(rewards: Tensor, given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if value is None or name in OBJECTS:
+    for name, x in (given | layout).items():
+        if x is None or name in OBJECTS:
             continue
-        check_tensor(name, value, rewards.device, "the rewards are")
-        kind = _KINDS.get(name)
-        is_kind = {
-            "floating": value.is_floating_point(),
-            "integers": is_integer(value),
-            "bool": value.dtype == torch.bool,
-        }
-        if kind is not None and not is_kind[kind]:
-            raise ValueError(f"{name} must be {kind}, got {value.dtype}")
-        if kind is not None and name != "greedy_correct" and value.shape != rewards.shape:
-            wanted = f"the shape of rewards, {tuple(rewards.shape)}"
-            raise ValueError(f"{name} must have {wanted}, got {tuple(value.shape)}")
-        if name == "reward_parts" and (
-            value.dim() == 0 or value.shape[1:] != rewards.shape or not len(value)
-        ):
-            wanted = ", ".join(["R", *map(str, rewards.shape)])
-            raise ValueError(
-                f"reward_parts must have the shape ({wanted}), got {tuple(value.shape)}"
-            )
+        check_tensor(name, x, rewards.device, "the rewards are")
+        kind, shape = _KINDS.get(name), tuple(rewards.shape)
+        is_kind = {"floating": x.is_floating_point(), "integers": is_integer(x)}
+        if kind and not is_kind.get(kind, x.dtype == torch.bool):
+            raise ValueError(f"{name} must be {kind}, got {x.dtype}")
+        if kind and name != "greedy_correct" and x.shape != shape:
+            wanted = f"the shape of rewards, {shape}"
+            raise ValueError(f"{name} must have {wanted}, got {tuple(x.shape)}")
+        if name == "reward_parts" and (x.dim() == 0 or x.shape[1:] != shape or not len(x)):
+            wanted = ", ".join(["R", *map(str, shape)])
+            raise ValueError(f"{name} must have the shape ({wanted}), got {tuple(x.shape)}")
+    if "reward_parts" in given:
+        count = len(given["reward_parts"])
+        weights = [1.0] * count if reward_weights is None else reward_weights
+        weights = tuple(check_finite("each of reward_weights", weight) for weight in weights)
+        if len(weights) != count:
+            wanted = f"a number for each of the {count} rewards"
+            raise ValueError(f"reward_weights must be {wanted}, got {len(weights)}")
+        given["reward_weights"] = weights
+    return given
 
 
 @torch.no_grad()
@@ -369,26 +371,13 @@ def _by_function(
     if valid is not None and not row.takes_valid and not bool(valid.all()):
         sizes = valid.sum(1)[:8].tolist()
         raise ValueError(f"{row.name} takes groups of equal size, got the sizes {sizes}")
-    unusable, values = None, {}
+    unusable, values = None, dict(given)
     for name, x in given.items():
-        if isinstance(x, Tensor):
-            if name.startswith("greedy") and x.numel() == groups.num_groups:
-                x = x.reshape(-1, 1)  # one for each group
-            elif name.startswith("greedy") and x.shape != groups.shape:
-                wanted = "one value per group, or the shape of rewards"
-                raise ValueError(f"{name} must have {wanted}, got the shape {tuple(x.shape)}")
-            else:
-                x = groups.pad(x)
-            if name == "rewards" or x.is_floating_point():
-                x = x.double()
-            elif x.dtype != torch.bool:
-                x = x.long()
-            x = x if valid is None else x.masked_fill(~valid, 0)
-            if x.dtype != torch.bool:
-                wrong = check_numbers(row, name, x, groups)
-                if wrong is not None:
-                    unusable = wrong if unusable is None else unusable | wrong
-        values[name] = x
+        if isinstance(x, Tensor) and name not in OBJECTS:
+            values[name] = x = _padded(name, x, groups)
+            wrong = None if x.dtype == torch.bool else find_unusable(row, name, x, groups)
+            if wrong is not None:
+                unusable = wrong if unusable is None else unusable | wrong
     rewards = values.pop("rewards")
     usable = rewards if unusable is None else rewards.masked_fill(unusable, 0.0)
     exists = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
@@ -418,11 +407,25 @@ def _by_function(
     return torch.where(exists, advantages, 0.0)
 
 
-def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:
-    """Return S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1).
+def _padded(name: str, x: Tensor, groups: PaddedGroups) -> Tensor:
+    """Return an input as [..., G, N], or [G, 1], bool, int64 or float64; 0 where not valid."""
+    if name.startswith("greedy") and x.shape != groups.shape:
+        if groups.index is not None or x.numel() != groups.shape[:-1].numel():
+            wanted = "one value per group, or the shape of rewards"
+            raise ValueError(f"{name} must have {wanted}, got the shape {tuple(x.shape)}")
+        x = x.reshape(-1, 1)
+    else:
+        x = groups.pad(x)
+    if name == "rewards" or x.is_floating_point():
+        x = x.double()
+    elif x.dtype != torch.bool:
+        x = x.long()
+    return x if groups.valid is None else x.masked_fill(~groups.valid, 0)
 
-    Its mean gradient is (1/k) grad max@k. This and the next functions also take group_ids and
-    valid, as in `group_advantage`."""
+
+def maxpo_advantage(rewards: Tensor, k: int, **layout: Any) -> Tensor:
+    """Return S_i - S_-i of rewards [..., N], 1 <= k <= N-1 (MaxPO, section 4.1): its mean gradient
+    is (1/k) grad max@k. This and the next functions also take group_ids and valid."""
     return group_advantage(rewards, "maxpo", k=k, **layout)
 
 
@@ -437,9 +440,8 @@ def leave_two_out_baseline(rewards: Tensor, k: int, **layout: Any) -> Tensor:
 
 
 def maxrl_advantage(rewards: Tensor, order: int | None = None, **layout: Any) -> Tensor:
-    """Return the sum of maxpo_advantage over k = 1..order, default N-1, of rewards [..., N].
-
-    For rewards 0 or 1 and order N-1 it is (r - mean)/mean, 0 if mean = 0 (MaxRL, Algorithm 1)."""
+    """Return the sum of maxpo_advantage over k = 1..order, default N-1, of rewards [..., N]: for
+    rewards 0 or 1 and order N-1 (r - mean)/mean, 0 if mean = 0 (MaxRL, Algorithm 1)."""
     return group_advantage(rewards, "maxrl", order=order, **layout)
 
 
@@ -457,10 +459,8 @@ def try_out(
     row: Estimator, estimator: str | Estimator, num_rollouts: int = 4, **options: Any
 ) -> Tensor:
     """Return the advantages of a small example, [4, N] or [T]; raise ValueError if that fails."""
-    rewards = torch.zeros(4, num_rollouts)
-    rewards[0, 0] = 1  # correct rollouts by row: one, half of them, none, all
-    rewards[1, : (num_rollouts + 1) // 2] = 1
-    rewards[3] = 1
+    rewards = torch.zeros(4, num_rollouts)  # correct by row: one, half of them, none, all
+    rewards[0, 0] = rewards[1, : (num_rollouts + 1) // 2] = rewards[3] = 1
     try:
         return group_advantage(rewards, estimator, **example_inputs(row, rewards), **options)
     except ValueError as error:
@@ -476,29 +476,17 @@ def example_inputs(row: Estimator, rewards: Tensor) -> dict[str, Any]:
     return {name: INPUTS[name](numbers) for name in row.inputs}
 
 
-def effective_weight(
-    estimator: str,
-    n: int,
-    pass_rate: Tensor,
-    *,
-    k: int | None = None,
-    order: int | None = None,
-    **options: float,
-) -> Tensor:
-    """Return W_n(p), the factor of a prompt's gradient under an estimator, for rewards 0 or 1.
-
-    E[(1/n) sum_i A_i grad log pi(y_i)] = W_n(p) grad p, exactly at finite n, with W_n(p) = E_{c ~
-    Bin(n-1, p)} [A_correct(c+1) - A_wrong(c)], where A_correct(c) and A_wrong(c) are the advantages
-    of a correct and a wrong rollout if c rollouts are correct. For opo all lengths are equal.
+def effective_weight(estimator: str, n: int, pass_rate: Tensor, **options: Any) -> Tensor:
+    """Return W_n(p), the factor of a prompt's gradient under an estimator, for rewards 0 or 1, at
+    finite n (docs/advantages.md#effective-weight). For opo all lengths are equal.
 
     Args:
         estimator: a name in `ESTIMATORS` whose advantages depend only on the rewards of the group.
         n: the number of rollouts in the group.
         pass_rate: p, any shape, between 0 and 1.
-        k, order, options: as in `group_advantage`.
+        options: k, order and others, as in `group_advantage`, which raises the same errors.
 
-    Returns W_n(p), of the shape of `pass_rate`, float64. Raises ValueError and TypeError as
-    group_advantage, and for a pass rate outside [0, 1].
+    Returns W_n(p), float64, of the shape of `pass_rate`.
     """
     row = find_estimator(estimator)
     if not row.has_weight:
@@ -510,13 +498,12 @@ def effective_weight(
     if p.device.type != "meta" and not bool(is_rate.all()):
         raise ValueError("pass_rate must be between 0 and 1 everywhere")
     rewards = torch.ones(n + 1, n, dtype=torch.float64).tril(-1)  # row c: c correct ones
-    lengths = torch.ones(n + 1, n, dtype=torch.int64) if "lengths" in row.inputs else None
-    advantages = group_advantage(
-        rewards, estimator, k=k, order=order, lengths=lengths, **cast(Any, options)
-    )
+    if "lengths" in row.inputs:
+        options["lengths"] = torch.ones_like(rewards, dtype=torch.int64)
+    advantages = group_advantage(rewards, estimator, **options)
     difference = (advantages[1:, 0] - advantages[:-1, -1]).to(p.device)  # [n], by c = 0..n-1
     c = torch.arange(n, dtype=torch.float64, device=p.device)
+    # the logarithm of n - 1 over c
     choices = torch.lgamma(c[-1] + 1) - torch.lgamma(c + 1) - torch.lgamma(n - c)
-    # of c in n - 1
     probability = (choices + torch.xlogy(c, p) + torch.special.xlog1py(n - 1 - c, -p)).exp()
     return (probability.where(is_rate, torch.nan) @ difference).view(pass_rate.shape)

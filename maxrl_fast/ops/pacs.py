@@ -13,6 +13,7 @@ from maxrl_fast.algorithms.arguments import (
     check_tensor,
     is_host_readable,
 )
+from maxrl_fast.algorithms.tokens import sequence_sums
 from maxrl_fast.ops.dispatch import KernelLaunch, check_first_order, eager, has_kernels
 from maxrl_fast.ops.loss_kernel import check_denominator, check_sequences, checked_mask
 
@@ -69,8 +70,7 @@ def log_ratio_reward_reference(
     log_ratio = logprobs - ref_logprobs
     if mask is not None:
         log_ratio = torch.where(mask, log_ratio, 0.0)
-    sequence = torch.repeat_interleave(cu_seqlens.diff(), output_size=len(logprobs))
-    return beta * logprobs.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, log_ratio)
+    return beta * sequence_sums(log_ratio, cu_seqlens.diff())
 
 
 class _LogRatioReward(torch.autograd.Function):
@@ -133,22 +133,17 @@ def pacs_loss(
     weight: str = "balanced",
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weighted cross-entropy of outcomes R under sigmoid(psi), psi the group's scores:
-
-        L = (1/B) sum_i w_i BCEWithLogits(psi_i, R_i)        (PACS, eq. 8)
-
+    """Return L = (1/B) sum_i w_i BCEWithLogits(psi_i, R_i) (PACS, eq. 8; docs/objectives/pacs.md).
     The gradient flows through the whole group: a proxy is part of the other rollouts' baseline.
 
     Args:
         reward_proxy: [S] float32 or float64, from log_ratio_reward.
-        labels: [S], 0 or 1: whether the rollout is correct.
+        labels: R [S], 0 or 1: whether the rollout is correct.
         groups: N, the number of adjacent rollouts of each prompt; or offsets [G+1], integers, for
             uneven groups. Groups must be complete.
-        score: "rloo", r_i - mean of the others (0 in a group of one); "grpo", (r_i - mean)/(std +
-            1e-6), sample standard deviation; "dr_grpo", r_i - mean; "naive", r_i. Where all proxies
-            of a group are equal, "grpo" has 1e6 times the gradient of "dr_grpo".
-        weight: "balanced", N/(2C) for the C correct and N/(2F) for the F wrong rollouts of a group
-            that has both (King and Zeng 2001); "none", 1.
+        score: psi: "rloo" (0 in a group of one), "grpo", "dr_grpo" or "naive". Where all proxies of
+            a group are equal, "grpo" has 1e6 times the gradient of "dr_grpo".
+        weight: w: "balanced", in groups with correct and wrong rollouts, or "none", 1.
         denominator: B. Give the number of rollouts of the whole batch, so that the losses of
             micro-batches and ranks add up. Default: S.
 
@@ -159,45 +154,26 @@ def pacs_loss(
     """
     check_choice("score", score, SCORES)
     check_choice("weight", weight, WEIGHTS)
-    check_tensor("reward_proxy", reward_proxy)
-    check_tensor("labels", labels, reward_proxy.device, "reward_proxy is")
-    size = len(reward_proxy) if reward_proxy.dim() == 1 else -1
-    if size < 0 or reward_proxy.dtype not in DTYPES:
-        got = f"{reward_proxy.dtype} {tuple(reward_proxy.shape)}"
-        raise ValueError(f"reward_proxy must be float32 or float64 [S], got {got}")
-    if labels.shape != reward_proxy.shape:
-        raise ValueError(f"labels must be [S] = [{size}], got the shape {tuple(labels.shape)}")
-    if isinstance(groups, Tensor):
-        check_sequences(groups, size, reward_proxy.device)
-        sizes = groups.long().diff()  # [G]
-    else:
-        wanted = f"a number of rollouts that divides S = {size}, or offsets"
-        check_integer("groups", groups, wanted, lambda n: n >= 1 and size % n == 0)
-        sizes = torch.full((size // groups,), groups, device=reward_proxy.device)
-    given = max(size, 1) if denominator is None else denominator
-    divisor = check_denominator(given, reward_proxy.device)
+    sizes = _group_sizes(reward_proxy, labels, groups)  # [G]
+    size, device = len(reward_proxy), reward_proxy.device
+    divisor = check_denominator(max(size, 1) if denominator is None else denominator, device)
     r, y = reward_proxy.double(), labels.double()
     is_label = (y == 0) | (y == 1)
     if is_host_readable(is_label) and not bool(is_label.all()):
         first = int((~is_label).nonzero()[0])
         raise ValueError(f"labels must be 0 or 1, got {labels[first].item()} for rollout {first}")
     group = torch.repeat_interleave(sizes, output_size=size)  # [S]
-    of_group = sizes.double()[group]  # [S]
-    num_correct = torch.zeros_like(sizes.double()).index_add(0, group, y)[group]  # [S]
+    of_group, num_correct = (x[group] for x in (sizes.double(), sequence_sums(y, sizes)))  # [S]
     psi = _scores(r, sizes, group, score)
     is_mixed = (num_correct > 0) & (num_correct < of_group)
     of_class = torch.where(y > 0, num_correct, of_group - num_correct)
     weights = torch.where(is_mixed & (weight == "balanced"), of_group / (2 * of_class), 1.0)
     cross_entropy = binary_cross_entropy_with_logits(psi, y, reduction="none")
     cross_entropy = torch.where(is_label, cross_entropy, torch.nan)
-    loss = (weights * cross_entropy).sum() / divisor
-    loss = loss.to(reward_proxy.dtype)
+    loss = ((weights * cross_entropy).sum() / divisor).to(reward_proxy.dtype)
     if is_host_readable(loss) and not bool(loss.isfinite()) and bool(reward_proxy.isfinite().all()):
-        largest = float(reward_proxy.detach().abs().max())
-        raise ValueError(
-            f"the loss must be finite in {loss.dtype}, got {float(loss)} from reward proxies of up "
-            f"to {largest:g}"
-        )
+        got = f"{float(loss)} from reward proxies of up to {float(r.detach().abs().max()):g}"
+        raise ValueError(f"the loss must be finite in {loss.dtype}, got {got}")
     psi, correct = psi.detach(), y.sum()
     return loss, {
         "cross_entropy": cross_entropy.detach().to(reward_proxy.dtype),
@@ -208,42 +184,52 @@ def pacs_loss(
     }
 
 
+def _group_sizes(reward_proxy: Tensor, labels: Tensor, groups: int | Tensor) -> Tensor:
+    """Check the tensors of pacs_loss, and return how many rollouts each group has, int64 [G]."""
+    check_tensor("reward_proxy", reward_proxy)
+    check_tensor("labels", labels, reward_proxy.device, "reward_proxy is")
+    if reward_proxy.dim() != 1 or reward_proxy.dtype not in DTYPES:
+        got = f"{reward_proxy.dtype} {tuple(reward_proxy.shape)}"
+        raise ValueError(f"reward_proxy must be float32 or float64 [S], got {got}")
+    size = len(reward_proxy)
+    if labels.shape != reward_proxy.shape:
+        raise ValueError(f"labels must be [S] = [{size}], got the shape {tuple(labels.shape)}")
+    if isinstance(groups, Tensor):
+        check_sequences(groups, size, reward_proxy.device)
+        return groups.long().diff()
+    wanted = f"a number of rollouts that divides S = {size}, or offsets"
+    check_integer("groups", groups, wanted, lambda n: n >= 1 and size % n == 0)
+    return torch.full((size // groups,), groups, device=reward_proxy.device)
+
+
 def _scores(r: Tensor, sizes: Tensor, group: Tensor, score: str) -> Tensor:
     """Return psi [S] of proxies r [S] in groups of `sizes` [G]; `group` [S] is each rollout's."""
     if score == "naive":
         return r
-    n = sizes.double()  # [G]
-    first = (sizes.cumsum(0) - sizes)[group]  # [S]
-    centred: Tensor = _Centre.apply(r, first, group, n)
+    n, centred = sizes.double()[group], _Centre.apply(r, sizes, group)
     if score == "rloo":
-        return centred * torch.where(n > 1, n / (n - 1), 0.0)[group]
+        return centred * torch.where(n > 1, n / (n - 1), 0.0)
     if score == "dr_grpo":
         return centred
-    squares = torch.zeros_like(n).index_add(0, group, centred.square())  # [G]
-    squares = squares + 0 * squares  # NaN, where a square overflows: psi would be 0
+    # Their mean, which is NaN where a square overflows: psi would be 0.
+    squares = centred.square() - _Centre.apply(centred.square(), sizes, group)
     # The square root has an infinite derivative at 0, where all proxies are equal.
-    std = (squares.where(squares != 0, 1.0) / (n - 1).clamp_min(1)).sqrt()
-    return centred / (std.where(squares != 0, 0.0) + 1e-6)[group]
+    std = (squares.where(squares != 0, 1.0) * n / (n - 1).clamp_min(1)).sqrt()
+    return centred / (std.where(squares != 0, 0.0) + 1e-6)
 
 
 class _Centre(torch.autograd.Function):
     """x [S] minus the mean of its group: a linear map that is its own adjoint.
 
     It takes distances from the group's first number, so that equal numbers, in scores and in
-    gradients, give exactly 0.
-    """
-
-    generate_vmap_rule = True
+    gradients, give exactly 0."""
 
     @staticmethod
-    def forward(x: Tensor, first: Tensor, group: Tensor, n: Tensor) -> Tensor:
-        distance = x - x[first]
-        return distance - (torch.zeros_like(n).index_add(0, group, distance) / n)[group]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
+    def forward(ctx: Any, x: Tensor, sizes: Tensor, group: Tensor) -> Tensor:
+        ctx.save_for_backward(sizes, group)
+        distance = x - x[(sizes.cumsum(0) - sizes)[group]]
+        return distance - (sequence_sums(distance, sizes) / sizes)[group]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Centre.apply(grad, *ctx.saved_tensors), None, None, None
+        return _Centre.apply(grad, *ctx.saved_tensors), None, None

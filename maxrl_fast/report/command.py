@@ -20,7 +20,7 @@ file that needs no network. An existing FILE.html (default: report.html) is repl
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    """Write the page. Return 0, or 1 if writing fails."""
+    """Write the page."""
     show_help(arguments, HELP)
     words = [part for word in arguments for part in word.split("=", word.startswith("--out="))]
     out = Path("report.html")

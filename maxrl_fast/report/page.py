@@ -44,7 +44,7 @@ def render(folders: list[Folder]) -> str:
 
 
 def page_data(folders: list[Folder]) -> Record:
-    """Return what the page reads at once; of samples and prompts, only their number."""
+    """Return what the page reads at once: the number of samples and prompts."""
     key_options, differing = _shown_options(folders)
     shown, runs = [*key_options, *differing], list[Record]()
     for folder in folders:
@@ -62,9 +62,8 @@ def page_data(folders: list[Folder]) -> Record:
 
 
 def _packed(folders: list[Folder]) -> str:
-    """Return each folder's samples, rollouts and prompts, and each prompt's text once, as base64 of
-    gzip of JSON: texts of samples become about 20 times smaller, and the letters of base64 have no
-    meaning in HTML."""
+    """Return samples, rollouts and prompts, each prompt's text once, as base64, which has no
+    meaning in HTML, of gzip of JSON: 20 times smaller."""
     texts, runs = dict[str, int](), list[Record]()
     for folder in folders:
         own: Record = {"prompts": folder.prompts}
@@ -79,7 +78,7 @@ def _packed(folders: list[Folder]) -> str:
 
 
 def _prompt_set(folder: Folder) -> str:
-    """Return an id of the held-out prompts; where it is equal, prompts can be compared by id."""
+    """Where this id of the held-out prompts is equal, prompts can be compared by id."""
     options = folder.options
     if not options:
         return folder.name
@@ -89,7 +88,7 @@ def _prompt_set(folder: Folder) -> str:
 
 
 def _shown_options(folders: list[Folder]) -> tuple[list[str], list[str]]:
-    """Return the key options that any run has, and the other options in which the runs differ."""
+    """Return the key options that any run has, and others in which the runs differ."""
     runs = [folder.options for folder in folders if folder.options and folder.kind == "run"]
     known = runs or [folder.options for folder in folders if folder.options]
     others = {key: None for options in known for key in options}
@@ -104,8 +103,7 @@ def _differs(key: str, options: list[Record]) -> bool:
 
 def groups_of(folders: list[Folder], named: list[str]) -> list[Record]:
     """Return the groups of at least two runs whose options differ in their seeds alone: their
-    places and a name, from the first options in `named`. The same seed twice is a repetition, which
-    does not count."""
+    places and a name, from the first options in `named`. The same seed twice does not count."""
     members = dict[str, dict[Any, int]]()  # places by seed, by configuration
     for i, folder in enumerate(folders):
         if folder.kind == "run" and folder.options:
@@ -127,14 +125,14 @@ def groups_of(folders: list[Folder], named: list[str]) -> list[Record]:
 
 
 def _name(options: Record, keys: list[str]) -> str:
-    """Return the values of these options as a name, for example "maxrl, k 4"."""
+    """Return a name like "maxrl, k 4"."""
     known = [(key, options[key]) for key in keys if key in options]
     parts = (str(x) if key == "objective" else f"{key} {x}" for key, x in known)
     return ", ".join(part[:40] for part in parts) or "one configuration"
 
 
 def _value(value: Any) -> Any:
-    """Return null, booleans and numbers unchanged, other values as shortened text."""
+    """Return what is no number as shortened text."""
     if value is None or (isinstance(value, int | float) and abs(value) < 2**53):
         return value
     text = value if isinstance(value, str) else json.dumps(value)
@@ -146,7 +144,7 @@ def _json(data: Record) -> str:
 
 
 def _embedded(data: Record) -> str:
-    """Return JSON that is safe inside HTML: texts may contain </script> or <!--."""
+    """JSON that is safe inside HTML: texts may contain </script> or <!--."""
     text = _json(data).replace("<", "\\u003c").replace(">", "\\u003e")
     return text.replace("&", "\\u0026")
 

@@ -1,8 +1,7 @@
-"""Read the files of a run or an evaluation, which may be in progress, into what the page shows."""
+"""Reads a run or an evaluation, which may be in progress, into what the page shows."""
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -14,10 +13,10 @@ from maxrl_fast.runtime.files import read_json
 from maxrl_fast.runtime.run_folder import RunFolder
 
 EVALUATION_BYTES = 1 << 28  # eval.json has numbers for each prompt
-MOST_POINTS = 100_000  # diagnosed prompts of one run
 MOST_TEXTS, PROMPT_LENGTH = 1_000, 2_000  # of held-out prompts
 SAMPLE_BYTES = 1 << 24  # all texts of one file of one run
 TEXT_LENGTH, ANSWER_LENGTH, COLUMNS_LENGTH = 20_000, 500, 2_000  # characters of one sample
+SHOWN = ("step", "id", "tokens", "turns", "reward", "advantage")  # of a sample, beside its texts
 _OF_TRAINING = ("eval_prompts", "samples", "k")  # options with another meaning in an evaluation
 
 Record = dict[str, Any]
@@ -26,7 +25,7 @@ Number = int | float | None
 
 @dataclass
 class Folder:
-    """The data of one folder. A number that is missing from its files or not finite is None."""
+    """The data of one folder; a number that is missing or not finite is None."""
 
     name: str
     kind: str = "run"  # or "evaluation"
@@ -34,14 +33,12 @@ class Folder:
     steps: list[int] = field(default_factory=list)  # of metrics.jsonl, ascending
     metrics: dict[str, list[Number]] = field(default_factory=dict)  # by column, one number per step
     eval_steps: list[int] = field(default_factory=list)
-    # by column, one number per evaluation
     eval_metrics: dict[str, list[Number]] = field(default_factory=dict)
     score: str = PASS  # or MAX
     # for each evaluation: step, and rows of k, score, low, high
     coverage: list[Record] = field(default_factory=list)
     sets: dict[str, list[Record]] = field(default_factory=dict)  # of held-out sets by name
     warnings: list[Record] = field(default_factory=list)
-    points: list[list[float]] = field(default_factory=list)  # pass rates and gradient norms
     # ids, and for each evaluation the correct samples of each prompt
     prompts: Record = field(default_factory=dict)
     samples: list[Record] = field(default_factory=list)  # of evaluations
@@ -53,7 +50,6 @@ class Folder:
 
 
 def read_folder(path: Path, name: str) -> Folder:
-    """Raise InputError if this is no folder of a run or an evaluation, or a file is damaged."""
     folder, run = Folder(name), RunFolder(path)
     try:
         if (path / "metrics.jsonl").exists():
@@ -61,13 +57,13 @@ def read_folder(path: Path, name: str) -> Folder:
         elif (path / "eval.json").exists():
             _read_evaluation(path / "eval.json", folder)
         else:
-            wanted = (
-                "RUN must be a folder with metrics.jsonl of a run or eval.json of an evaluation"
+            raise InputError(
+                "RUN must be a folder with metrics.jsonl of a run or eval.json of an evaluation, "
+                f"got {printable(path)}, which has neither"
             )
-            raise InputError(f"{wanted}, got {printable(path)}, which has neither")
         for kind in ("samples", "rollouts"):
             samples = [*map(_sample, run.log(kind))]
-            setattr(folder, kind, _thinned(samples, _size, SAMPLE_BYTES, kind, folder))
+            setattr(folder, kind, _thinned(samples, kind, folder))
             folder.in_files[kind] = len(samples)
     except (OSError, TypeError, ValueError, LookupError, AttributeError) as error:
         if isinstance(error, InputError):
@@ -89,11 +85,6 @@ def _read_run(run: RunFolder, folder: Folder) -> None:
     folder.weight = read_json(weight) if weight.exists() else unknown
     _read_pass_rates(run, folder)
     folder.warnings = run.log("warnings")
-    lines = run.log("diagnostics")
-    lines = _thinned(lines, lambda x: len(x["ids"]), MOST_POINTS, "diagnostics", folder)
-    for x in lines:
-        points = zip(x["pass_rate"], x["grad_norm"], strict=True)
-        folder.points += [[*point] for point in points if None not in point]
 
 
 def _read_evaluations(records: list[Record], folder: Folder) -> None:
@@ -131,17 +122,14 @@ def _read_pass_rates(run: RunFolder, folder: Folder) -> None:
         ids = records[-1]["ids"]
         same = [x for x in records if x["ids"] == ids]
         if skipped := len(records) - len(same):
-            said = (
-                f"{skipped:,} evaluations in pass_rates.jsonl have other prompts and are left out"
-            )
-            folder.notes.append(said)
+            said = "evaluations in pass_rates.jsonl have other prompts and are left out"
+            folder.notes.append(f"{skipped:,} {said}")
         _take_counts(same, ids, records[-1]["num_prompts"], folder)
         prompts = run.log("eval_prompts")[:MOST_TEXTS]
         folder.prompts["texts"] = [[x["id"], _text(x["prompt"], PROMPT_LENGTH)] for x in prompts]
 
 
 def _take_counts(records: list[Record], ids: list[int], total: int, folder: Folder) -> None:
-    """Keep the correct samples of each prompt, or its rewards, at each evaluation."""
     has_rewards = "reward_mean" in records[0]  # eval.json has both
     kinds = ("reward_mean", "reward_max") if has_rewards else ("num_correct",)
     names = ("step", "num_samples", *kinds)
@@ -150,13 +138,13 @@ def _take_counts(records: list[Record], ids: list[int], total: int, folder: Fold
 
 
 def _by_step(records: list[Record]) -> list[Record]:
-    """Return the records by ascending step; of two of the same step, the later one counts."""
+    """Return the records by step; of two of the same step, the later one counts."""
     found = {record["step"]: record for record in records}
     return [found[step] for step in sorted(found)]
 
 
 def _columns(records: list[Record]) -> dict[str, list[Number]]:
-    """Return the numbers of each key, one for each record; None is a gap."""
+    """Return the numbers of each key; None is a gap."""
     names = {
         key: None for record in records for key, x in record.items() if type(x) in (int, float)
     }
@@ -165,8 +153,7 @@ def _columns(records: list[Record]) -> dict[str, list[Number]]:
 
 
 def _coverage(passes: Record | None) -> list[list[Number]]:
-    """Return rows [k, score, low, high] by ascending k, from {k: score} or {k: {"mean", "low",
-    "high"}}."""
+    """Return rows [k, score, low, high] of {k: score} or {k: {"mean", "low", "high"}}."""
     rows = list[list[Number]]()
     for k, x in (passes or {}).items():
         estimate = x if isinstance(x, dict) else {"mean": x}
@@ -184,12 +171,10 @@ def _text(value: Any, most: int) -> str:
 
 
 def _sample(record: Record) -> Record:
-    """Return what the page shows of a record of samples.jsonl or rollouts.jsonl."""
+    """Of samples.jsonl or rollouts.jsonl."""
     texts = {name: _text(record[name], TEXT_LENGTH) for name in ("prompt", "response")}
     return {
-        **{
-            key: record.get(key) for key in ("step", "id", "tokens", "turns", "reward", "advantage")
-        },
+        **{key: record.get(key) for key in SHOWN},
         **texts,
         "truncated": record.get("truncated", False),
         "left_out": sum(len(record[name]) - len(text) for name, text in texts.items()),
@@ -199,19 +184,13 @@ def _sample(record: Record) -> Record:
     }
 
 
-def _size(sample: Record) -> int:
+def _thinned(lines: list[Record], kind: str, folder: Folder) -> list[Record]:
+    """Return all samples if they fit, else every second, fourth and so on, with a note."""
     texts = ("prompt", "response", "answer", "columns")
-    return 200 + 2 * sum(len(sample[name]) for name in texts)
-
-
-def _thinned(
-    lines: list[Record], size: Callable[[Record], int], most: int, log: str, folder: Folder
-) -> list[Record]:
-    """Return all lines if they fit, else every second, every fourth, and so on, with a note."""
-    sizes, every = [*map(size, lines)], 1
-    while every < len(lines) and sum(sizes[::every]) > most:
+    sizes, every = [200 + 2 * sum(len(x[name]) for name in texts) for x in lines], 1
+    while every < len(lines) and sum(sizes[::every]) > SAMPLE_BYTES:
         every *= 2
     if every > 1:
-        note = f"one of {every} lines of {log}.jsonl is shown, because there are many"
+        note = f"one of {every} lines of {kind}.jsonl is shown, because there are many"
         folder.notes.append(note)
     return lines[::every]

@@ -1,6 +1,5 @@
-"""What gives responses their rewards: the outcome of a response, and what all sources share. Every
-reward worker imports this package at its start, so nothing slow may be imported here.
-"""
+"""What gives responses their rewards. Every reward worker imports this package at its start, so
+nothing slow may be imported here."""
 
 import contextlib
 from collections.abc import Generator, Mapping, Sequence
@@ -17,36 +16,26 @@ Rows = Sequence[dict[str, Any]]  # each has "prompt", "response" and the columns
 
 
 class Outcome(NamedTuple):
-    """What scoring one response has given, from the worker to the batch. Between processes it is
-    a JSON list.
+    """What scoring one response has given; between processes a JSON list."""
 
-    Args:
-        reward: a finite float32; None if the response has failed, or the reward does not apply.
-        components: of the reward, by name.
-        kind: of a failure: "exception", "timeout", "crash" (the process ended), "memory", "invalid"
-            (the result is not a finite number), or "left" (not scored, because too many others
-            failed). A late verifier has this kind and reward 0.
-        message: of a failure, one printable line.
-        text: what an environment returned.
-    """
-
-    reward: float | None = None
-    components: Mapping[str, float] = {}
+    reward: float | None = None  # finite in float32; None: it has failed, or does not apply
+    components: Mapping[str, float] = {}  # of the reward, by name
+    # of a failure: "exception", "timeout", "crash" (the process ended), "memory", "invalid" (no
+    # finite number), or "left" (too many others failed). A late verifier has one, and reward 0.
     kind: str = ""
-    message: str = ""
-    text: str | None = None
+    message: str = ""  # of a failure, one printable line
+    text: str | None = None  # what an environment returned
 
     @property
     def has_failed(self) -> bool:
         return bool(self.kind) and self.reward is None
 
     def or_failure(self) -> "Outcome":
-        """Return a failure if the reward does not apply, else this outcome."""
+        """Return a failure if the reward does not apply."""
         return self if self.kind or self.reward is not None else NOT_APPLIED
 
 
 def failure(kind: str, message: str) -> Outcome:
-    """Return the outcome of a response that has no reward. The message becomes one short line."""
     return Outcome(None, {}, kind, printable(message, LONGEST_MESSAGE))
 
 
@@ -56,15 +45,13 @@ Outcomes = Generator[tuple[int, Outcome] | None, None, None]
 
 
 class RewardSource:
-    """What gives responses a reward: a Python function, a classifier, or several of them."""
-
     name = ""  # as in --reward
     wants_raw = False  # whether its rows have "response_raw", which includes special tokens
     weights: Mapping[str, float] = {}  # of several rewards, by the names of their components
     wrong_kinds: tuple[str, ...] = ()  # of failures that have reward 0, of a built-in verifier
 
     def outcomes(self, rows: Rows, group: int) -> Outcomes:
-        """Yield the index and outcome of each row in any order, and None at least every second.
+        """Yield the index and outcome of each row in any order, and None at least every second;
         `group` successive rows have the same prompt."""
         raise NotImplementedError
 
@@ -76,8 +63,7 @@ class RewardSource:
         on_progress: Progress = no_progress,
     ) -> list[Outcome]:
         """Return the outcome of each row; LEFT for the rest after more than `max_failures`
-        failures. `on_progress` is called with each outcome, and every second.
-        """
+        failures. `on_progress` is called at least every second."""
         found, num_failed = [LEFT] * len(rows), 0
         with contextlib.closing(self.outcomes(rows, group)) as coming:
             for one in coming:
@@ -90,7 +76,7 @@ class RewardSource:
         return found
 
     def lines(self) -> list[str]:
-        """Return what the start of a run says about it."""
+        """What the start of a run says about it."""
         return []
 
     def close(self) -> None:

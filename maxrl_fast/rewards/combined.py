@@ -1,4 +1,4 @@
-"""Rewards from several sources, as a weighted sum, and from a vote of the responses."""
+"""Rewards as a weighted sum of several, and by a vote of the responses."""
 
 import contextlib
 from collections import Counter
@@ -11,10 +11,9 @@ from maxrl_fast.rewards.function import outcome_of
 
 
 class WeightedRewards(RewardSource):
-    """The weighted sum of several rewards. One that is None does not apply to its response and is
-    left out, as in TRL; a response to which none applies, or for which one fails, has failed. The
-    components are each source's value, by its name, and its components, by NAME.COMPONENT.
-    """
+    """The weighted sum of several rewards. One that is None is left out, as in TRL; a response to
+    which none applies, or for which one fails, has failed. The components are each source's value,
+    by its name, and its components, by NAME.COMPONENT."""
 
     def __init__(self, sources: Sequence[RewardSource], weights: Sequence[float]) -> None:
         names = [source.name for source in sources]
@@ -53,7 +52,7 @@ class WeightedRewards(RewardSource):
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Return the function or model of each reward, with its file if two are equal."""
+    """Return each function or model, with its file if two are equal."""
     short = [name.rpartition(":")[2].rpartition("/")[2] for name in names]
     if len({*short}) < len(short):
         files = [Path(name.rpartition(":")[0]).stem for name in names]
@@ -64,10 +63,9 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 class MajorityVote(RewardSource):
-    """Reward 1 for the most frequent answer, as text, among the responses to a prompt, 0 for the
-    others (SRT, Shafayat et al. 2025; TTRL, Zuo et al. 2025). `answer` returns that of a response;
-    those without one, "", do not vote. A tie goes to the answer that was sampled first.
-    """
+    """Reward 1 for the most frequent answer, as text, to a prompt, else 0 (SRT, Shafayat et al.
+    2025; TTRL, Zuo et al. 2025). `answer` returns that of a response; "" does not vote. A tie goes
+    to the answer that was sampled first."""
 
     name = "majority vote"
 
@@ -78,12 +76,10 @@ class MajorityVote(RewardSource):
         answers = [self._answer(row["response"]) for row in rows]
         for start in range(0, len(rows), group):
             of_prompt = answers[start : start + group]
-            # of a tie, the first
-            votes = Counter(answer for answer in of_prompt if answer).most_common(1)
+            most = Counter(filter(None, of_prompt)).most_common(1)  # of a tie, the first
             for i, answer in enumerate(of_prompt, start):
-                yield i, Outcome(float(bool(votes) and answer == votes[0][0]))
+                yield i, Outcome(float([answer] == [x for x, _ in most]))
 
     def lines(self) -> list[str]:
-        return [
-            "reward: 1 for the answer that most responses to the prompt give; evaluation has labels"
-        ]
+        what = "1 for the answer that most responses to the prompt give"
+        return [f"reward: {what}; evaluation has labels"]

@@ -1,8 +1,6 @@
-"""How a worker reads, makes, calls and ends environments: classes as TRL's `environment_factory`
-takes them.
-
-`reset(**columns)` begins an episode, every other public method is a tool, and `get_reward()` may
-end it; tools and get_reward may be async. An operation is [number of the environment, word, value]:
+"""Environments, classes as TRL's `environment_factory` takes them: `reset(**columns)` begins an
+episode, every other public method is a tool, and `get_reward()` may end it. An operation is [number
+of the environment, word, value]:
 
     probe columns            reset a new environment and drop it
     start columns            reset a new environment and keep it
@@ -39,9 +37,8 @@ Operation = tuple[int, str, Any]
 
 
 def signature_of_environment(cls: Any, with_schemas: bool = True) -> Signature:
-    """Return how to reset the environments of a class, with "tools" (JSON schemas, as TRL makes
-    them; without schemas, names) and "has_reward". Loading transformers, which makes them, is slow.
-    LoadError if it is not such a class."""
+    """Return how to reset the environments of a class, "tools" (JSON schemas, which transformers
+    makes slowly, or only names) and "has_reward". LoadError if it is not such a class."""
     import inspect
 
     if not inspect.isclass(cls):
@@ -72,7 +69,6 @@ def signature_of_environment(cls: Any, with_schemas: bool = True) -> Signature:
 
 
 def _schema(owner: str, name: str, tool: Callable[..., Any]) -> dict[str, Any]:
-    """Return the schema of a tool, whose name is its attribute's."""
     import inspect
 
     from transformers.utils.chat_template_utils import get_json_schema
@@ -94,31 +90,29 @@ def _schema(owner: str, name: str, tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 class EnvironmentHost:
-    """The environments of one process. time_limit: seconds after which SIGALRM ends an operation;
-    None: no limit. LoadError if it is not such a class."""
+    """The environments of one process. SIGALRM ends an operation after some seconds."""
 
     BREAKING = ("memory", "timeout", "exception")  # see Caller
 
-    def __init__(self, cls: Any, time_limit: float | None, with_schemas: bool = True) -> None:
+    def __init__(self, cls: Any, seconds: float | None, with_schemas: bool = True) -> None:
         self.signature = signature_of_environment(cls, with_schemas)
-        self._class, self._time_limit = cls, time_limit
+        self._class, self._seconds = cls, seconds
         self._tools = [tool["function"]["name"] for tool in self.signature["tools"]]
         self.live = dict[int, Any]()  # the environments by number
-        if time_limit is not None:
+        if seconds is not None:
             signal.signal(signal.SIGALRM, self._stop)
 
     def _stop(self, *_: object) -> None:
-        raise LateCall(self._time_limit)
+        raise LateCall(self._seconds)
 
     def call(self, operation: Operation) -> list[Outcome]:
-        """Return the one outcome of an operation."""
         try:
-            if self._time_limit is not None:
-                signal.setitimer(signal.ITIMER_REAL, self._time_limit)
+            if self._seconds is not None:
+                signal.setitimer(signal.ITIMER_REAL, self._seconds)
             try:
                 return [self._operate(*operation)]
             finally:
-                if self._time_limit is not None:
+                if self._seconds is not None:
                     signal.setitimer(signal.ITIMER_REAL, 0)
         except BaseException as error:  # also sys.exit
             self.live.pop(operation[0], None)

@@ -1,6 +1,5 @@
 """How a user's reward function is called, by the names of its parameters, and what it may return.
-Each worker imports this module at its start, so it imports only a few standard modules.
-"""
+Each worker imports this at its start, so it imports little."""
 
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -27,11 +26,11 @@ class InvalidReward(Exception):
 
 
 class LateCall(BaseException):
-    """A call has exceeded its time limit, in seconds. No Exception, which functions catch."""
+    """A call has exceeded its limit, in seconds. No Exception, which functions catch."""
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """Return how to call a function: one that names `completions` or `prompts` with lists."""
+    """A function that names `completions` or `prompts` is called with lists."""
     import inspect  # the workers of data sets of prompts need not wait for it
 
     parameters = inspect.signature(function).parameters.values()
@@ -48,7 +47,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
 
 def taken(signature: Signature, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that a function takes: those that it names, or all with **columns."""
+    """Return the columns that a function names, or all with **columns."""
     if missing := [name for name in signature["required"] if name not in columns]:
         raise InvalidReward(
             f"your code asks for `{missing[0]}`: the arguments are {', '.join(columns)}; give "
@@ -60,9 +59,8 @@ def taken(signature: Signature, columns: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(1)
 def event_loop() -> Any:
-    """Return the event loop of this process, which clients in user code may keep. It has a thread:
-    that of a notebook's cells has another loop.
-    """
+    """The process's one loop, which clients in user code may keep, in a thread: that of a
+    notebook's cells has another loop."""
     import asyncio  # only here: it delays the start of a worker
     from threading import Thread
 
@@ -71,7 +69,7 @@ def event_loop() -> Any:
     return loop
 
 
-def run_coroutines(coroutines: Sequence[Awaitable[Any]], limit: float | None) -> list[Any]:
+def run_coroutines(coroutines: Sequence[Awaitable[Any]], seconds: float | None) -> list[Any]:
     """Run coroutines at the same time, and return what each returns or raises, or LateCall."""
     import asyncio
 
@@ -83,8 +81,8 @@ def run_coroutines(coroutines: Sequence[Awaitable[Any]], limit: float | None) ->
 
     async def settle_all() -> list[Any]:
         tasks = [asyncio.ensure_future(settle(one)) for one in coroutines]
-        _, late = await asyncio.wait(tasks, timeout=limit)
-        values = [LateCall(limit) if task in late else task.result() for task in tasks]
+        _, late = await asyncio.wait(tasks, timeout=seconds)
+        values = [LateCall(seconds) if task in late else task.result() for task in tasks]
         for task in late:
             task.cancel()
         return values
@@ -93,7 +91,7 @@ def run_coroutines(coroutines: Sequence[Awaitable[Any]], limit: float | None) ->
 
 
 def awaited(result: Any) -> Any:
-    """Return what a function has returned, or what its coroutine returns."""
+    """Return what a function has returned, or its coroutine returns."""
     if isinstance(result, Coroutine):
         [result] = run_coroutines([result], None)
         if isinstance(result, BaseException):
@@ -102,23 +100,22 @@ def awaited(result: Any) -> Any:
 
 
 class Caller:
-    """Calls a function in its style, which its `signature` says. time_limit: seconds of each async
-    call; None: no limit."""
+    """Calls a function in its style. seconds: the limit of each async call."""
 
     BREAKING = ("memory",)  # the kinds of failures after which the worker ends
+    live: Mapping[int, Any] = {}  # between calls it keeps nothing
 
-    def __init__(self, function: Callable[..., Any], time_limit: float | None) -> None:
-        self.signature, self._function = signature_of(function), function
-        self.live = dict[int, Any]()  # between calls it keeps nothing
-        self._time_limit = time_limit
+    def __init__(self, function: Callable[..., Any], seconds: float | None) -> None:
+        self.signature = signature_of(function)
+        self._function, self._seconds = function, seconds
 
-    def call(self, rows: list[dict[str, Any]]) -> list[Outcome]:
+    def call(self, rows: Sequence[dict[str, Any]]) -> list[Outcome]:
         """Return the outcome of each row of a call, or one failure for all."""
         try:
             if self.signature["style"] == LISTS:
                 values = list_of(awaited(self._begin(lists_of(rows))), len(rows))
             elif self.signature["style"] == ROWS:
-                values = run_coroutines([*map(self._later, rows)], self._time_limit)
+                values = run_coroutines([*map(self._later, rows)], self._seconds)
             else:
                 values = [awaited(self._begin(rows[0]))]
         except BaseException as error:
@@ -133,10 +130,8 @@ class Caller:
 
 
 def lists_of(rows: Rows) -> dict[str, Any]:
-    """Return the arguments of a function of lists: `prompts`, `completions` and every column.
-
-    As in TRL, a completion of a chat prompt is a list with the assistant's message.
-    """
+    """Return `prompts`, `completions` and every column as lists. As in TRL, a completion of a chat
+    prompt is a list with the assistant's message."""
     columns = dict.fromkeys(key for row in rows for key in row)
     lists = {AS_LISTS.get(key, key): [row.get(key) for row in rows] for key in columns}
     lists["completions"] = [
@@ -147,7 +142,6 @@ def lists_of(rows: Rows) -> dict[str, Any]:
 
 
 def list_of(result: Any, count: int) -> list[Any]:
-    """Return what a function of lists has returned; InvalidReward unless it has `count` items."""
     values = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(values, list | tuple) or len(values) != count:
         raise InvalidReward(
@@ -158,26 +152,24 @@ def list_of(result: Any, count: int) -> list[Any]:
 
 
 def outcome_of(value: Any) -> Outcome:
-    """Return the outcome of a value that a function has returned, or raised.
-
-    A dict of components has its reward under "reward" or, as verl's, under "score", beside which
-    some may be no numbers; else it is their sum. None and NaN do not apply: such components are
-    left out.
-    """
+    """Return the outcome of a value that a function has returned, or raised. A dict of components
+    has its reward under "reward" or, as verl's, under "score", beside which some may be no numbers;
+    else it is their sum. Components that are None or NaN are left out."""
     try:
         if isinstance(value, BaseException):
             raise value
-        components, reward = dict[str, float](), value
-        if isinstance(value, dict):
-            own = "reward" if "reward" in value else "score"
-            for name, part in value.items():
-                if name != own and "score" in value and not hasattr(part, "__float__"):
-                    continue
-                if (number := to_number(part, f"component {name!r}")) is not None:
-                    components[str(name)] = number
-            total = sum(components.values()) if components else None
-            reward = components.pop(own, None) if own in value else total
-        return Outcome(to_number(reward, "a reward"), components)
+        if not isinstance(value, dict):
+            return Outcome(to_number(value, "a reward"))
+        own, components = "reward" if "reward" in value else "score", dict[str, float]()
+        for name, part in value.items():
+            if name == own or "score" not in value or hasattr(part, "__float__"):
+                number = to_number(part, f"component {name!r}")
+                components |= {} if number is None else {str(name): number}
+        if own in value:
+            return Outcome(components.pop(own, None), components)
+        return Outcome(
+            to_number(sum(components.values()) if components else None, "a reward"), components
+        )
     except KeyboardInterrupt:  # in the trainer, where it ends the run
         raise
     except InvalidReward as error:
@@ -191,12 +183,8 @@ def outcome_of(value: Any) -> Outcome:
 
 
 def to_number(value: Any, what: str) -> float | None:
-    """Return what float() takes, but no text, or a tensor or array of one element, as a float;
-    None and NaN as None.
-
-    Raises:
-        InvalidReward: if it is anything else, or not finite in float32.
-    """
+    """Return a number, or the one element of a tensor or array, which must be finite in float32;
+    None and NaN as None."""
     if value is None:
         return None
     try:

@@ -1,6 +1,5 @@
 """Whether two mathematical answers are equal: math-verify, with forms of numbers, units and
-equations that it misreads, and without what is too large to compute.
-"""
+equations that it misreads, and without what is too large to compute."""
 
 import re
 from contextlib import suppress
@@ -42,7 +41,7 @@ CALCULATION = re.compile(r"[\d+\-*/^!%]|\\(?:\w?frac|sqrt|cdot|times|div|pm|sin|
 
 
 def equal(answer: str, given: str) -> bool:
-    """Return whether a given answer equals the correct one, as text or mathematically."""
+    """Whether a given answer equals the correct one, as text or mathematically."""
     if max(len(answer), len(given)) > 4000:  # digits that Python reads
         return answer == given
     answer, given = _plain(answer), _plain(given)
@@ -62,7 +61,7 @@ def equal(answer: str, given: str) -> bool:
 
 
 def _is_same(answer: str, given: str, ratio: Any = 1) -> bool:
-    """Return whether an answer without its unit equals a given one times a ratio."""
+    """Whether an answer without its unit equals a given one times a ratio."""
     from math_verify import verify
     from sympy import Expr, FiniteSet, Float, nsimplify
 
@@ -165,7 +164,7 @@ def _size(unit: str) -> Any:
 
 
 def _is_named(text: str) -> bool:
-    """Return whether each equation of an answer has a name on its left side: x = 7, f(2) = 7."""
+    """Whether each equation of an answer has a name on its left side: x = 7, f(2) = 7."""
     text = TEXT.sub(lambda found: "," if found[1] else "name", text)
     for _ in range(3):  # nested brackets
         text = re.sub(r"\\left|\\right|_\w|\^\{-1\}|_?\{[^{}]*\}|\([^()]*\)", "", text)

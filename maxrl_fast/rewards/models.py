@@ -1,4 +1,4 @@
-"""Reward models, which score responses in the trainer."""
+"""Reward models, in the trainer."""
 
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,7 @@ CLASSIFIER, BATCH = "hf:", 16  # texts
 
 class Classifier(RewardSource):
     """Scores a response by the logit of a classifier with one label, or the probability of the
-    second of two labels, after the chat template if there is one.
-
-    Args:
-        name: hf:DIR.
-    """
+    second of two labels, after the chat template if there is one. `name` is hf:DIR."""
 
     def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
         self.name, self._device = name, device
@@ -34,17 +30,14 @@ class Classifier(RewardSource):
 
         # nothing is downloaded, no code in the directory is run
         options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-        cls = transformers.AutoModelForSequenceClassification
+        load = transformers.AutoModelForSequenceClassification.from_pretrained
         try:
             with Quiet():
-                model, loaded = cls.from_pretrained(
-                    directory, output_loading_info=True, dtype=dtype, **options
-                )
+                model, loaded = load(directory, output_loading_info=True, dtype=dtype, **options)
         except Exception as error:  # transformers raises many kinds of errors
             cause = f"{type(error).__name__}: {error}"
             raise InputError(f"cannot read the classifier of --reward {name}: {cause}") from error
-        missing = sorted(loaded["missing_keys"])
-        if missing:  # transformers would draw them at random
+        if missing := sorted(loaded["missing_keys"]):  # transformers would draw them at random
             raise InputError(
                 f"--reward {name} must be a sequence classifier, but it has no weights {missing[0]}"
             )
@@ -55,24 +48,19 @@ class Classifier(RewardSource):
         self._model = model.eval().to(device)
         positions = model.config.to_dict().get("max_position_embeddings") or 2**31
         self._longest = int(min(positions, self._tokenizer.model_max_length, 2**31))
-        # A decoder reads its score at the last token that is not padding, so padding must be a
-        # token that ends no text.
+        # a decoder reads its score at the last token that is not padding
         pad = self._tokenizer.pad_token_id
         self._can_pad = pad is not None and pad != self._tokenizer.eos_token_id
         self._model.config.pad_token_id = pad if self._can_pad else None
         self._tokenizer.padding_side = "right"
 
     def outcomes(self, rows: Rows, group: int) -> Outcomes:
-        """See `RewardSource.outcomes`. Texts that are longer than the model takes are failures."""
-        encoded, fitting = [self._encode(row) for row in rows], list[int]()
-        for i, tokens in enumerate(encoded):
-            if 0 < len(tokens) <= self._longest:
-                fitting.append(i)
-            else:
-                message = f"the reward model takes 1 to {self._longest} tokens, got {len(tokens)}"
-                yield i, failure("invalid", message)
-        order = sorted(fitting, key=lambda i: len(encoded[i]))
-        size = BATCH if self._can_pad else 1
+        encoded, size = [self._encode(row) for row in rows], BATCH if self._can_pad else 1
+        order = sorted(range(len(rows)), key=lambda i: len(encoded[i]))
+        for i in [i for i in order if not 0 < len(encoded[i]) <= self._longest]:
+            order.remove(i)
+            message = f"the reward model takes 1 to {self._longest} tokens, got {len(encoded[i])}"
+            yield i, failure("invalid", message)
         for batch in (order[start : start + size] for start in range(0, len(order), size)):
             yield None
             rewards = self._forward([encoded[i] for i in batch])
@@ -87,9 +75,8 @@ class Classifier(RewardSource):
             )
         else:
             text = "\n\n".join(message["content"] for message in messages) + response
-        tokens: list[int] = tokenizer(text, add_special_tokens=not tokenizer.chat_template)[
-            "input_ids"
-        ]
+        encoded = tokenizer(text, add_special_tokens=not tokenizer.chat_template)
+        tokens: list[int] = encoded["input_ids"]
         return tokens
 
     @torch.no_grad()
@@ -102,8 +89,7 @@ class Classifier(RewardSource):
         inputs = {key: padded[key].to(self._device) for key in ("input_ids", "attention_mask")}
         logits = self._model(**inputs).logits.float().cpu()
         scores = logits[:, 0] if logits.shape[1] == 1 else logits.softmax(1)[:, 1]
-        values: list[float] = scores.tolist()
-        return values
+        return [*map(float, scores)]
 
     def lines(self) -> list[str]:
         is_one = self._model.config.num_labels == 1

@@ -10,14 +10,12 @@ FULL = b"\n[more was printed: this file is full]\n"
 
 
 class RewardOutput:
-    """The standard output and error of worker processes, a pipe that a thread reads all the time.
-    What comes before `open` is kept in memory; what the file has no room for is dropped.
-    """
+    """The standard output and error of workers, a pipe that a thread reads all the time. What comes
+    before `open` is kept in memory; what the file has no room for is dropped."""
 
     def __init__(self) -> None:
-        self._lock, self._pipe = Lock(), -1
+        self._lock, self._pipe, self._left = Lock(), -1, MOST_BYTES
         self._file: io.BytesIO | io.FileIO = io.BytesIO()
-        self._left = MOST_BYTES
 
     def fileno(self) -> int:
         """Return the descriptor to write to, which is there from the first call on."""
@@ -31,8 +29,8 @@ class RewardOutput:
         """Write to a file in a run's folder, if there are workers; append if resumed."""
         with self._lock:
             if self._pipe >= 0 and isinstance(self._file, io.BytesIO):
-                kept, mode = self._file.getvalue(), "ab" if is_resumed else "wb"
-                self._file = io.FileIO(folder / FILE_NAME, mode)
+                kept = self._file.getvalue()
+                self._file = io.FileIO(folder / FILE_NAME, "ab" if is_resumed else "wb")
                 self._left = MOST_BYTES - self._file.tell()
                 self._keep(kept)
 

@@ -1,6 +1,5 @@
 """Reward functions and environments, called in worker processes, which can neither hang nor corrupt
-a run, or in this process, where nothing contains them. `worker.py` is the side of a worker.
-"""
+a run, or in this process. `worker.py` is the side of a worker."""
 
 import contextlib
 import json
@@ -12,10 +11,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any
 
+from maxrl_fast.config.options import Reward
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.rewards import PROGRESS_INTERVAL, Outcome, Outcomes, RewardSource, Rows, failure
 from maxrl_fast.rewards.environment import EnvironmentHost
@@ -45,42 +45,47 @@ VARIABLES = re.compile(
     "LD_LIBRARY_PATH|LD_PRELOAD|CUDA_VISIBLE_DEVICES|CUDA_HOME|XDG_CACHE_HOME|HF_HOME|"
     "HF_HUB_OFFLINE|TORCH_HOME|SSL_CERT_FILE|SSL_CERT_DIR"
 )
+Calls = deque[tuple[int, str]]  # that are not made yet: numbers, and arguments as JSON
 
 
 class UserCode(RewardSource):
-    """A reward function, or a class of environments. A call has a number, and a list of outcomes:
-    one for each of its rows, or one for all.
-    """
+    """A reward function, or a class of environments, of this process, `name` in --reward or
+    --environment, called in the main thread, one call at a time, with copies of its arguments. A
+    call has a number, and a list of outcomes: one for each row, or one for all."""
 
-    signature: Signature
-    place: str  # where it is called, for the start of a run
+    place = "in this process, without a time limit; FILE.py:FUNCTION runs in separate processes"
     concurrency = 1  # calls of an async function that are made at a time
     output: RewardOutput | None = None  # what workers print; None: discarded, or this process's
 
-    def request(self, number: int, arguments: Any) -> None:
-        """Have a call made, with rows, or an environment's operation, which has one call at a time.
-        The arguments are JSON values: a tuple arrives as a list.
-        """
+    def __init__(self, code: Callable[..., Any], name: str, is_environment: bool = False) -> None:
         try:
-            self._put(number, json.dumps(arguments))
+            self._host = (EnvironmentHost if is_environment else Caller)(code, None)
+        except LoadError as error:
+            raise InputError(f"environment {name}: {error}") from error
+        self.name, self.signature, self._queues = name, self._host.signature, [Calls()]
+
+    def request(self, number: int, arguments: Any) -> None:
+        """Have a call made, with rows, or an environment's operation, which has one at a time."""
+        try:
+            call = number, json.dumps(arguments)
         except (TypeError, ValueError) as error:  # of a task of the user's own
             wanted = "the columns of prompts must be JSON values, for rewards"
             raise InputError(f"{wanted}: {error}") from error
-
-    def _put(self, number: int, arguments: str) -> None:
-        raise NotImplementedError
+        self._queues[number % len(self._queues)].append(call)
 
     def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
-        """Yield the numbers and outcomes of calls, after a wait of at most a second."""
-        raise NotImplementedError
+        """Yield the numbers and outcomes of calls, after a wait of at most `seconds`."""
+        calls = [*self._queues[0]]
+        self._queues[0].clear()
+        for number, arguments in calls:
+            yield number, self._host.call(json.loads(arguments))
 
     def drop(self) -> None:
         """End all calls, and all environments."""
+        self._queues[0].clear()
+        self._host.live = {}
 
     def outcomes(self, rows: Rows, group: int) -> Outcomes:
-        """Call the function with each row; one of lists with `group` rows, and an async one with
-        several rows at a time.
-        """
         size = {ROW: 1, LISTS: group}.get(self.signature["style"], self.concurrency)
         waiting = {start: rows[start : start + size] for start in range(0, len(rows), size)}
         try:
@@ -107,47 +112,22 @@ class UserCode(RewardSource):
         return [f"reward {self.name}: {how}, {self.place}"]
 
 
-class InProcess(UserCode):
-    """A Python object of this process, by its `name` in --reward or --environment. It is called in
-    the main thread, one call at a time, with copies of its arguments and without a time limit.
-    """
-
-    place = "in this process, without a time limit; FILE.py:FUNCTION runs in separate processes"
-
-    def __init__(self, code: Callable[..., Any], name: str, is_environment: bool = False) -> None:
-        try:
-            self._host = (EnvironmentHost if is_environment else Caller)(code, None)
-        except LoadError as error:
-            raise InputError(f"environment {name}: {error}") from error
-        self.name, self.signature = name, self._host.signature
-        self._calls = dict[int, str]()
-
-    def _put(self, number: int, arguments: str) -> None:
-        self._calls[number] = arguments
-
-    def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
-        for number in [*self._calls]:
-            yield number, self._host.call(json.loads(self._calls.pop(number)))
-
-    def drop(self) -> None:
-        self._calls.clear()
-        self._host.live.clear()
-
-
 class Worker:
-    """A process that loads the function and makes one call at a time, from a queue. Time counts
-    while the trainer looks: a call that was stopped with its trainer is not late."""
+    """A process that makes the calls of a queue, one at a time. Time counts while the trainer
+    looks: a call that was stopped with its trainer is not late."""
 
-    def __init__(self, queue: deque[tuple[int, str]], limit: float) -> None:
-        self.queue, self._limit_of_calls = queue, limit
-        self.number: int | None = None  # of its call
-        self.has_ended = True
+    number: int | None = None  # of its call
+    has_ended = True
+
+    def __init__(self, queue: Calls, seconds: float) -> None:
+        self._queue, self._seconds = queue, seconds
 
     def start(self, settings: dict[str, Any], variables: dict[str, str], output: int) -> None:
         self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(self._seconds)
         given = {**settings, "connection": theirs.fileno(), "path": sys.path}
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", BOOTSTRAP, json.dumps(given)],
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -161,19 +141,18 @@ class Worker:
 
     def give(self) -> None:
         """Begin the next call, if there is one and it is free."""
-        if self.queue and self.number is None and not self.has_ended:
-            number, arguments = self.queue.popleft()
-            self.socket.settimeout(self._limit_of_calls)
+        if self._queue and self.number is None and not self.has_ended:
+            number, arguments = self._queue.popleft()
             with contextlib.suppress(OSError):  # of a process that has ended, which `look` tells
                 self.socket.sendall(f"{arguments}\n".encode())
-            self._expect(number, self._limit_of_calls)
+            self._expect(number, self._seconds)
 
     def _expect(self, number: int, limit: float) -> None:
         self.number, self._limit, self.left = number, limit, limit + GRACE
         self._received, self._looked = b"", time.monotonic()
 
     def look(self, is_readable: bool) -> list[Outcome]:
-        """Return the outcomes of its call; [] while it runs."""
+        """Return the outcomes of its call, after which it begins the next; [] while it runs."""
         now = time.monotonic()
         self.left -= min(now - self._looked, 2 * PROGRESS_INTERVAL)
         self._looked = now
@@ -189,6 +168,7 @@ class Worker:
                 self.number = None
                 if is_last:
                     self.end()
+                self.give()
                 return [Outcome(*values) for values in outcomes]
         if self.left > 0:
             return []
@@ -198,60 +178,54 @@ class Worker:
     def end(self) -> str:
         """Kill the process group; return how the process has ended."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate(timeout=KILL_LIMIT)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate(timeout=KILL_LIMIT)
         self.socket.close()
-        self.number, self.has_ended, code = None, True, self._process.returncode
+        self.number, self.has_ended, code = None, True, self.process.returncode
         died = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
         return died or f"exited with code {code}"
 
 
 class RewardPool(UserCode):
-    """Makes the calls in several processes.
+    """Makes the calls of "path/to/file.py:name" or "package.module:name" in several processes.
 
     A call that exceeds its time or memory limit or crashes its process fails alone, and its process
     is replaced. An environment lives in the worker of its number modulo their number, and ends with
     it. One thread at a time may use the pool. `results` raises RewardError where the function can
-    no longer be loaded.
-
-    Args:
-        name: "path/to/file.py:name" or "package.module:name".
-        time_limit: seconds for a call.
-        memory_limit: bytes that a worker may allocate after loading the function.
-        environment: names of variables that the function sees in addition to `VARIABLES`.
-        concurrency: calls of an async function that one process makes at a time.
-        output: gets what the function prints; None: it is discarded.
-    """
+    no longer be loaded. `output` gets what the function prints; None: it is discarded."""
 
     def __init__(
         self,
         name: str,
-        *,
-        workers: int,
-        time_limit: float,
-        memory_limit: int,
-        environment: Sequence[str] = (),
-        concurrency: int = 16,
+        options: Reward,
         is_environment: bool = False,
         output: RewardOutput | None = None,
     ) -> None:
-        if unset := [x for x in environment if x not in os.environ]:
+        shown = [x.strip() for x in options.reward_env.split(",") if x.strip()]
+        if unset := [x for x in shown if x not in os.environ]:
             raise InputError(
                 f"--reward-env names {unset[0]}, which is not set: set it, or leave it out"
             )
-        self.name, self.concurrency, self.output = name, concurrency, output
-        self.place, self.signature = f"in {workers} worker processes, which are no sandbox", {}
+        self.name, self.concurrency, self.output = name, options.reward_concurrency, output
+        workers, seconds = options.reward_workers, options.reward_seconds
+        self.place = f"in {workers} worker processes, which are no sandbox"
         close_memory()
-        seen = {x: os.environ[x] for x in os.environ if x in environment or VARIABLES.fullmatch(x)}
-        self._variables = {**SETTINGS, **seen}
-        limits = {"time_limit": time_limit, "memory_limit": memory_limit}
-        self._settings = {"name": name, "is_environment": is_environment, **limits}
+        seen = {x: os.environ[x] for x in os.environ if x in shown or VARIABLES.fullmatch(x)}
+        self._variables, self.signature = {**SETTINGS, **seen}, Signature()
+        self._settings = {
+            "name": name,
+            "is_environment": is_environment,
+            "reward_seconds": seconds,
+            "memory_bytes": int(options.reward_memory_gb * 1e9),
+        }
         if name.startswith("maxrl_fast.rewards.verifiers:"):
             # a program can kill the worker, too
             self.wrong_kinds = ("timeout", "crash") if name.endswith(":code") else ("timeout",)
-        # calls that are not made yet, for each worker where environments live in them
-        queues = [deque[tuple[int, str]]() for _ in range(workers if is_environment else 1)]
-        self._workers = [Worker(queues[i % len(queues)], time_limit) for i in range(workers)]
+        # where environments live in the workers, each has its own calls
+        self._queues = [Calls() for _ in range(workers if is_environment else 1)]
+        self._workers = [
+            Worker(self._queues[i % len(self._queues)], seconds) for i in range(workers)
+        ]
         try:
             while not self.signature or any(x.number == LOADING for x in self._workers):
                 [*self.results(PROGRESS_INTERVAL)]
@@ -261,21 +235,11 @@ class RewardPool(UserCode):
                 raise InputError(str(error)) from error
             raise
 
-    def __enter__(self) -> "RewardPool":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _put(self, number: int, arguments: str) -> None:
-        self._workers[number % len(self._workers)].queue.append((number, arguments))
-
     def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
-        for worker in self._workers:
+        for i, worker in enumerate(self._workers):
             if worker.has_ended:
                 # the schemas of tools take long, and the first worker makes them for all
-                is_first = not self.signature and worker is self._workers[0]
-                settings = {**self._settings, "with_schemas": is_first}
+                settings = {**self._settings, "with_schemas": not self.signature and i == 0}
                 output = self.output.fileno() if self.output else subprocess.DEVNULL
                 worker.start(settings, self._variables, output)
             worker.give()
@@ -283,22 +247,21 @@ class RewardPool(UserCode):
         longest = min([seconds, *(worker.left for worker in busy)])
         ready = wait([worker.socket for worker in busy], max(0.0, longest))
         for worker in busy:
-            number = worker.number
-            outcomes = worker.look(worker.socket in ready)
+            number, outcomes = worker.number, worker.look(worker.socket in ready)
             if number == LOADING and outcomes:
                 if outcomes[0].kind:
                     why = outcomes[0].message.replace("the call", "loading it")
                     raise RewardError(f"{self.name} cannot be loaded: {why}")
                 if worker is self._workers[0]:
                     self.signature = self.signature or json.loads(outcomes[0].text or "")
-            worker.give()
-            if number is not None and number != LOADING and outcomes:
+            elif number is not None and outcomes:
                 yield number, outcomes
 
     def drop(self) -> None:
         """Kill all workers and their process groups; they start again when they are needed."""
+        for queue in self._queues:
+            queue.clear()
         for worker in self._workers:
-            worker.queue.clear()
             if not worker.has_ended:
                 worker.end()
 

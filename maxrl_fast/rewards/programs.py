@@ -1,5 +1,5 @@
-"""Python programs in responses, run against tests. Each test is a new process with the limits of
-the reward worker that starts it; this is not a sandbox."""
+"""Python programs in responses. Each test is a new process with the limits of the reward worker
+that starts it; this is not a sandbox."""
 
 import json
 import re
@@ -94,8 +94,8 @@ def _number(word: str) -> Decimal | str:
 
 
 def _is_equal(given: Any, wanted: Any) -> bool:
-    """Return whether values differ by rounding alone: by 1e-9 of a number, by 1e-12, or in the last
-    of at least six decimals; integers are equal or not."""
+    """Whether values differ by rounding alone: by 1e-9 of a number, by 1e-12, or in the last of at
+    least six decimals; integers are equal or not."""
     if isinstance(given, list) and isinstance(wanted, list):
         return len(given) == len(wanted) and all(map(_is_equal, given, wanted))
     if given == wanted or not (isinstance(given, Decimal) and isinstance(wanted, Decimal)):
@@ -110,12 +110,9 @@ def _is_equal(given: Any, wanted: Any) -> bool:
 
 
 def tests_of(value: Any, metadata: Any) -> str:
-    """Return tests as JSON: name of the function or "", [[input, accepted outputs], ...].
-
-    Args:
-        value: TACO's {"inputs", "outputs", "fn_name"}, or LiveCodeBench's [{"input", "output",
-            "testtype"}] with the name in `metadata`; also as JSON text.
-    """
+    """Return tests as JSON: name of the function or "", [[input, accepted outputs], ...]. `value`
+    is TACO's {"inputs", "outputs", "fn_name"}, or LiveCodeBench's [{"input", "output", "testtype"}]
+    with the name in `metadata`; also as JSON text."""
     sys.set_int_max_str_digits(0)  # TACO has integers of any length
     try:
         value, metadata = (json.loads(x) if isinstance(x, str) else x for x in (value, metadata))

@@ -1,9 +1,5 @@
-"""Built-in reward functions: boxed answers compared by math-verify, and the scores of
-reasoning-gym's data sets.
-
-They run in worker processes (`pool.py`): comparing can take long. A response that exceeds the time
-limit there is wrong, not a failed reward.
-"""
+"""Built-in reward functions: boxed answers, programs, and the scores of reasoning-gym. They run in
+worker processes, where a response that exceeds the time limit is wrong, not a failed reward."""
 
 import importlib
 import json
@@ -21,14 +17,13 @@ BARE = re.compile(
 
 
 def __getattr__(name: str) -> Any:
-    """Import a reward function's library where it is loaded, before the limits of a call."""
+    """Import a function's library, which takes seconds, before the limits of a call."""
     if name == "mathematics":
         for library in ("math_verify", "sympy.physics.units"):
-            importlib.import_module(library)  # seconds
+            importlib.import_module(library)
         return _score_mathematics
     if name == "gym":
         importlib.import_module("reasoning_gym")
-
         return _score_gym
     if name == "code":
         return run_tests
@@ -37,11 +32,8 @@ def __getattr__(name: str) -> Any:
 
 def boxed(text: str) -> str:
     """Return the content of the last \\boxed{...}, or \\fbox{...} if there is none, stripped; "" if
-    there is no box, or the last one is not closed.
-
-    Braces in the content are balanced, and escaped braces are not counted. A box inside another box
-    is part of its content. A box may have no braces, such as \\boxed 5.
-    """
+    there is no box, or the last one is not closed. A box inside another is part of its content. A
+    box may have no braces, such as \\boxed 5."""
     found, end = "", 0
     name = "boxed" if "\\boxed" in text else "fbox"
     while box := re.compile(rf"\\{name}(?![A-Za-z])\s*(\{{)?").search(text, end):
@@ -62,20 +54,15 @@ def boxed(text: str) -> str:
 
 
 def _score_mathematics(response: str, answer: str, given: str | None = None) -> float:
-    """Return 1 if the last \\boxed{} of the response equals the answer, as text or mathematically;
-    else 0. The trainer has found what the box holds, `given`.
-    """
+    """Return 1 if what the last box holds, which the trainer has found, equals the answer."""
     given = boxed(response) if given is None else given
     return float(bool(given) and equal(answer, given))
 
 
 @lru_cache(64)
 def gym_dataset(name: str, config: str, seed: int) -> Any:
-    """Return a data set of reasoning-gym.
-
-    Args:
-        config: JSON object of its options; "datasets" of composite lists name, weight and config.
-    """
+    """Return a data set of reasoning-gym. `config` is a JSON object of its options; "datasets" of
+    composite lists name, weight and config."""
     import reasoning_gym
     from reasoning_gym import composite
 
@@ -105,7 +92,6 @@ def gym_answer(response: str) -> str:
 def _score_gym(
     response: str, question: str, name: str, config: str, seed: int, index: int
 ) -> float:
-    """Return the data set's own score, in [0, 1], of the response to question `index`."""
     expected = gym_entry(name, config, seed, index)
     if expected["question"] != question:
         raise ValueError(

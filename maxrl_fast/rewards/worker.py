@@ -1,9 +1,6 @@
-"""The process of a reward worker: it loads a function, or a class of environments, and makes one
-call after another for the trainer's side, `pool.py`.
-
-A socket carries lines of JSON: a call's arguments, and [whether the process ends, its outcomes].
-The first line is the worker's, and has the signature of what it has loaded as its text.
-"""
+"""The process of a reward worker, which makes calls for `pool.py`. A socket carries lines of JSON:
+a call's arguments, and [whether the process ends, its outcomes]. The first line is the worker's,
+and has the signature of what it has loaded as its text."""
 
 import contextlib
 import ctypes
@@ -28,7 +25,6 @@ MEMORY = resource.RLIMIT_DATA  # RLIMIT_AS also counts what is only reserved: 1 
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Load and serve while the trainer is connected."""
     connection = socket.socket(fileno=settings["connection"])
     try:
         contain()
@@ -36,17 +32,17 @@ def main(settings: dict[str, Any]) -> None:
         os.set_inheritable(connection.fileno(), False)
         lines = connection.makefile("rwb")
         try:
-            code, limit = load(settings["name"]), settings["time_limit"]
+            code, seconds = load(settings["name"]), settings["reward_seconds"]
             host: Caller | EnvironmentHost = (
-                EnvironmentHost(code, limit, settings["with_schemas"])
+                EnvironmentHost(code, seconds, settings["with_schemas"])
                 if settings["is_environment"]
-                else Caller(code, limit)
+                else Caller(code, seconds)
             )
         except LoadError as error:
             write(lines, True, [failure("crash", str(error))])
             return
         write(lines, False, [Outcome(text=json.dumps(host.signature))])
-        limit_memory(settings["memory_limit"])
+        limit_memory(settings["memory_bytes"])
         serve(lines, host)
     finally:
         os.killpg(0, signal.SIGKILL)
@@ -58,7 +54,6 @@ def write(lines: io.BufferedIOBase, is_last: bool, outcomes: list[Outcome]) -> N
 
 
 def contain() -> None:
-    """Set what holds while the function is loaded and called."""
     # The kernel kills the process group when the trainer, however it ends, closes standard input: a
     # signal-driven pipe. PR_SET_PDEATHSIG would spare programs that the function has started, and
     # end the worker with the thread that started it. Programs read an empty input.
@@ -93,7 +88,6 @@ def limit_memory(size: int) -> None:
 
 
 def serve(lines: io.BufferedIOBase, host: Caller | EnvironmentHost) -> None:
-    """Make calls while the trainer is connected and this can."""
     home, own_pid, is_broken = os.open(".", os.O_PATH), os.getpid(), False
     has_servers = has_children()  # which loading has started, and which may go on
     for line in lines:
@@ -112,7 +106,7 @@ def serve(lines: io.BufferedIOBase, host: Caller | EnvironmentHost) -> None:
 
 
 def has_children() -> bool:
-    """Return whether children of this process run, and reap those that have ended."""
+    """Whether children of this process run; those that have ended are reaped."""
     try:
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
             pass

@@ -8,7 +8,7 @@ Progress = Callable[[], None]
 
 
 def no_progress() -> None:
-    """Ignore the progress of sampling and scoring."""
+    """Ignore progress."""
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
@@ -26,9 +26,8 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
 
 class Background:
-    """Runs jobs one after another in threads; `check` and `wait` raise a job's error, with which
-    the jobs after it fail too.
-    """
+    """Runs jobs one after another; `check`, which does not wait, and `wait` raise a job's error,
+    with which the jobs after it fail too."""
 
     def __init__(self) -> None:
         self._newest: Future[None] | None = None
@@ -44,7 +43,6 @@ class Background:
         self._newest = in_thread(run)
 
     def check(self) -> None:
-        """Raise the error of failed work, without waiting."""
         if self._newest is not None and self._newest.done():
             self.wait()
 

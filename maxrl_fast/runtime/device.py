@@ -1,8 +1,5 @@
 """Device and dtype of the computation, a description of this machine, and copies between host and
-GPU.
-
-A copy that waits for the GPU leaves it idle, so there are few of them.
-"""
+GPU: few of them wait for the GPU, which is idle then."""
 
 import os
 import platform
@@ -35,12 +32,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype for "float32", "bfloat16" or "auto": bfloat16 on a GPU that supports it,
-    else float32.
-
-    "auto" is never bfloat16 on a CPU, where a small policy's whole step was slower, even with
-    bfloat16 instructions (bench/README.md).
-    """
+    """With "auto" bfloat16 on a GPU that supports it, but never on a CPU, where a small policy's
+    whole step was slower, even with bfloat16 instructions (bench/README.md)."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
     has_bfloat16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -67,9 +60,7 @@ def memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware of a run, for memory estimates: processes with a GPU each, or with a share of
-    the CPU's memory.
-    """
+    """The hardware of a run: processes with a GPU each, or with a share of the CPU's memory."""
 
     device: str  # "cpu" or "cuda"
     processes: int
@@ -82,7 +73,7 @@ class Machine:
 
     @classmethod
     def named(cls, text: str) -> "Machine":
-        """Parse a text such as 8x80: 8 GPUs of 80 GB (1e9 bytes) each."""
+        """8x80 is 8 GPUs of 80 GB (1e9 bytes) each."""
         found = re.fullmatch(r"([1-9]\d{0,5})x(\d{1,5}(?:\.\d{1,3})?)", text)
         if found is None or float(found[2]) == 0:
             raise InputError(
@@ -99,8 +90,7 @@ class Machine:
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
-    """Wait once for the device. Values must be exact in float64, as float32 and integers below 2^53
-    are."""
+    """Wait once for the device. Values must be exact in float64, as integers below 2^53 are."""
     if all(x.device.type == "cpu" for x in tensors):
         return list(tensors)
     values = torch.cat([x.flatten().double() for x in tensors]).cpu()
@@ -115,8 +105,8 @@ def host_numbers(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def copy_to_host(x: Tensor, pinned: Tensor) -> Callable[[], Tensor]:
-    """Start to copy x into pinned memory like it that no unread copy uses. Return a function that
-    waits for the copy and returns it."""
+    """Start to copy x into pinned memory that no unread copy uses. Return a function that waits for
+    the copy and returns it."""
     event = torch.cuda.Event()
     pinned.copy_(x, non_blocking=True)
     event.record()

@@ -1,7 +1,8 @@
 """Files that survive a kill (written to a temporary file, flushed to the disk and renamed), folder
-locks, and files of others, which are read only as JSON, tensors or a tokenizer."""
+locks, and JSON files of others."""
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -32,10 +33,9 @@ def temporary_path(path: Path) -> Path:
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path, and rename what is written there to `path`: a kill leaves the whole
-    file or folder, or what was there before. The temporary one is removed on an exception; a killed
-    process's is replaced."""
+    file or folder, or what was there before."""
     temporary = temporary_path(path)
-    remove(temporary)
+    remove(temporary)  # of a killed process
     try:
         yield temporary
         for written in (temporary, *temporary.rglob("*")):
@@ -45,6 +45,24 @@ def atomic_file(path: Path) -> Iterator[Path]:
         remove(temporary)
         raise
     fsync(path.parent)
+
+
+def replace_folder(new: Path, path: Path) -> None:
+    """Rename a folder to `path`, where another may be, which is removed: a kill leaves one of the
+    two there. Without the kernel's exchange (NFS), a kill in between leaves .NAME.old and .NAME.new
+    beside it."""
+    old, here, exchange = new, -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if not path.exists():
+        new.rename(path)
+    else:
+        call = getattr(ctypes.CDLL(None), "renameat2", None)
+        if not call or call(here, os.fsencode(new), here, os.fsencode(path), exchange):
+            old = path.with_name(f".{path.name}.old")
+            remove(old)
+            path.rename(old)
+            new.rename(path)
+    fsync(path.parent)
+    remove(old)
 
 
 def remove(path: Path) -> None:
@@ -75,7 +93,6 @@ def write_checksums(directory: Path) -> None:
 
 
 def verify_checksums(directory: Path) -> None:
-    """DamagedError names the file that is missing, truncated or changed."""
     try:
         for name, written in read_json(directory / CHECKSUMS).items():
             if _sha256(directory / name) != written["sha256"]:
@@ -86,7 +103,7 @@ def verify_checksums(directory: Path) -> None:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
@@ -116,8 +133,8 @@ def locked(
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(open(folder / "lock", "a+"))
-            _lock(file, f"{folder} is in use by ", limit, tell)
+            file = held.enter_context((folder / "lock").open("a+"))
+            _lock(file, folder, limit, tell)
             file.truncate(0)
             print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
         except OSError as error:
@@ -125,19 +142,18 @@ def locked(
         yield
 
 
-def _lock(file: IO[str], used: str, limit: float, tell: Callable[[str], object]) -> None:
-    end, is_told = time.monotonic() + limit, False
+def _lock(file: IO[str], folder: Path, limit: float, tell: Callable[[str], object]) -> None:
+    end, told = time.monotonic() + limit, ""
     while True:
-        try:
+        with contextlib.suppress(BlockingIOError):
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip() or "another process"
+        file.seek(0)
+        used = f"{folder} is in use by {file.read().strip() or 'another process'}"
         if time.monotonic() >= end:
-            raise InputError(f"{used}{owner}: wait for it to end, or stop it")
-        if not is_told:
-            tell(f"{used}{owner}: waiting up to {limit:.0f} s for it to end")
-        is_told = True
+            raise InputError(f"{used}: wait for it to end, or stop it")
+        if not told:
+            told = f"{used}: waiting up to {limit:.0f} s for it to end"
+            tell(told)
         time.sleep(0.2)
 
 

@@ -1,5 +1,5 @@
-"""Loads custom code by name: FILE.py:NAME or package.module:NAME. Reward workers import this, so it
-must not import torch."""
+"""Custom code by name: FILE.py:NAME or package.module:NAME. Reward workers import this, so it must
+not import torch."""
 
 import contextlib
 import importlib
@@ -26,7 +26,7 @@ _loaded = set[str]()  # files of the user's, which may be in an installed packag
 
 
 class LoadError(Exception):
-    """A name cannot be loaded. The message says why."""
+    """A name cannot be loaded."""
 
 
 def is_file(name: str) -> bool:
@@ -41,7 +41,7 @@ def is_code(name: str) -> bool:
 
 @cache
 def load_code(option: str, name: str, wanted: str) -> Any:
-    """Return the object that an option's value names. `wanted`: "FUNCTION" or "CLASS"."""
+    """`wanted` is "FUNCTION" or "CLASS"."""
     try:
         return load(name)
     except LoadError as error:
@@ -57,8 +57,8 @@ def build_from_code(
     arguments: Mapping[str, Any],
     hint: str,
 ) -> Any:
-    """Construct the class that an option's value names with `arguments` and those of `offered` that
-    it takes, and check the object's members. `hint` ends the message about wrong parameters."""
+    """Construct the class that an option names with `arguments` and those of `offered` that it
+    takes, and check its members. `hint` ends the message about wrong parameters."""
     who, cls = f"--{option} {name}", load_code(option, name, "CLASS")
     if not inspect.isclass(cls):
         raise InputError(f"{who} must be a class, got {cls!r:.80}")
@@ -76,8 +76,8 @@ def build_from_code(
 
 
 def check_members(who: str, value: object, protocol: type) -> None:
-    """Refuse an object that lacks a member of a protocol, or has a method that does not take the
-    protocol's arguments. A method that is inherited from the protocol counts as missing."""
+    """Refuse an object that lacks a member of a protocol, or whose method does not take the
+    protocol's arguments. A method that is inherited from it counts as missing."""
     methods = {name: x for name, x in vars(protocol).items() if inspect.isfunction(x)}
     for name, asked in methods.items():
         if name.startswith("_"):
@@ -99,7 +99,7 @@ def check_members(who: str, value: object, protocol: type) -> None:
 
 
 def load(name: str) -> Callable[..., Any]:
-    """Return the function "path/to/file.py:name" or "package.module:name"."""
+    """LoadError says why "path/to/file.py:name" or "package.module:name" cannot be loaded."""
     place, _, attribute = name.rpartition(":")
     path = Path(place).resolve() if place.endswith(".py") else None
     if path and not path.is_file():
@@ -115,8 +115,7 @@ def load(name: str) -> Callable[..., Any]:
         raise LoadError(f"{place} has no {attribute}{nearest(attribute, names)}")
     if not callable(function):
         raise LoadError(f"{attribute} in {place} is not a function: {SHORT_REPR.repr(function)}")
-    loaded: Callable[..., Any] = function
-    return loaded
+    return function
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -136,8 +135,7 @@ def _load_file(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def naming_user_code() -> Iterator[None]:
-    """What a user's code raises inside, be it SystemExit, becomes a UserCodeError with its file and
-    line."""
+    """What a user's code raises, be it SystemExit, becomes a UserCodeError with file and line."""
     try:
         yield
     except (KeyboardInterrupt, GeneratorExit, MemoryError):
@@ -172,7 +170,6 @@ def place_of(error: BaseException) -> str:
 
 
 def _is_users(file: str) -> bool:
-    """Whether a file of a traceback is neither this package's nor a library's."""
     libraries = PACKAGE, sysconfig.get_path("stdlib"), "-packages", "torchinductor"
     is_made_up = file.startswith("<") and not file.startswith(("<stdin>", "<ipython"))
     return file in _loaded or not (is_made_up or any(name in file for name in libraries))

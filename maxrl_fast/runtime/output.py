@@ -1,4 +1,4 @@
-"""The commands, and what each does with its arguments and its output."""
+"""The commands, their arguments and their output."""
 
 import contextlib
 import functools
@@ -24,8 +24,6 @@ COMMANDS = {  # what they do
 
 
 class _LossyFile(io.FileIO):
-    """A stream that drops what it cannot write."""
-
     def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):  # a closed pipe, a lost terminal or a full disk
             return super().write(data) or len(data)  # None: a pipe that does not wait is full
@@ -33,9 +31,8 @@ class _LossyFile(io.FileIO):
 
 
 def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
-    """Return the main function of a command, which takes the process's arguments if it is given
-    none. It finishes its work where nobody reads its output, except into a stream that the caller
-    has replaced, as a notebook does."""
+    """Return the main function of a command, of the process's arguments by default. It finishes its
+    work where nobody reads its output, except in a stream that the caller has replaced."""
 
     @functools.wraps(run)
     def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +56,7 @@ def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
 
 
 def show_help(arguments: Sequence[str], text: str) -> None:
-    """Print the text and exit where the arguments ask for help."""
+    """Print the text and exit if the arguments ask for it."""
     if {"-h", "--help"} & {*arguments}:
         print(text)
         sys.exit(0)
@@ -67,8 +64,7 @@ def show_help(arguments: Sequence[str], text: str) -> None:
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    """Run the command that the first argument names, or print the commands. Return its exit code,
-    or 130 on Ctrl-C."""
+    """Run the command that the first argument names, or print the commands."""
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         lines = (f"  {name:<12}{what}" for name, what in COMMANDS.items())

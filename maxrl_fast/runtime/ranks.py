@@ -1,6 +1,5 @@
 """Several processes started by torchrun, one per GPU. Every rank has the whole step's records; only
-the work is divided: prompts for sampling, groups for training. Gradients are reduced by DDP or
-FSDP2."""
+the work is divided: prompts for sampling, groups for training."""
 
 import atexit
 import contextlib
@@ -31,7 +30,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process and its collective operations. With one process every method is the identity."""
+    """This process and its collective operations; of one process they are the identity."""
 
     rank: int = 0
     size: int = 1
@@ -46,7 +45,7 @@ class Ranks:
         return self.rank == 0
 
     def part(self, count: int) -> tuple[int, int]:
-        """Return start and length of this rank's share; shares differ by at most one item."""
+        """Return start and length of this rank's share; they differ by at most one item."""
         start, stop = (count * r // self.size for r in (self.rank, self.rank + 1))
         return start, stop - start
 
@@ -54,15 +53,12 @@ class Ranks:
         """Return this process among `count` neighbouring ranks. All ranks must call this."""
         if count == 1:
             return Ranks()
-        starts = range(0, self.size, count)
-        groups = [
-            dist.new_group(list(range(a, a + count)), timeout=COLLECTIVE_LIMIT) for a in starts
-        ]
+        parts = ([*range(a, a + count)] for a in range(0, self.size, count))
+        groups = [dist.new_group(part, timeout=COLLECTIVE_LIMIT) for part in parts]
         return Ranks(self.rank % count, count, groups[self.rank // count])
 
     def copied(self) -> "Ranks":
-        """Return the same processes, whose collective operations another thread may use. All ranks
-        must call this."""
+        """Return the same for another thread. All ranks must call this."""
         if self.size == 1:
             return self
         return replace(self, group=dist.new_group(timeout=COLLECTIVE_LIMIT))
@@ -107,16 +103,14 @@ class Ranks:
         return torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)])
 
     def gather(self, record: R) -> R:
-        """Concatenate the records (Ragged) of all ranks; tuples, such as prompts' columns, are left
-        out."""
+        """Concatenate the records (Ragged) of all ranks without tuples, as of columns."""
         kind: Any = type(record)
         whole: R = record if self.size == 1 else kind.concatenate([record], self.concatenate)
         return whole
 
     @contextlib.contextmanager
     def connected(self, device: torch.device) -> Iterator[None]:
-        """Connect the ranks. Torchrun ends the others of one that fails; where one has failed
-        before, this process ends with a sentence."""
+        """Torchrun ends the others of a rank that fails; before, one may end with a sentence."""
         if self.size == 1:
             yield
             return
@@ -147,8 +141,7 @@ class Ranks:
 
 def exit_process(code: int) -> NoReturn:
     """Exit after the atexit functions, without tearing down the interpreter: a gloo thread may
-    still release a Python tensor, which aborts it (pytorch issue 190489), and FSDP2's caches keep
-    its process group alive."""
+    still release a tensor, which aborts it (pytorch issue 190489)."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -161,7 +154,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def own_gpu() -> int:
-    """Return the local rank, or 0 if the process sees only one GPU."""
+    """The local rank, or 0 if the process sees only one GPU."""
     number, visible = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if number >= visible > 1:
         raise InputError(

@@ -1,5 +1,4 @@
-"""The folder of a run, as all that resume, evaluate, compare and show runs read it, without
-PyTorch."""
+"""The folder of a run, read without PyTorch."""
 
 import json
 from dataclasses import dataclass
@@ -15,14 +14,13 @@ NOT_OPTIONS = ("versions", "command")  # entries of config.json beside the optio
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder, or what a session has saved. It may be incomplete, and written to
-    meanwhile."""
+    """A run's folder, or what a session has saved; it may be incomplete, and written to."""
 
     path: Path
 
     @property
     def is_run(self) -> bool:
-        """Whether config.json has options of a run; that of a model's folder has not."""
+        """Whether config.json is not a model's, but has options of a run."""
         try:
             content = read_json(self.path / "config.json")
         except InputError:
@@ -31,7 +29,7 @@ class RunFolder:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The options that have a value, by name. InputError: they are missing or damaged."""
+        """The options that have a value, by name."""
         file = self.path / "progress.json"  # of a session, whose config.json is the policy's
         is_session = file.exists()
         content = read_json(file if is_session else self.path / "config.json")
@@ -43,8 +41,7 @@ class RunFolder:
         return {k: x for k, x in options.items() if k not in NOT_OPTIONS and x is not None}
 
     def log(self, name: str) -> list[dict[str, Any]]:
-        """Return the records of NAME.jsonl but for a line without an end; none without the file.
-        InputError names a line that is no JSON."""
+        """Return the records of NAME.jsonl, if it is there, but for a line without an end."""
         file, records = self.path / f"{name}.jsonl", []
         content = file.read_bytes() if file.exists() else b""
         for number, line in enumerate(content.rpartition(b"\n")[0].splitlines(), start=1):
@@ -68,7 +65,7 @@ class RunFolder:
 
     @property
     def newest(self) -> Path | None:
-        """The newest complete checkpoint; None if there is none."""
+        """The newest complete checkpoint."""
         link = self.path / "latest"
         return link.resolve() if link.is_dir() else None
 

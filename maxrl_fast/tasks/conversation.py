@@ -1,9 +1,8 @@
-"""Conversations as the chat template of a checkpoint writes them: prompts, demonstrations, turns of
-episodes with their calls of tools, and the tokens that end a turn.
+"""Conversations as the chat template of a checkpoint writes them.
 
-No family of models is known here. A template, which transformers runs in Jinja's sandbox, renders a
-conversation whole, and the parts are found in the text by their offsets, or beside words that stand
-for them. A part is encoded apart where a token would reach over its border, as sampling never does.
+No family of models is known here. A template renders a conversation whole, and the parts are found
+in the text by their offsets, or beside words that stand for them. A part is encoded apart where a
+token would reach over its border, as sampling never does.
 """
 
 import contextlib
@@ -36,14 +35,8 @@ class Conversation:
         listed_stops: token ids that end a response, as the checkpoint's files list them.
         tools: JSON schemas of what the policy may call.
         arguments: of the template, such as {"enable_thinking": False}.
-        day: what the template's clock shows, at midnight; None: today.
+        day: what the template's clock shows; None: today.
         file: of the template, for messages; None: the tokenizer's.
-
-    Attributes:
-        stop_ids: the listed tokens, and the one with which the template ends a turn.
-        end: of these, the one that ends a demonstration.
-        clock: the day that was given or that the template shows, YYYY-MM-DD; None: neither.
-        note: what the template does to earlier turns of episodes, which keep their tokens; "".
     """
 
     def __init__(
@@ -56,8 +49,12 @@ class Conversation:
         file: Path | None = None,
     ):
         self.tokenizer = tokenizer
-        self._file = file or template_file(Path(tokenizer.name_or_path))
-        self._tools, self._arguments, self.note = [*tools] or None, arguments or {}, ""
+        own, names = Path(tokenizer.name_or_path), ("chat_template.jinja", "chat_template.json")
+        found = (own / x for x in (*names, "tokenizer_config.json") if (own / x).exists())
+        self._file = file or next(found, own)
+        self._tools, self._arguments = [*tools] or None, arguments or {}
+        self.note = ""  # what the template would do to earlier turns, which keep their tokens
+        # the day that was given or that the template shows, YYYY-MM-DD
         self.clock = None if day is None else day.isoformat()
         self._template = self._with_day(day or date.today())
         self._control = ControlTokens(tokenizer, includes_thinking=True)
@@ -68,8 +65,8 @@ class Conversation:
             )
         if self._arguments:
             self._check_arguments()
-        own = None if self._template is None else self._turn_end({*listed_stops})
-        self.stop_ids = tuple(sorted({*listed_stops} if own is None else {*listed_stops, own}))
+        end = None if self._template is None else self._turn_end({*listed_stops})
+        self.stop_ids = tuple(sorted({*listed_stops, *([] if end is None else [end])}))
         if not self.stop_ids:
             raise InputError(
                 f"{tokenizer.name_or_path} must name a stop token in its tokenizer, config.json or "
@@ -77,7 +74,7 @@ class Conversation:
             )
         eos = tokenizer.eos_token_id
         self._text_end: int = self.stop_ids[0] if eos is None else eos
-        self.end: int = self._text_end if own is None else own
+        self.end: int = self._text_end if end is None else end  # of a demonstration
         self._stops = any_of({self.text([i], raw=True).strip() for i in self.stop_ids} - {""})
         # what the tokenizer puts before a text
         bare, whole = self.encode("a"), tokenizer("a")["input_ids"]
@@ -99,8 +96,7 @@ class Conversation:
         return str(self.tokenizer.decode(tokens, **options))
 
     def as_text(self, text: str) -> str:
-        """Return text of an environment for messages: what is written like a control token in it is
-        encoded as text."""
+        """Return text for messages, in which what is written like a control token is text."""
         return self._control.divide(text.replace(MARK, "\ufffd"), MARK)
 
     def prompt(self, prompt: Prompt) -> list[int]:
@@ -120,9 +116,8 @@ class Conversation:
         return self.encode(text)
 
     def demonstration(self, prompt: Prompt, response: str | Message) -> tuple[list[int], list[int]]:
-        """Return the token ids of the prompt, and those that are learned after it: what the
-        template writes of the response (text, or the assistant's message, perhaps with its
-        reasoning_content), up to the token that ends a turn."""
+        """Return the token ids of the prompt, and those to learn after it: what the template
+        writes of the response, up to the token that ends a turn."""
         answer = response if isinstance(response, dict) else _said(response)
         if isinstance(prompt, str):
             before, rest, end = prompt, _in_tags(answer), self._text_end
@@ -146,8 +141,8 @@ class Conversation:
         return self.encode(text)
 
     def _begin(self, prompt: Sequence[Message]) -> tuple[Sequence[Message], str, str]:
-        """Return the messages before the assistant's answer, their text up to where it begins, and
-        what a last message of its own says, which is continued as it is."""
+        """Return the messages before the assistant's answer, their text up to it, and what a last
+        message of its own says, which is continued as it is."""
         if prompt[-1]["role"] != "assistant":
             return prompt, self._render(prompt, begins=True), ""
         chat, start = prompt[:-1], _in_tags(prompt[-1])
@@ -172,34 +167,32 @@ class Conversation:
             )
 
     def _rest(self, chat: Sequence[Message], begin: str, start: str, answer: Message) -> str:
-        """Return what the template writes after `begin` of an answer; one that continues `start` is
-        put as it is before what the template writes after an answer."""
+        """Return what the template writes after `begin`: of an answer that continues `start`, the
+        answer as it is and what follows one."""
         content, reasoning = answer["content"], answer.get(REASONING[0], "")
         frame = self._render([*chat, _said(WORD)])
         same, closing = _common(begin, frame), frame.rpartition(WORD)[2]
         if start:
             return _in_tags(answer) + closing
-        whole = self._render([*chat, answer])
-        end = THINKING[1]
+        whole, end = self._render([*chat, answer]), THINKING[1]
         given = re.fullmatch(r"\s*(?:<think>)?(.*?)</think>(.*)", content, re.DOTALL)
         if given and not reasoning and whole[same:].count(end) > content.count(end):
-            # The template writes a block of its own: it is filled with the thoughts of the content.
+            # the template writes a block of its own, for the thoughts of the content
             apart = _said(given[2].lstrip("\n"), **{REASONING[0]: given[1].strip()})
             filled = self._render([*chat, apart])
             whole = filled if _has(filled[same:], given[1] + end + given[2]) else whole
         if not _has(whole[_common(begin, whole) :], reasoning):
-            if THINKING[1] not in str(self._template):
+            if end not in str(self._template):
                 raise self._error("does not write reasoning_content; give it in the content")
             return self._rest(chat, begin, start, _said(_in_tags(answer)))
         if whole.startswith(begin) and _has(whole, content):
             return whole[len(begin) :]
-        # The template drops what the prompt opens, as <think>, or reasoning: then the response is
-        # put where a word would stand.
+        # the template drops what the prompt opens: the response is put where a word would stand
         opened = begin[same:].strip()
         if frame[same:].startswith(WORD) and not reasoning:
             if content.startswith(opened):
                 return content.removeprefix(opened).lstrip("\n" * bool(opened)) + closing
-            if opened == THINKING[0] and THINKING[1] in content:  # it closes what is open
+            if opened == THINKING[0] and end in content:  # it closes what is open
                 return content + closing
         raise self._error(
             f"writes {whole[max(0, same - 20) :]!r:.100} after a prompt that ends with "
@@ -208,7 +201,7 @@ class Conversation:
 
     def reply(self, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[int]:
         """Return the tokens between a sampled turn and the next one: the reply to each of its
-        calls. What the template writes of the turn itself is cut away, so that its tokens stay."""
+        calls, without what the template writes of the turn itself."""
         made = [_call(i, call.name or "unknown", {}) for i, call in enumerate(calls)]
         made[-1]["function"]["arguments"] = {"x": WORD}
         replies = [_replied(call, self.as_text(x)) for call, x in zip(made, texts, strict=True)]
@@ -275,10 +268,9 @@ class Conversation:
             raise self._error(f"does not read {min(unread)!r:.80} of --chat-template-kwargs")
 
     def _turn_end(self, listed: set[int]) -> int | None:
-        """Return the token that ends a turn: of the control tokens that the assistant's text is
-        followed by, without anything between them, the first that is listed, or the first of all.
-        Where there is none, as in GLM's, the next message's first token ends it. None: the template
-        writes no such turn."""
+        """Return the token that ends a turn: of the control tokens right after the assistant's
+        text, the first that is listed, or the first of all; where there is none, as in GLM's, the
+        next message's first token. None: the template writes no such turn."""
         control = {i for i, text in self._control.texts.items() if text not in THINKING}
         names = {self.text([i], raw=True): i for i in control | listed}
         pattern, end = any_of(names), 0
@@ -350,8 +342,7 @@ class Conversation:
 
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
-    """Limit a template to SECONDS, on the main thread; others make prompts of templates that have
-    been rendered there."""
+    """Limit a template to SECONDS, on the main thread, where each is rendered first."""
 
     def stop(*_: object) -> NoReturn:
         raise TimeoutError(f"it takes longer than {SECONDS:g} s")
@@ -366,11 +357,6 @@ def _time_limit() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
-
-
-def template_file(directory: Path) -> Path:
-    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-    return next((directory / x for x in names if (directory / x).exists()), directory)
 
 
 def _said(content: str, **others: Any) -> Message:

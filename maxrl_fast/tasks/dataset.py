@@ -1,6 +1,4 @@
-"""Prompts from a file or the Hugging Face hub, encoded with the tokenizer of a checkpoint: any data
-set, GSM8K, mathematics.
-"""
+"""Prompts from files or the Hugging Face hub: any data set, GSM8K, mathematics, programs."""
 
 import hashlib
 import json
@@ -8,7 +6,6 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,16 +65,14 @@ class DatasetOptions(TextOptions):
 
 
 class DatasetTask(TextTask):
-    """The lines of a data set, reshuffled in every epoch. Training prompt i is line i mod n of the
-    order of epoch i // n, which depends only on the seed and the epoch. Demonstrations are asked as
-    the prompts of training are. The split "test" is all held-out sets.
+    """The lines of a data set. Training prompt i, as demonstration i, is line i mod n of the order
+    of epoch i // n, which depends only on the seed and the epoch. The split "test" is all held-out
+    sets.
 
     Args:
-        name: of --task.
-        max_new_tokens: the longest demonstration; None: the task's limit of a response.
+        max_new_tokens: of demonstrations; None: the task's limit of a response.
         needs_reward: whether the run needs one that it does not have itself.
         test_only: read only held-out sets, where they are given.
-        tools: as of TextTask.
         options: those of DatasetOptions.
     """
 
@@ -114,19 +109,19 @@ class DatasetTask(TextTask):
             self._read_demonstrations(own.sft_data, max_new_tokens or spec.max_new_tokens)
         self.num_demonstrations = len(self._demonstrations)
         self.has_demonstrations = bool(self._demonstrations)
-        # The token ids too: another chat template or tokenizer encodes the same lines otherwise.
+        # with token ids: another chat template or tokenizer encodes the same lines otherwise
         content = json.dumps([*self._lines.values(), self._demonstrations])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         self._order = lru_cache(4)(self._shuffle)
 
     def _sources(self, test_only: bool) -> tuple[list[Part], list[Part]]:
-        """Return training and held-out lines: given, or the task's, or of test splits, or a
-        tenth."""
+        """Return training and held-out lines: given, the task's, of test splits, or a tenth."""
         own, spec, key, train = self.options, self._spec, self._key, list[Part]()
-        hub, test_hub = own.hub, own.test_hub
-        if not own.data and not hub and spec.hub and spec.test_hub:
-            hub = (spec.hub,)
-            test_hub = test_hub if test_hub or own.test_data else (spec.test_hub,)
+        hub: tuple[str, ...] = own.hub
+        test_hub: tuple[str, ...] = own.test_hub
+        if spec.hub and not own.data and not hub:
+            hub = spec.hub[:1]
+            test_hub = test_hub if test_hub or own.test_data else spec.hub[1:]
         held_out = [file_part(x, key, "--test-data") for x in own.test_data]
         held_out += [part for x in test_hub for part in hub_parts(x, key, TEST)]
         splits = ["train"] if held_out else ["train", TEST]
@@ -149,18 +144,21 @@ class DatasetTask(TextTask):
 
     def _arrange(self, train: list[Part], held_out: list[Part]) -> None:
         """Encode the lines of parts, and set what prompts are made of."""
-        own = self.options
-        every, kept = ([self._kept(x) for x in parts] for parts in (train, held_out))
-        held = {tuple(tokens) for part in kept for tokens, _ in part}
-        self._left_out = set() if own.allow_overlap else held
-        asked = [[x for x in part if tuple(x[0]) not in self._left_out] for part in every]
+        own, asked = self.options, Kept()
+        self._starts, self._lines = dict[str, int](), {"train": asked, TEST: Kept()}
         self.set_samples = {x.name: x.number for x in held_out if x.number}
-        self.held_out = {x.name: len(part) for x, part in zip(held_out, kept, strict=True)}
-        starts = accumulate(self.held_out.values(), initial=0)
-        self._starts = dict(zip(self.held_out, starts, strict=False))
-        times = [part * (x.number or 1) for x, part in zip(train, asked, strict=True)]
-        self._lines = {"train": [*chain(*times)], TEST: [*chain(*kept)]}
+        every = [self._kept(part) for part in train]
+        for part in held_out:
+            self._starts[part.name] = len(self._lines[TEST])
+            self._lines[TEST] += self._kept(part)
+        held = {tuple(tokens) for tokens, _ in self._lines[TEST]}
+        self._left_out = set() if own.allow_overlap else held
+        for part, kept in zip(train, every, strict=True):
+            left = [x for x in kept if tuple(x[0]) not in self._left_out]
+            asked += left * (part.number or 1)
         self.num_train_prompts, self.num_test_prompts = map(len, self._lines.values())
+        ends = [*self._starts.values(), self.num_test_prompts][1:]
+        self.held_out = {x: end - i for (x, i), end in zip(self._starts.items(), ends, strict=True)}
         counts = ({"train": self.num_train_prompts} if train else {}) | self.held_out
         for split, number in counts.items():
             if not number:
@@ -189,8 +187,7 @@ class DatasetTask(TextTask):
         return [*self._told, *[plain] * (is_text and self._has_template), *super().describe()]
 
     def _read_demonstrations(self, path: Path, most_tokens: int) -> None:
-        # A run lowers its limit to this number, and a resumed run must find the same demonstrations
-        # with the lower limit.
+        # a run lowers its limit to this, and a resumed one must find the same demonstrations
         if (room := self.positions - self.prompt_length) > 0:
             most_tokens = min(most_tokens, room)
         lines = read_demonstrations(path, self._key)
@@ -205,22 +202,19 @@ class DatasetTask(TextTask):
             "whose prompts are not held out"
         )
         if not (found := len(self._demonstrations)):
-            raise InputError(
-                f"{path.name} must have demonstrations with {wanted}, got none in {len(lines)} "
-                "lines"
-            )
+            got = f"got none in {len(lines)} lines"
+            raise InputError(f"{path.name} must have demonstrations with {wanted}, {got}")
         told = f"{found} demonstrations of {path.name}"
-        told += f" of {len(lines)}: those with {wanted}" * (found < len(lines))
-        self._told.append(told)
+        self._told.append(told + f" of {len(lines)}: those with {wanted}" * (found < len(lines)))
 
     def _asked(self, prompt: Any) -> Any:
-        if isinstance(prompt, str) and self._spec.is_question:
-            return self.prompt(prompt + self._suffix)
-        return prompt + self._suffix if isinstance(prompt, str) else prompt
+        if not isinstance(prompt, str):
+            return prompt
+        return (self.prompt if self._spec.is_question else str)(prompt + self._suffix)
 
     def _kept(self, part: Part) -> Kept:
-        """Return the prompts of lines that are not too long, with the lines as the reward gets
-        them; without those whose answer cannot be read."""
+        """Return the prompts of lines that are not too long and whose answer can be read, with the
+        lines as the reward gets them."""
         lines, gold = list[Line](), part.form.gold or self._spec.gold
         answer_key = None if part.form.gold else self.options.answer_key
         for place, line in part.lines:
@@ -235,12 +229,11 @@ class DatasetTask(TextTask):
                 self._odd.append(f"{place}: {error}")
         if part.lines and not lines:
             raise InputError(self._odd[-1])
-        encoded = self._encoded(lines)
-        self._num_long += len(lines) - len(encoded)
-        return encoded
+        kept = self._encoded(lines)
+        self._num_long += len(lines) - len(kept)
+        return kept
 
     def _encoded(self, lines: list[Line]) -> Kept:
-        """Leave out prompts that are too long."""
         encoded = ((self.encode_prompt(line["prompt"], place), line) for place, line in lines)
         return [(tokens, line) for tokens, line in encoded if self.fits(tokens)]
 
@@ -249,7 +242,6 @@ class DatasetTask(TextTask):
         return torch.randperm(count, generator=generator).tolist()
 
     def _shuffled(self, lines: list[Any], i: int) -> Any:
-        """Return line i of an endless stream that has all lines in a new order in each epoch."""
         return lines[self._order(i // len(lines), len(lines))[i % len(lines)]]
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
@@ -260,14 +252,12 @@ class DatasetTask(TextTask):
         return prompts_of([tokens for tokens, _ in chosen], indices, [line for _, line in chosen])
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        chosen = [self._shuffled(self._demonstrations, i) for i in range(start, start + count)]
-        prompts = prompts_of(
-            [prompt for prompt, _ in chosen], range(start, start + count), [{}] * count
-        )
+        ids = range(start, start + count)
+        chosen = [self._shuffled(self._demonstrations, i) for i in ids]
+        prompts = prompts_of([prompt for prompt, _ in chosen], ids, [{}] * count)
         return prompts, Rollouts.given([response for _, response in chosen])
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """Return the answer of each response's line, after the first box that a response opens."""
         if self._spec.form is None:
             raise InputError(
                 "the reference answer must be known, but only the reward function reads the lines "

@@ -1,6 +1,4 @@
-"""The built-in data sets: where they are, how their lines become prompts, and how a response is
-answered and scored.
-"""
+"""The built-in data sets: where they are, how lines become prompts, and what scores responses."""
 
 import zlib
 from collections.abc import Callable
@@ -18,9 +16,8 @@ GoldAnswer = Callable[[dict[str, Any], str | None], str]  # (line, key of --answ
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How a response gives its answer: its reasoning ends with `marker`, and `opening`, which
-    tokenizers merge with the answer, the answer and `closing` follow (VeriFree, Zhou et al. 2025).
-    """
+    """How a response gives its answer: after the reasoning come `marker`, `opening`, which
+    tokenizers merge with the answer, the answer and `closing` (VeriFree, Zhou et al. 2025)."""
 
     marker: str
     opening: str
@@ -33,31 +30,16 @@ TAGS = AnswerForm("<answer", ">", "</answer>")
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """The format of a data set: its prompts, its correct answers, and how responses are scored.
-
-    Args:
-        prompt_key: the default of --prompt-key.
-        is_question: text is the user message of a chat template; otherwise the whole prompt.
-        suffix: text added to prompts that are text.
-        code_key: key of code to begin with, which follows the question of a line that has it.
-        hub, test_hub: the default data sets, by their names in NAMED_SETS.
-        gold: returns the correct answer of a line; None: only the user's reward reads answers.
-        form: how a response gives the answer that `gold` returns.
-        reward: the function that scores responses; None: the user must name one.
-        answer: returns the answer in a response, "" if it has none.
-        answer_limit: the longest answer in characters that is scored; None: no limit.
-        max_new_tokens: the default limit of a response.
-    """
+    """The format of a data set; `reward`, `answer` and what follows are as of a Task."""
 
     prompt_key: str = "prompt"
-    is_question: bool = False
-    suffix: str = ""
-    code_key: str = ""
-    hub: str | None = None
-    test_hub: str | None = None
-    gold: GoldAnswer | None = None
-    form: AnswerForm | None = None
-    reward: str | None = None
+    is_question: bool = False  # text is the user message of a chat template, not the whole prompt
+    suffix: str = ""  # of prompts that are text
+    code_key: str = ""  # of code that follows the question of a line that has it
+    hub: tuple[str, str] | None = None  # the default sets to train on and held out, of NAMED_SETS
+    gold: GoldAnswer | None = None  # the right answer of a line; None: only the reward reads it
+    form: AnswerForm | None = None  # how a response gives the answer that `gold` returns
+    reward: str | None = None  # None: the user must name one
     answer: Callable[[str], str] = str.strip
     answer_limit: int | None = None
     max_new_tokens: int = 512
@@ -68,7 +50,7 @@ def keys_of(line: dict[str, Any]) -> str:
 
 
 def look_up(line: dict[str, Any], key: str) -> Any:
-    """The key may be a path, such as reward_model.ground_truth; None if the line has none."""
+    """Return the value at a key, or a path such as reward_model.ground_truth; None: no such."""
     if key in line:
         return line[key]
     value: Any = line
@@ -166,8 +148,7 @@ DATASETS = {
         _MATHEMATICS,
         prompt_key="question",
         suffix=" Let's think step by step and output the final answer within \\boxed{}.",
-        hub="gsm8k",
-        test_hub="gsm8k_platinum",
+        hub=("gsm8k", "gsm8k_platinum"),
         gold=gsm8k_answer,
     ),
     # MaxRL on POLARIS, PACS on DeepScaleR, and MATH itself.
@@ -175,8 +156,7 @@ DATASETS = {
         _MATHEMATICS,
         prompt_key="problem",
         suffix="\nPlease reason step by step, and put your final answer within \\boxed{}.",
-        hub="math",
-        test_hub="math500",
+        hub=("math", "math500"),
         gold=math_answer,
         max_new_tokens=2048,
     ),

@@ -27,10 +27,7 @@ class Environments(Protocol):
         """Return the replies that are there; with `wait`, at least one of those that are due."""
 
     def finish(self) -> list[Outcome]:
-        """Wait for the calls that are due, end the environments, and return the outcomes [S].
-
-        `tool_errors` is a component. Called once, after generate.
-        """
+        """Wait for the calls that are due, end the environments, and return the outcomes [S]."""
 
     def close(self) -> None:
         """End the environments without rewards, after an error."""
@@ -45,6 +42,5 @@ class EpisodeTask(Task, Protocol):
     def environments(
         self, prompts: Prompts, num_samples: int, beat: Progress = no_progress
     ) -> Environments:
-        """Return an environment for each of `num_samples` episodes of each prompt. Whoever waits
-        for them calls `beat`, at least after each reply.
-        """
+        """Return an environment for each of `num_samples` episodes of each prompt, which call
+        `beat` while they wait."""

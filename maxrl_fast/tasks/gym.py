@@ -1,6 +1,4 @@
-"""The procedural data sets of reasoning-gym, as gym:NAME: unlimited generated questions, each with
-a verifier, no download.
-"""
+"""The procedural data sets of reasoning-gym: generated questions, each with a verifier."""
 
 import importlib
 import importlib.metadata
@@ -32,8 +30,7 @@ class GymOptions(TextOptions):
 
 
 def generator_options(name: str) -> dict[str, Option]:
-    """Return the options of a data set's generator by name; those that are no numbers and no texts
-    are JSON."""
+    """Return the options of a data set's generator; other than numbers and texts they are JSON."""
     try:
         factory = importlib.import_module("reasoning_gym.factory")
     except ImportError as error:
@@ -56,10 +53,10 @@ def generator_options(name: str) -> dict[str, Option]:
 
 
 class GymTask(TextTask):
-    """Questions by index, generated on demand. Question i is the first draw t that belongs to its
-    split, which a CRC of the question decides: entry i mod n of a data set of the default size n,
-    because some generate all entries at once, whose seed is a CRC of the run's seed, the split,
-    i // n and t. Options are those of TextOptions and of the generator."""
+    """Questions by index. Question i is the first draw t that belongs to its split, which a CRC of
+    the question decides: entry i mod n of a data set of the default size n, because some generate
+    all entries at once, whose seed is a CRC of the run's seed, the split, i // n and t. Options are
+    those of TextOptions and of the generator."""
 
     num_test_prompts: int | None = None
     max_new_tokens = 256
@@ -88,9 +85,7 @@ class GymTask(TextTask):
         self.name = f"{name} of reasoning-gym {version}"
         self.prompt_length = self.options.max_prompt_tokens
         self._question = lru_cache(4096)(self._find)
-        # some generators seed NumPy's global random numbers, and training prompts are made in a
-        # thread
-        self._turn = Lock()
+        self._turn = Lock()  # some generators seed NumPy's global random numbers
 
     def _find(self, split: str, i: int) -> tuple[list[int], dict[str, Any]]:
         for t in range(TRIES):
@@ -116,11 +111,8 @@ class GymTask(TextTask):
         """The columns name the data set, seed and index of each question, for the reward."""
         with self._turn:
             found = [self._question(split, i) for i in range(start, start + count)]
-        return prompts_of(
-            [tokens for tokens, _ in found],
-            range(start, start + count),
-            [line for _, line in found],
-        )
+        ids, lines = range(start, start + count), [line for _, line in found]
+        return prompts_of([tokens for tokens, _ in found], ids, lines)
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
         prompts, shown = self.prompts("train", start, count), []
@@ -133,9 +125,7 @@ class GymTask(TextTask):
         return prompts, Rollouts.given(shown)
 
     def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        """Return the data set's answer after the first answer tag that each response opens."""
         return text_answers(self, TAGS, prompts, rollouts)
 
     def answer(self, response: str) -> str:
-        """Return the last answer tags or the last box, or the whole response if it has neither."""
         return verifiers.gym_answer(response)

@@ -1,6 +1,5 @@
 """Lines of prompts: JSON Lines, and with the library `datasets` Parquet files and the Hugging Face
-hub. The data is untrusted: an error names the invalid line.
-"""
+hub. The data is untrusted: an error names the invalid line."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,21 +17,18 @@ Line = tuple[str, dict[str, Any]]  # its place, for error messages, and its JSON
 
 
 def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line]:
-    """Return the JSON object of each line of a file, or of each row if its name ends in .parquet,
-    with its place. Each has a prompt: text, or chat messages {"role": ..., "content": ...}."""
+    """Return the lines of a file, or its rows if its name ends in .parquet, each with a prompt."""
     return [_checked(x, place, prompt_key) for place, x in _read_objects(path, option)]
 
 
 def read_demonstrations(path: Path, prompt_key: str) -> list[tuple[str, Any, str | Message]]:
-    """Return the demonstrations in a file of --sft-data: place, prompt (text or messages) and
-    response (text or the assistant's message). A line has a prompt as in `read_lines` and text at
+    """Return place, prompt and response of each line of --sft-data. A line has a prompt and text at
     "response", or messages at `prompt_key` or "messages" of which the last is the response."""
     found = []
     for place, fields in _read_objects(path, "--sft-data"):
         is_chat = prompt_key not in fields and "messages" in fields
         prompt = _prompt_of(fields, place, "messages" if is_chat else prompt_key)
-        said: Any = fields.get("response")
-        response: Any = said
+        said = response = fields.get("response")
         if said is None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             *prompt, response = prompt
             said = (response["content"] or response.get(REASONING[0])) if prompt else None
@@ -49,9 +45,8 @@ def read_demonstrations(path: Path, prompt_key: str) -> list[tuple[str, Any, str
 def read_hub(
     name: str, splits: Sequence[str], prompt_key: str, as_line: AsLine | None = None
 ) -> list[list[Line]]:
-    """Return the rows of a data set of the Hugging Face hub, NAME or NAME:CONFIG, with their
-    places: of the first split, and of others if it has them; where the hub cannot be reached, from
-    the cache of `datasets`."""
+    """Return the rows of NAME or NAME:CONFIG of the Hugging Face hub, or of the library's cache: of
+    the first split, and of others if it has them."""
     repository, _, config = name.partition(":")
     found = _load(name, repository, config or None)
     if splits[0] not in found:
@@ -147,8 +142,7 @@ def _prompt_of(fields: dict[str, Any], place: str, key: str) -> Any:
 
 def read_prompt(prompt: Any, what: str) -> Prompt:
     """Return text, or messages as chat templates take them: a value that is null is absent, and a
-    list of text parts is their text. Every prompt of a file or of a user's function comes here, by
-    the name `what` in messages."""
+    list of text parts is their text. `what` it is, for error messages."""
     if isinstance(prompt, str) and prompt:
         check_utf8(prompt, what)
         return prompt
@@ -162,23 +156,27 @@ def read_prompt(prompt: Any, what: str) -> Prompt:
 def _message(given: Any, what: str) -> Message:
     fields = given if isinstance(given, Mapping) else {}
     # Arrow gives every message the keys of all
-    message = {k: x for k, x in fields.items() if x is not None and (k == "content" or x != [])}
+    message = {
+        REASONING[0] if key in REASONING else key: x
+        for key, x in fields.items()
+        if x is not None and (key == "content" or x != [])
+    }
     if isinstance(parts := message.get("content"), (list, tuple)):
         texts = [x.get("text") if isinstance(x, Mapping) else None for x in parts]
         is_text = all(isinstance(x, str) for x in texts)
         message["content"] = "".join(map(str, texts)) if is_text else None
-    names = {"role": "role", "content": "content"}
+    others = message.keys() - {"role", "content"}
+    is_known = len(message) == len(others) + 2 and message["role"] in ROLES
     if message.get("role") == "assistant":
-        names |= dict.fromkeys(REASONING, REASONING[0])
-    is_known = {"role", "content"} <= message.keys() <= names.keys() and message["role"] in ROLES
-    if not is_known or not all(isinstance(x, str) for x in message.values()):
+        others -= {REASONING[0]}
+    if others or not is_known or not all(isinstance(x, str) for x in message.values()):
         raise InputError(
             f"{what} must have messages with a role in {', '.join(ROLES)} and a content, of the "
             f"assistant also with {REASONING[0]}, each as text, got {given!r:.200}"
         )
     for value in message.values():
         check_utf8(value, what)
-    return {names[key]: value for key, value in message.items()}
+    return message
 
 
 def check_utf8(text: Any, what: str) -> None:

@@ -1,6 +1,4 @@
-"""The maze task of the MaxRL paper (appendix E.1): the prompt is a maze, the response the moves
-from start to goal.
-"""
+"""The mazes of the MaxRL paper (appendix E.1): the response is the moves from start to goal."""
 
 import random
 import zlib
@@ -91,12 +89,9 @@ def cells_of(prompts: Prompts, size: int) -> Tensor:
 
 
 def judge(prompts: Prompts, rollouts: Rollouts, size: int) -> Tensor:
-    """Return the reward [S] float32 of each response: 1 for a walk to the goal, else 0.
-
-    Every token before DONE must be a move, no move up to the goal may enter a wall or leave the
-    grid, and the goal must be reached; without DONE the reward is 0. Moves after the goal are
-    ignored.
-    """
+    """Return the reward [S] float32 of each response: 1 for a walk to the goal and DONE, else 0.
+    Every token before DONE must be a move, and none up to the goal may enter a wall or leave the
+    grid."""
     device = rollouts.tokens.device
     # [S, size * size]
     is_open = cells_of(prompts, size).flatten(1) != WALL
@@ -135,9 +130,9 @@ class MazeOptions:
 
 
 class MazeTask:
-    """Mazes by index. Maze i of a seed is the first draw of its own random stream that belongs to
-    its split, which a CRC of its tokens decides: no test maze appears in training, whatever the
-    seeds. maze_size: odd, at least 5."""
+    """Mazes by index. Maze i is the first draw of its own random stream that belongs to its split,
+    which a CRC of its tokens decides: no test maze appears in training, whatever the seeds.
+    maze_size: odd, at least 5."""
 
     vocab_size = VOCAB_SIZE
     fingerprint = ""
@@ -165,7 +160,6 @@ class MazeTask:
         return self._encode(start, [self.maze(split, i) for i in range(start, start + count)])
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
-        """A solution is its moves, DONE, <eos>."""
         mazes = [self.maze("train", i) for i in range(start, start + count)]
         return self._encode(start, mazes), Rollouts.given(
             [[*shortest_path(maze), DONE, EOS] for maze in mazes]

@@ -17,8 +17,8 @@ def is_plugin(name: str) -> bool:
     return _is_class(name) if is_file(name) else is_code(name)
 
 
-def dataset_spec(name: str) -> DatasetSpec | None:
-    return spec_of(name) if is_reward(name) or name in DATASETS else None
+def is_dataset(name: str) -> bool:
+    return name in DATASETS or is_reward(name)
 
 
 def spec_of(name: str) -> DatasetSpec:
@@ -45,15 +45,14 @@ def _is_class(name: str) -> bool:
 
 
 def other_prompts(name: str) -> str:
-    """Say what besides --data gives a task FILE.py:NAME prompts."""
+    """Return what besides --data gives a task FILE.py:NAME prompts."""
     file, _, wanted = name.rpartition(":")
     return f", or a class {wanted} in {file} that makes its own prompts" if file else ""
 
 
 def lost_object(option: str, name: str) -> str:
     """Another process has given this Python object to maxrl_fast.run."""
-    what = (
+    return (
         f"--{option} {name} is a Python object that was given to maxrl_fast.run, which only its "
-        "caller has"
+        f"caller has; give it there again, as {option}=..."
     )
-    return f"{what}; give it there again, as {option}=..."

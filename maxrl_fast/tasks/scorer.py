@@ -1,5 +1,7 @@
 """Scores responses: by the task itself, its environments, or a source of rewards."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from math import nan
 from typing import Any
@@ -22,29 +24,26 @@ CURES = {
 }
 
 
-class MetricAccumulator:
+class MetricAccumulator(dict[str, tuple[float, float]]):
     """Sums and counts of numbers, by the names of their means in metrics.jsonl."""
 
-    def __init__(self) -> None:
-        self._sums = dict[str, tuple[float, int]]()
+    def add(self, name: str, total: float, count: float = 1) -> None:
+        known, number = self.get(name, (0.0, 0))
+        self[name] = known + total, number + count
 
-    def add(self, name: str, total: float, count: int = 1) -> None:
-        """Add `count` values with this sum."""
-        known, number = self._sums.get(name, (0.0, 0))
-        self._sums[name] = known + total, number + count
-
-    def update(self, other: "MetricAccumulator") -> None:
-        for name, values in other._sums.items():
-            self.add(name, *values)
+    def merge(self, others: Mapping[str, Sequence[float]]) -> None:
+        for name, (total, count) in others.items():
+            self.add(name, total, count)
 
     def over(self, ranks: Ranks) -> dict[str, float]:
         """Return the means over the values of all ranks."""
         whole = MetricAccumulator()
-        for name, values in chain(*(sums.items() for sums in ranks.values(self._sums))):
-            whole.add(name, *values)
-        return {name: total / count for name, (total, count) in whole._sums.items()}
+        for sums in ranks.values(self):
+            whole.merge(sums)
+        return {name: total / count for name, (total, count) in whole.items()}
 
 
+@dataclass
 class Scorer:
     """Gives every response its reward.
 
@@ -53,40 +52,31 @@ class Scorer:
         max_error_rate: the largest fraction of rewards that may fail in one `score`, or between two
             calls of `failures`.
         threshold: rewards above it become 1, others 0; None: rewards are unchanged.
-        answer_limit: the longest answer in characters; responses with a longer answer or without
-            one get reward 0 without a call. None: all responses are scored.
+        answer_limit: in characters; a response with a longer answer or without one gets reward 0
+            without a call. None: all are scored.
         num_ranks: processes that score a part each. One gives up early where its failures alone
             are more than all may have.
-
-    Attributes:
-        components: those of each reward [S] of the last `score`, by name; {} where there are none.
-        weights: of several rewards, by the names of their components.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        source: RewardSource | None,
-        max_error_rate: float = 1.0,
-        threshold: float | None = None,
-        answer_limit: int | None = None,
-        num_ranks: int = 1,
-    ):
-        self._task, self._source, self._threshold = task, source, threshold
-        self._max_error_rate, self._answer_limit = max_error_rate, answer_limit
-        self._num_ranks, self.weights = num_ranks, source.weights if source else {}
+    task: Task
+    source: RewardSource | None
+    max_error_rate: float = 1.0
+    threshold: float | None = None
+    answer_limit: int | None = None
+    num_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        # of several rewards, by the names of their components
+        self.weights = self.source.weights if self.source else {}
+        # [S] of the last `score`, by name; {} where there are none
         self.components: list[dict[str, float]] = []
         self._num_scored, self._failures = 0, list[Outcome]()  # since the last call of `failures`
         self._metrics = MetricAccumulator()  # since the last call of `pop_metrics`
 
     @property
     def can_fail(self) -> bool:
-        """Whether code gives the rewards that may fail for single responses: not the task's own."""
-        return self._source is not None or isinstance(self._task, EpisodeTask)
-
-    def rehearsal(self) -> "Scorer":
-        """Return a scorer that scores every response, and gives up only if all rewards fail."""
-        return Scorer(self._task, self._source, threshold=self._threshold)
+        """Whether single responses can fail: the task does not score them itself."""
+        return self.source is not None or isinstance(self.task, EpisodeTask)
 
     def score(
         self,
@@ -103,8 +93,8 @@ class Scorer:
         its components have 0, also if they failed.
         """
         self.components = [{}] * len(rollouts)
-        if episodes is None and self._source is None:
-            rewards = self._task.score(prompts, rollouts)
+        if episodes is None and self.source is None:
+            rewards = self.task.score(prompts, rollouts)
             if not isinstance(rewards, Tensor) or rewards.shape != (len(rollouts),):
                 got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards)
                 raise InputError(
@@ -112,26 +102,25 @@ class Scorer:
                 )
         else:
             outcomes = [Outcome(0.0)] * len(rollouts) if episodes is None else episodes.finish()
-            if self._source is not None:
-                self._ask(self._source, prompts, rollouts, outcomes, beat)
+            if self.source is not None:
+                self._ask(self.source, prompts, rollouts, outcomes, beat)
             self._num_scored += len(outcomes)
             self._failures += [outcome for outcome in outcomes if outcome.has_failed]
             self.components = [{**outcome.components} for outcome in outcomes]
             is_left = LEFT in outcomes  # then all have failed
             found = [nan if x.reward is None or is_left else x.reward for x in outcomes]
             rewards = torch.tensor(found, dtype=torch.float32).to(rollouts.tokens.device)
-        if self._threshold is not None:
-            rewards = rewards.where(rewards.isnan(), (rewards > self._threshold).float())
-        num_zeroed = (rollouts.truncated & (rewards != 0)).sum() if zero_truncated else 0
+        if self.threshold is not None:
+            rewards = rewards.where(rewards.isnan(), (rewards > self.threshold).float())
         if zero_truncated:
-            rewards = rewards.masked_fill(rollouts.truncated, 0.0)
-            for s in rollouts.truncated.nonzero().flatten().tolist():
+            cut = rollouts.truncated
+            self._metrics.add("rewards_zeroed", float((cut & (rewards != 0)).sum()), len(rewards))
+            rewards = rewards.masked_fill(cut, 0.0)
+            for s in cut.nonzero().flatten().tolist():
                 self.components[s] = dict.fromkeys(self.components[s] or self.weights, 0.0)
         for s, reward in enumerate(rewards.tolist() if self.can_fail else ()):
             for name, value in self.components[s].items() if reward == reward else ():
                 self._metrics.add(f"reward/{name}", value)
-        if zero_truncated:
-            self._metrics.add("rewards_zeroed", float(num_zeroed), len(rewards))
         return rewards
 
     def _ask(
@@ -144,22 +133,23 @@ class Scorer:
     ) -> None:
         """Put the source's outcomes into `outcomes` [S], of reward 0 or an episode's."""
         num_rollouts, rows = len(rollouts) // len(prompts), dict[int, dict[str, Any]]()
-        texts = () if prompts.columns else unpack(prompts.tokens, prompts.lengths)
-        columns = prompts.columns or [{"prompt": self._task.decode(x)} for x in texts]
-        responses, truncated = response_texts(self._task, rollouts), rollouts.truncated.tolist()
-        raw = response_texts(self._task, rollouts, with_special=True) if source.wants_raw else None
+        columns = prompts.columns or [
+            {"prompt": self.task.decode(x)} for x in unpack(prompts.tokens, prompts.lengths)
+        ]
+        responses, truncated = response_texts(self.task, rollouts), rollouts.truncated.tolist()
+        raw = response_texts(self.task, rollouts, with_special=True) if source.wants_raw else None
         for s, response in enumerate(responses):
             row = {"truncated": truncated[s], **columns[s // num_rollouts], "response": response}
             if raw is not None:
                 row["response_raw"] = raw[s]
-            if self._answer_limit is not None:
-                given = row["given"] = self._task.answer(response)
+            if self.answer_limit is not None:
+                given = row["given"] = self.task.answer(response)
                 self._metrics.add("answers_missing", not given)
-                self._metrics.add("answers_too_long", len(given) > self._answer_limit)
-                if not 0 < len(given) <= self._answer_limit:
+                self._metrics.add("answers_too_long", len(given) > self.answer_limit)
+                if not 0 < len(given) <= self.answer_limit:
                     continue
             rows[s] = row
-        max_failures = int(self._max_error_rate * len(responses) * self._num_ranks)
+        max_failures = int(self.max_error_rate * len(responses) * self.num_ranks)
         found = source.score([*rows.values()], num_rollouts, max_failures, beat)
         for s, outcome in zip(rows, found, strict=True):
             if not outcomes[s].has_failed:
@@ -194,17 +184,13 @@ class Scorer:
             f"{when}: {len(failed)} of {num_scored} rewards failed ({kinds}), for example: "
             f"{failed[0][1]}"
         )
-        if num_left or len(failed) > min(self._max_error_rate * num_scored, num_scored - 1):
-            limit = f"; that is more than --max-reward-error-rate {self._max_error_rate:g} allows"
+        if num_left or len(failed) > min(self.max_error_rate * num_scored, num_scored - 1):
+            limit = f"; that is more than --max-reward-error-rate {self.max_error_rate:g} allows"
             most = max(FAILURE_KINDS, key=by_kind.__getitem__)
-            raise RewardError(warning + limit * (self._max_error_rate < 1), CURES.get(most, ""))
+            raise RewardError(warning + limit * (self.max_error_rate < 1), CURES.get(most, ""))
         return by_kind, warning
-
-    def describe(self) -> str:
-        """Return how rewards are computed, for the start of a run; "" if the task scores."""
-        return "" if self._source is None else "\n".join(self._source.lines())
 
     def close(self) -> None:
         """End the worker processes."""
-        if self._source is not None:
-            self._source.close()
+        if self.source is not None:
+            self.source.close()

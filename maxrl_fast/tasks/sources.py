@@ -16,12 +16,12 @@ TEST = "test"  # the name of a held-out set without others
 
 @dataclass(frozen=True)
 class Part:
-    """The lines of a file, or of a split of a data set of the hub. number: =INT of its option."""
+    """The lines of a file, or of a split of a data set of the hub."""
 
     shown: str  # in messages
     name: str  # of a held-out set
     key: str  # of its prompts
-    number: int | None
+    number: int | None  # =INT of its option
     lines: list[Line]
     form: NamedSet = UNNAMED
 
@@ -41,9 +41,8 @@ def hub_parts(text: str, key: str, *splits: str) -> list[Part]:
     form = NAMED_SETS.get(name, UNNAMED)
     place, _, own = (form.hub or name).partition("@")
     key = form.prompt_key or key
-    wanted = [split or own or splits[0], *splits[1:]]
-    shown = place, text.replace("/", "-"), key, number
-    return [Part(*shown, lines, form) for lines in read_hub(place, wanted, key, form.as_line)]
+    found = read_hub(place, [split or own or splits[0], *splits[1:]], key, form.as_line)
+    return [Part(place, text.replace("/", "-"), key, number, lines, form) for lines in found]
 
 
 def _number(text: str) -> tuple[str, int | None]:
@@ -53,20 +52,18 @@ def _number(text: str) -> tuple[str, int | None]:
 
 def divided(part: Part) -> tuple[Part, Part]:
     """Return the lines to train on, and a tenth, by a CRC of the prompt, to hold out."""
-    lines = dict[bool, list[Line]]({False: [], True: []})
+    lines: tuple[list[Line], list[Line]] = [], []
     for place, line in part.lines:
         crc = zlib.crc32(json.dumps(line[part.key]).encode())
         lines[crc % TEST_SHARE == 0].append((place, line))
-    return replace(part, lines=lines[False]), replace(part, lines=lines[True], number=None)
+    return replace(part, lines=lines[0]), replace(part, lines=lines[1], number=None)
 
 
 def filtered(where: Sequence[str], parts: list[Part]) -> list[Part]:
     """Return the lines with a value of --where in each of its columns. A set that does not have the
     column keeps all its lines."""
-    wanted = dict[str, list[str]]()
-    for text in where:
-        wanted.setdefault(text.partition("=")[0], []).append(text)
-    for column, texts in wanted.items():
+    for column in dict.fromkeys(text.partition("=")[0] for text in where):
+        texts = [text for text in where if text.partition("=")[0] == column]
         told, is_known = " or ".join(texts), False
         for i, part in enumerate(parts):
             own = [f"{column}={_text(look_up(line, column))}" for _, line in part.lines]
@@ -74,9 +71,9 @@ def filtered(where: Sequence[str], parts: list[Part]) -> list[Part]:
                 continue
             left, is_known = [x for x, y in zip(part.lines, own, strict=True) if y in texts], True
             if not left:
-                values = ", ".join(sorted({*own}))
                 raise InputError(
-                    f"--where {told} must leave lines of {part.shown}, got none of {values:.200}"
+                    f"--where {told} must leave lines of {part.shown}, got none of "
+                    f"{', '.join(sorted({*own})):.200}"
                 )
             shown = f"{part.shown} ({len(left)} of {len(own)} lines with {told})"
             parts[i] = replace(part, lines=left, shown=shown)

@@ -1,15 +1,12 @@
-"""Reference answers of tasks whose responses are text: where a response gives its answer, and the
-right one there as tokens.
-"""
+"""Reference answers of tasks whose responses are text."""
 
-import bisect
 from itertools import takewhile
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, unpack
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import AnswerForm
-from maxrl_fast.tasks.text_codec import TextTask
+from maxrl_fast.tasks.text_codec import TextTask, shortest
 
 
 def text_answers(
@@ -19,10 +16,15 @@ def text_answers(
     each response: where a token reaches beyond the marker, its text must begin the answer. The
     answer's tokens are the tokenizer's for marker and answer together. A response without the
     marker, or that continues otherwise within a token, has the marker as its lead."""
-    num_rollouts = len(rollouts) // len(prompts)
-    wholes = [f"{form.marker}{form.opening}{answer}{form.closing}" for answer in _answers(prompts)]
-    places = [f"the reference answer to prompt {i}" for i in prompts.ids.tolist()]
-    ids_of_wholes = [*map(text.encode_piece, wholes, places)]
+    num_rollouts, ids = len(rollouts) // len(prompts), prompts.ids.tolist()
+    wholes, ids_of_wholes = list[str](), list[list[int]]()
+    for i, line in zip(ids, prompts.columns or ({},) * len(ids), strict=True):
+        if not isinstance(answer := line.get("answer"), str):
+            raise InputError(
+                f"every prompt must have a reference answer as text, got none for prompt {i}"
+            )
+        wholes.append(f"{form.marker}{form.opening}{answer}{form.closing}")
+        ids_of_wholes.append(text.encode_piece(wholes[-1], f"the reference answer to prompt {i}"))
     responses = unpack(rollouts.tokens, rollouts.lengths)
     ends = [_marker_end(text, form.marker, tokens) for tokens in responses]
     # of answers; only those that have been checked above
@@ -39,21 +41,8 @@ def text_answers(
     return found
 
 
-def _answers(prompts: Prompts) -> list[str]:
-    columns = prompts.columns or ({},) * len(prompts)
-    for index, line in zip(prompts.ids.tolist(), columns, strict=True):
-        if not isinstance(line.get("answer"), str):
-            raise InputError(
-                f"every prompt must have a reference answer as text, got none for prompt {index}"
-            )
-    return [line["answer"] for line in columns]
-
-
 def _marker_end(text: TextTask, marker: str, tokens: list[int]) -> tuple[int | None, str]:
     """Return how many tokens have the marker in their text, and their text from the marker on."""
-    if marker not in text.decode(tokens):
-        return None, marker
-    length = bisect.bisect_left(
-        range(len(tokens) + 1), True, key=lambda n: marker in text.decode(tokens[:n])
-    )
-    return length, marker + text.decode(tokens[:length]).partition(marker)[2]
+    length = shortest(tokens, lambda beginning: marker in text.decode(beginning))
+    after = "" if length is None else text.decode(tokens[:length]).partition(marker)[2]
+    return length, marker + after

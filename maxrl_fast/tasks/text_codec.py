@@ -60,12 +60,8 @@ class TextOptions:
 
 
 class TextTask:
-    """Prompts, responses and stop tokens by the tokenizer of a checkpoint.
-
-    Args:
-        suffix: of prompts that are text, where the options have none.
-        tools: JSON schemas, as of Conversation; with tools, prompts that are text are messages.
-    """
+    """Prompts, responses and stop tokens by the tokenizer of a checkpoint. suffix: of prompts that
+    are text, where the options have none; tools: as of Conversation, prompts are then messages."""
 
     name = fingerprint = ""
     reward: str | None = None
@@ -103,8 +99,8 @@ class TextTask:
             )
         listed = _listed_stops(model, self.tokenizer, self.vocab_size) | {*one.values()}
         day = options.template_date and date.fromisoformat(options.template_date)
-        how = tools, options.chat_template_kwargs, day or None, file
-        self.conversation = Conversation(self.tokenizer, listed, *how)
+        how = listed, tools, options.chat_template_kwargs, day or None, file
+        self.conversation = Conversation(self.tokenizer, *how)
         self.stop_ids, added = self.conversation.stop_ids, self.tokenizer.added_tokens_decoder
         # no other tokens spell an added one
         self.stop_texts = [x for x in options.stop if not tools and one.get(x) not in added]
@@ -129,8 +125,7 @@ class TextTask:
     def encode_demonstration(
         self, prompt: Prompt, response: str | Message, place: str
     ) -> tuple[list[int], list[int]]:
-        """Return the token ids of a prompt, and of the response to learn after it with the token
-        that ends it."""
+        """Return the token ids of a prompt, and of the response with the token that ends it."""
         with _at(place):
             self._refuse(response if isinstance(response, str) else [response], "a response")
             return self.conversation.demonstration(self._checked(prompt), response)
@@ -156,26 +151,22 @@ class TextTask:
         return self.conversation.text(tokens, raw=with_special)
 
     def length_to_stop(self, tokens: list[int]) -> int | None:
-        """Return the length of the shortest beginning of a response whose text has one of the stop
-        texts, None if it has none. Special tokens are part of the text."""
+        """Return the length of the shortest beginning of a response whose text, with special
+        tokens, has one of the stop texts, None if it has none."""
 
-        def has_stop(length: int) -> bool:
-            text = self.decode(tokens[:length], with_special=True)
+        def has_stop(beginning: list[int]) -> bool:
+            text = self.decode(beginning, with_special=True)
             return any(stop in text for stop in self.stop_texts)
 
-        if not has_stop(len(tokens)):
-            return None
-        return bisect.bisect_left(range(len(tokens) + 1), True, key=has_stop)
+        return shortest(tokens, has_stop)
 
     def describe(self) -> list[str]:
-        """Return lines for the start of a run."""
         names = [repr(self.decode([i], with_special=True)) for i in self.stop_ids]
         names += [f"the text {x!r}" for x in self.stop_texts]
         return [f"responses end with {', '.join(names)}"]
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
-        """`reward` or the user's function scores responses, in worker processes; without either a
-        run needs no rewards, as that of distill, and they are 0."""
+        """Only for a run without `reward` and a function, which needs no rewards, as distill."""
         return torch.zeros(len(rollouts))
 
     @cached_property
@@ -199,6 +190,13 @@ def end_of(task: Task) -> Callable[[list[int]], int | None] | None:
     return task.length_to_stop if isinstance(task, TextTask) and task.stop_texts else None
 
 
+def shortest(tokens: list[int], fits: Callable[[list[int]], bool]) -> int | None:
+    """Return the length of the shortest beginning that fits, as all longer ones then do."""
+    if not fits(tokens):
+        return None
+    return bisect.bisect_left(range(len(tokens) + 1), True, key=lambda n: fits(tokens[:n]))
+
+
 def prompts_of(
     tokens: Sequence[list[int]], ids: Sequence[int], columns: Sequence[dict[str, Any]]
 ) -> Prompts:
@@ -207,8 +205,7 @@ def prompts_of(
 
 
 def _listed_stops(model: Path, tokenizer: Any, vocab_size: int) -> set[int]:
-    """Return the end-of-sequence tokens of the tokenizer, generation_config.json and config.json,
-    where transformers looks for them too."""
+    """Return the end-of-sequence tokens of all files where transformers looks for them."""
     listed = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         fields = read_json(model / name) if (model / name).exists() else {}

@@ -15,8 +15,7 @@ def response_texts(task: Task, rollouts: Rollouts, with_special: bool = False) -
 
 def shown_text(task: Task, parts: list[list[int]]) -> str:
     """Return a response, one of Rollouts.turns, as samples show it: with special tokens, and what
-    was inserted between marks, which the text of an episode cannot have otherwise.
-    """
+    was inserted between marks."""
     texts = [task.decode(part, with_special=True) for part in parts]
     if len(texts) == 1:
         return texts[0]

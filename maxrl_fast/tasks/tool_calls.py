@@ -1,5 +1,4 @@
-"""How a chat template writes calls of tools, learned from what it writes of one, and the calls of a
-sampled turn in this form."""
+"""How a chat template writes calls of tools, learned from what it writes of one."""
 
 import json
 import re
@@ -155,9 +154,9 @@ def _plain_json(text: str, quote: str) -> str:
 
 def _common_end(texts: Sequence[str], rest: int = 0) -> str:
     """Return the end that texts have in common, each without its last `rest` characters."""
-    heads = [text[: len(text) - rest] for text in texts]
-    ends = (heads[0][i:] for i in range(len(heads[0]) + 1))
-    return next(end for end in ends if all(head.endswith(end) for head in heads))
+    first, *others = (text[: len(text) - rest] for text in texts)
+    ends = (first[i:] for i in range(len(first) + 1))
+    return next(end for end in ends if all(other.endswith(end) for other in others))
 
 
 def _skip(text: str, at: int, wanted: str, anywhere: bool = False) -> int | None:

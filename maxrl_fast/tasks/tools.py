@@ -11,7 +11,6 @@ from maxrl_fast.model.tokenizer import Message
 from maxrl_fast.records import Prompts
 from maxrl_fast.rewards import PROGRESS_INTERVAL, Outcome, Progress, failure, no_progress
 from maxrl_fast.rewards.pool import UserCode
-from maxrl_fast.tasks.conversation import Conversation
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.episode import Reply
 from maxrl_fast.tasks.jsonl import Line
@@ -21,11 +20,11 @@ OTHER_TEXT = "reset returned another text than at the start of the run for the s
 
 
 class ToolTask(DatasetTask):
-    """Prompts of a data set, each answered with the tools of an environment.
+    """Prompts of a data set, each answered with the tools of an environment. `start` starts the
+    workers; other arguments are as of DatasetTask.
 
     `reset` is called once with each line, and its text is appended to the last message of the
-    prompt: all episodes of a prompt must begin with the same text. `start` starts the workers;
-    other arguments are as of DatasetTask.
+    prompt: all episodes of a prompt must begin with the same text.
     """
 
     def __init__(
@@ -36,11 +35,9 @@ class ToolTask(DatasetTask):
         model: Path,
         *,
         needs_reward: bool = True,
-        max_new_tokens: int | None = None,
-        test_only: bool = False,
         **options: Any,
     ):
-        self._workers = workers = start()
+        self.workers = workers = start()
         self.output, self.max_turns = workers.output, options["max_turns"]
         self._numbers = itertools.count()  # of environments
         try:
@@ -49,9 +46,8 @@ class ToolTask(DatasetTask):
                     f"--environment {workers.name} needs a method get_reward(), or --reward "
                     "FILE:FUNCTION"
                 )
-            tools = workers.signature["tools"]
-            options |= {"max_new_tokens": max_new_tokens, "test_only": test_only, "tools": tools}
-            super().__init__(name, seed, model, needs_reward=False, **options)
+            options |= {"tools": workers.signature["tools"], "needs_reward": False}
+            super().__init__(name, seed, model, **options)
         except BaseException:
             workers.drop()
             raise
@@ -59,34 +55,36 @@ class ToolTask(DatasetTask):
         self.reward = self.answer_limit = None
 
     def describe(self) -> list[str]:
-        workers, note = self._workers, self.conversation.note
+        workers, note = self.workers, self.conversation.note
         tools = ", ".join(x["function"]["name"] for x in workers.signature["tools"])
         how = f"with the tools {tools}, at most {self.max_turns} turns"
-        told = [f"environment {workers.name} {workers.place}, {how}"]
-        return [*super().describe(), *told, *[note] * bool(note)]
+        told = f"environment {workers.name} {workers.place}, {how}"
+        return [*super().describe(), told, *[note] * bool(note)]
 
     def _encoded(self, lines: list[Line]) -> list[tuple[list[int], dict[str, Any]]]:
         found = list[tuple[list[int], dict[str, Any]]]()
         for text, (place, columns) in zip(self._observe(lines), lines, strict=True):
-            chat, said = _chat(columns["prompt"]), text or ""
+            chat, said = columns["prompt"], text or ""
+            chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
             marked = _appended(chat, self.conversation.as_text(said))
             tokens = self.encode_prompt(marked, place)
             if self.fits(tokens):
-                seen = {**columns, "prompt": _appended(chat, said)}
-                found.append((tokens, ToolLine(seen, columns, text)))
+                line = ToolLine({**columns, "prompt": _appended(chat, said)})
+                line.columns, line.text = columns, text
+                found.append((tokens, line))
         return found
 
     def _observe(self, lines: list[Line]) -> list[str | None]:
         """Return what `reset` says of each line."""
-        numbers = {next(self._numbers): i for i in range(len(lines))}
-        for number, i in numbers.items():
-            self._workers.request(number, (number, "probe", lines[i][1]))
+        numbers = {next(self._numbers): line for line in lines}
+        for number, (_, columns) in numbers.items():
+            self.workers.request(number, (number, "probe", columns))
         found = dict[int, str | None]()
         while len(found) < len(lines):
-            for number, [outcome] in self._workers.results(PROGRESS_INTERVAL):
+            for number, [outcome] in self.workers.results(PROGRESS_INTERVAL):
                 if outcome.kind:
-                    self._workers.drop()
-                    where = f"--environment {self._workers.name}, {lines[numbers[number]][0]}"
+                    self.workers.drop()
+                    where = f"--environment {self.workers.name}, {numbers[number][0]}"
                     raise InputError(f"{where}: reset fails: {outcome.message}")
                 found[number] = outcome.text
         return [found[number] for number in numbers]
@@ -94,29 +92,20 @@ class ToolTask(DatasetTask):
     def environments(
         self, prompts: Prompts, num_samples: int, beat: Progress = no_progress
     ) -> "ToolEpisodes":
-        episodes = []
-        for s in range(len(prompts) * num_samples):
-            line = (prompts.columns or ())[s // num_samples]
-            assert isinstance(line, ToolLine)
-            episodes.append(Episode(next(self._numbers), s, line.columns, line.text))
-        return ToolEpisodes(self._workers, self.conversation, self.max_turns, episodes, beat)
+        lines = [line for line in prompts.columns or () for _ in range(num_samples)]
+        episodes = [Episode(next(self._numbers), s, line) for s, line in enumerate(lines)]
+        return ToolEpisodes(self, episodes, beat)
 
     def close(self) -> None:
         """End the workers, which start again if they are needed."""
-        self._workers.close()
+        self.workers.close()
 
 
 class ToolLine(dict[str, Any]):
-    """A line of the data as rewards see it, whose prompt has the text of `reset`; and what `reset`
-    gets, and what it returned."""
+    """A line of the data as rewards see it, whose prompt has the text of `reset`."""
 
-    def __init__(self, seen: dict[str, Any], columns: dict[str, Any], text: str | None):
-        super().__init__(seen)
-        self.columns, self.text = columns, text
-
-
-def _chat(prompt: str | Sequence[Message]) -> list[Message]:
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
+    columns: dict[str, Any]  # what `reset` gets
+    text: str | None  # what it returned
 
 
 def _appended(chat: Sequence[Message], text: str) -> list[Message]:
@@ -129,8 +118,7 @@ class Episode:
 
     number: int  # of the environment
     sample: int
-    columns: dict[str, Any]  # what `reset` gets
-    text: str | None  # what it must return
+    line: Any  # a ToolLine
     word: str = ""  # the operation that it does
     turn: list[int] | None = None  # that waits for its reply
     calls: list[ToolCall] = field(default_factory=list)  # of the turn
@@ -139,36 +127,24 @@ class Episode:
     tool_errors: float = 0.0
     outcome: Outcome | None = None  # once it has failed or ended
 
-    @property
-    def has_calls(self) -> bool:
-        return len(self.replies) < len(self.calls) and self.outcome is None
-
 
 class ToolEpisodes:
     """The episodes of one call of generate, whose environments live in workers."""
 
-    def __init__(
-        self,
-        workers: UserCode,
-        chat: Conversation,
-        max_turns: int,
-        episodes: Sequence[Episode],
-        beat: Progress,
-    ):
-        self._workers, self._chat, self._max_turns = workers, chat, max_turns
-        self._episodes, self._beat = episodes, beat
+    def __init__(self, task: ToolTask, episodes: Sequence[Episode], beat: Progress):
+        self._task, self._episodes, self._beat = task, episodes, beat
         self._by_number = {episode.number: episode for episode in episodes}
         self._ready, self._is_ending = list[Reply](), False
         for episode in episodes:
-            self._request(episode, "start", episode.columns)
+            self._request(episode, "start", episode.line.columns)
         self._receive(0.0)  # begin while the policy samples its first turns
 
     def submit(self, sample: int, turn: list[int]) -> None:
         """The last turn has no reply, but its calls are made."""
         episode = self._episodes[sample]
         episode.num_turns += 1
-        episode.turn = turn if episode.num_turns < self._max_turns else None
-        episode.calls, episode.replies = self._chat.calls(turn), []
+        episode.turn = turn if episode.num_turns < self._task.max_turns else None
+        episode.calls, episode.replies = self._task.conversation.calls(turn), []
         if not episode.word:  # otherwise its environment is still being reset
             self._advance(episode)
 
@@ -180,38 +156,36 @@ class ToolEpisodes:
         return ready
 
     def finish(self) -> list[Outcome]:
-        self._is_ending = True
+        self._is_ending, found = True, list[Outcome]()
         for episode in self._episodes:
             if not episode.word:
                 self._advance(episode)
         while any(episode.word for episode in self._episodes):
             self._receive(PROGRESS_INTERVAL)
-        return [self._outcome(x) for x in self._episodes]
+        for episode in self._episodes:
+            outcome = episode.outcome or Outcome(0.0)
+            # a component of this name is the user's
+            components = {"tool_errors": episode.tool_errors, **outcome.components}
+            found.append(outcome._replace(components=components))
+        return found
 
     def close(self) -> None:
-        self._workers.drop()
-
-    def _outcome(self, episode: Episode) -> Outcome:
-        outcome = episode.outcome or Outcome(0.0)
-        # a component of this name is the user's
-        return outcome._replace(
-            components={"tool_errors": episode.tool_errors, **outcome.components}
-        )
+        self._task.workers.drop()
 
     def _request(self, episode: Episode, word: str, value: Any) -> None:
         episode.word = word
-        self._workers.request(episode.number, (episode.number, word, value))
+        self._task.workers.request(episode.number, (episode.number, word, value))
 
     def _receive(self, seconds: float) -> None:
         self._beat()  # a call has its own time limit, or is made in this process
-        for number, [outcome] in self._workers.results(seconds):
+        for number, [outcome] in self._task.workers.results(seconds):
             self._beat()
             episode = self._by_number[number]
             word, episode.word = episode.word, ""
             if word == "end" or outcome.kind:
                 episode.outcome = episode.outcome or outcome
             elif word == "start":
-                if outcome.text != episode.text:
+                if outcome.text != episode.line.text:
                     episode.outcome = failure("invalid", OTHER_TEXT)
             else:
                 episode.replies.append(outcome.text or "")
@@ -221,23 +195,19 @@ class ToolEpisodes:
 
     def _advance(self, episode: Episode) -> None:
         """Ask for the next call of an idle environment, answer its turn, or end it."""
-        while episode.has_calls:
-            call = episode.calls[len(episode.replies)]
+        replies = episode.replies
+        while len(replies) < len(episode.calls) and episode.outcome is None:
+            call = episode.calls[len(replies)]
             if not call.error:
                 self._request(episode, "call", [call.name, call.arguments])
                 return
-            episode.replies.append(call.error)
+            replies.append(call.error)
             episode.tool_errors += 1
         if episode.turn is not None:
-            self._ready.append(self._reply(episode, episode.turn))
+            is_last = self._is_ending or episode.outcome is not None or not episode.calls
+            chat = self._task.conversation
+            tokens = [] if is_last else chat.reply(episode.calls, replies)
+            self._ready.append(Reply(episode.sample, tokens, is_last))
             episode.turn = None
         if self._is_ending:
             self._request(episode, "end", None)
-
-    def _reply(self, episode: Episode, turn: list[int]) -> Reply:
-        last = Reply(episode.sample, [], is_last=True)
-        if self._is_ending or episode.outcome or not episode.calls:
-            return last
-        return Reply(
-            episode.sample, self._chat.reply(episode.calls, episode.replies), is_last=False
-        )

@@ -3,16 +3,13 @@ before the first update.
 
 The ratio w_t of a sampled token is its probability under the policy before the step's first update,
 over its probability in the rollout engine, both of the full distribution at the sampling
-temperature; W is the product over its response.
-
-sequence_mask belongs to the loss (algorithms/losses/masks.py), because it depends on the
-policy of each update.
+temperature; W is the product over its response. sequence_mask belongs to the loss
+(algorithms/losses/masks.py), because it depends on the policy of each update.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -35,6 +32,7 @@ Cap = Annotated[
 ]
 Low = Annotated[NotNegative, Help("Smaller weights become 0.")]
 High = Annotated[NotNegative, Help("Larger weights become 0.")]
+_ONE_PASS = "one, before the first update"
 
 
 def tis(w: Tensor, *, importance_cap: Cap = 2.0) -> Tensor:
@@ -67,18 +65,24 @@ def sequence_mask(*, delta: NotNegative = 0.5) -> None:
     """
 
 
-_SOURCES: dict[Callable[..., Any], str] = {
-    none: "-",
-    tis: "truncated importance sampling, Yao et al. 2025",
-    tis_sequence: "the same of responses, Liu, Li et al. 2025; verl, TRL",
-    icepop: "IcePop, Ring-1T, Ling Team 2025; with low = 0 masked importance sampling of tokens",
-    mis: "masked importance sampling of responses, Liu, Li et al. 2025; verl, TRL",
-    sequence_mask: "off-policy sequence masking, DeepSeek-V3.2 2025, eq. 9",
-}
-_PASSES = {none: "-", sequence_mask: "one, before each update"}
+def _of(function: Callable[..., Any], source: str, needs: str = _ONE_PASS) -> Method:
+    return Method.of(function, source=source, needs=needs)
+
+
 CORRECTIONS = {
-    f.__name__: Method.of(f, source=x, needs=_PASSES.get(f, "one, before the first update"))
-    for f, x in _SOURCES.items()
+    "none": _of(none, "-", "-"),
+    "tis": _of(tis, "truncated importance sampling, Yao et al. 2025"),
+    "tis_sequence": _of(tis_sequence, "the same of responses, Liu, Li et al. 2025; verl, TRL"),
+    "icepop": _of(
+        icepop,
+        "IcePop, Ring-1T, Ling Team 2025; with low = 0 masked importance sampling of tokens",
+    ),
+    "mis": _of(mis, "masked importance sampling of responses, Liu, Li et al. 2025; verl, TRL"),
+    "sequence_mask": _of(
+        sequence_mask,
+        "off-policy sequence masking, DeepSeek-V3.2 2025, eq. 9",
+        "one, before each update",
+    ),
 }
 
 
@@ -92,35 +96,30 @@ def make_correction(
     tokens; `importance_bounded` is the fraction of weights capped or set to 0, and
     `importance_sample_size` (sum of weights)^2 / sum of squares / number of tokens, 0 if all are 0.
     """
-    function = CORRECTIONS[name].function
-    if function in _PASSES:
+    method = CORRECTIONS[name]
+    if method.needs != _ONE_PASS:
         return None
-    return partial(_weigh, partial(function, **numbers), function in (tis_sequence, mis))
 
+    def weigh(batch: RolloutBatch, learner: Learner) -> RolloutBatch:
+        rollouts = batch.rollouts
+        logprobs = learner.passes.logprobs(learner.model, batch, batch.sequences)
+        log_ratios = logprobs - rollouts.logprobs
+        ratios = log_ratios.exp()
+        if method.function in (tis_sequence, mis):
+            sums = sequence_sums(log_ratios.double(), rollouts.lengths)
+            ratios = rollouts.by_token(sums.exp().to(ratios.dtype))
+        weights = method.function(ratios, **numbers)
+        squares = weights.square().mean().clamp_min(torch.finfo(weights.dtype).tiny)
+        metrics = host_numbers(
+            {
+                "logprob_diff": log_ratios.abs().mean(),
+                "importance_weight": weights.mean(),
+                "importance_bounded": (weights != ratios).float().mean(),
+                "importance_sample_size": weights.mean().square() / squares,
+            }
+        )
+        own: dict[str, Any] = {"importance_weights": weights, "sampler_weights": weights}
+        weighted = replace(rollouts, logprobs=logprobs, **own)
+        return replace(batch, rollouts=weighted, metrics=batch.metrics | metrics)
 
-def _weigh(
-    weights_of: Callable[[Tensor], Tensor],
-    of_response: bool,
-    batch: RolloutBatch,
-    learner: Learner,
-) -> RolloutBatch:
-    rollouts, lengths = batch.rollouts, batch.rollouts.lengths
-    logprobs = learner.passes.logprobs(learner.model, batch, batch.sequences)
-    log_ratios = logprobs - rollouts.logprobs
-    ratios = log_ratios.exp()
-    if of_response:
-        sums = sequence_sums(log_ratios.double(), lengths).exp().to(ratios.dtype)
-        ratios = sums.repeat_interleave(lengths, output_size=len(ratios))
-    weights = weights_of(ratios)
-    squares = weights.square().mean().clamp_min(torch.finfo(weights.dtype).tiny)
-    metrics = host_numbers(
-        {
-            "logprob_diff": log_ratios.abs().mean(),
-            "importance_weight": weights.mean(),
-            "importance_bounded": (weights != ratios).float().mean(),
-            "importance_sample_size": weights.mean().square() / squares,
-        }
-    )
-    own: dict[str, Any] = {"importance_weights": weights, "sampler_weights": weights}
-    weighted = replace(rollouts, logprobs=logprobs, **own)
-    return replace(batch, rollouts=weighted, metrics=batch.metrics | metrics)
+    return weigh

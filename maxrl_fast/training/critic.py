@@ -17,15 +17,14 @@ class ValueHead(nn.Module):
 
 
 def critic_model(policy: PolicyModel, make: Change = None) -> PolicyModel:
-    """Copy an unsharded policy (`copied`), with a value head as last layer. The critic trains what
-    the policy trains."""
+    """Copy an unsharded policy, with a value head as last layer; both train the same weights."""
     critic: PolicyModel = policy.copied(make, policy.lm_head)
     critic.set_output(ValueHead(policy.config.hidden_size, policy.lm_head.weight.device))
     return critic
 
 
 def num_critic_weights(policy: PolicyModel) -> int:
-    """Return the number of weights that a policy's critic would train, without building it."""
+    """Return how many weights a policy's critic would train."""
     output = (
         set() if policy.config.tie_word_embeddings else {id(p) for p in policy.lm_head.parameters()}
     )
@@ -34,16 +33,12 @@ def num_critic_weights(policy: PolicyModel) -> int:
 
 
 def values_of(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Return values [T] float32 from hidden states [T, H] and a value head [H]."""
     return hidden.float() @ weight.float()
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Return the loss of each value [T]: half of max((V - R)^2, (V' - R)^2), where V' is V clamped
-    to old value +- clip.
-
-    With clip 0 it is (V - R)^2 / 2. As in OpenAI's baselines/ppo2 and verl.
-    """
+    """Return half of max((V - R)^2, (V' - R)^2) of each value [T], V' clamped to old value +- clip,
+    as in OpenAI's baselines/ppo2 and verl; with clip 0 (V - R)^2 / 2."""
     errors = (values - returns).square()
     if clip:
         clamped = torch.clamp(values, old_values - clip, old_values + clip)

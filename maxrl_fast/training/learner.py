@@ -18,14 +18,14 @@ from maxrl_fast.ops import linear_divergence
 from maxrl_fast.ops.function_loss import by_chunks
 from maxrl_fast.ops.loss import loss_of_hidden
 from maxrl_fast.ops.loss_kernel import LossInputs, LossSums
-from maxrl_fast.records import Rollouts, Samples, gather_sequences, sequence_sums
+from maxrl_fast.records import Rollouts, Samples, sequence_sums
 from maxrl_fast.runtime.device import to_device
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import Critic
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import take_step, zero_gradients
 from maxrl_fast.training.packing import MicroBatch, Packer
-from maxrl_fast.training.passes import Passes, run_batch
+from maxrl_fast.training.passes import Kept, Passes, run_batch
 
 REFERENCE = "the reference policy's numbers are"
 TOKEN_METRICS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", "logprob_diff")
@@ -47,8 +47,7 @@ class UpdateMetrics:
     clipped_high: float
     kl: float
     logprob_diff: float  # |logp - sampled logp|
-    # of what compares tokens across the update
-    own: dict[str, float] = field(default_factory=dict)
+    own: dict[str, float] = field(default_factory=dict)  # of what compares an update's tokens
 
 
 @dataclass
@@ -62,18 +61,14 @@ class Plan:
     statistics: Tensor | None = None  # [T, ...], of the loss
     siren: Tensor | None = None  # [T] float64, the derivative of SIREN's term by nucleus entropies
     own: dict[str, Tensor] = field(default_factory=dict)  # metrics, scalars
-    # of each micro-batch its sequences and [11] float64: tokens computed, and LossSums
-    done: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    # of each micro-batch its sequences and [11] float64: LossSums, and the tokens computed
+    done: Kept = field(default_factory=list)
 
 
 @dataclass
 class Learner:
     """A policy, its optimizer and its loss, computed in `dtype`; weights, gradients and moments are
-    float32.
-
-    `reference` is for settings.kl_coef and objectives that need one. Checkpoints store
-    `objective_state`. `module` runs the policy's passes (sharding.distribute); None: the model.
-    """
+    float32. Checkpoints store `objective_state`. All ranks must call its methods together."""
 
     model: PolicyModel
     optimizer: torch.optim.Optimizer
@@ -83,7 +78,7 @@ class Learner:
     dtype: torch.dtype
     reference: PolicyModel | None = None
     ranks: Ranks = field(default_factory=Ranks)
-    module: nn.Module | None = None
+    module: nn.Module | None = None  # of sharding.distribute; None: the model
     objective_state: dict[str, Tensor] = field(default_factory=dict)
     critic: Critic | None = None
     copies_policy: bool = True  # the reference is the policy at an earlier time, not a teacher
@@ -91,13 +86,13 @@ class Learner:
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module
         # one kernel attends to a whole forest; elsewhere each level is a call, which is slow
-        device, head_dim = self.model.lm_head.weight.device, self.model.config.head_dim
+        head_dim = self.model.config.head_dim
         self.passes = Passes(
             self.ranks,
             self.token_budget,
             self.dtype,
             self.settings.temperature,
-            shares_all=has_kernel(device, torch.float32, head_dim),
+            shares_all=has_kernel(self.device, torch.float32, head_dim),
             shares_weights=bool(self.model.bare),
         )
         self.accumulated: list[Plan] = []
@@ -110,7 +105,7 @@ class Learner:
         draw: tuple[int, int] = (0, 0),
     ) -> None:
         """Add the gradient of the loss of some samples to that of earlier calls since the last
-        step; a call that fails or is interrupted discards the sum. All ranks must call this.
+        step; a call that fails or is interrupted discards the sum.
 
         Args:
             advantages: [S] of all samples.
@@ -127,22 +122,16 @@ class Learner:
         self.accumulated = [*earlier, plan]
 
     def optim_step(self, *, when: str, lr: float) -> UpdateMetrics:
-        """Clip the sum of the gradients and take the optimizer's step. All ranks must call this.
-
-        when: for messages, such as "step 3".
-
-        Raises:
-            NonFiniteError: naming step, prompt and what was not finite; the weights are unchanged.
-        """
+        """Clip the sum of the gradients and take the optimizer's step; `when` is for messages, such
+        as NonFiniteError's, which names the prompts and leaves the weights unchanged."""
         plans, self.accumulated = self.accumulated, []
-        device = self.model.lm_head.weight.device
-        like = torch.zeros(1 + len(LossSums._fields), dtype=torch.float64, device=device)
-        sums = self.passes.total([done for x in plans for done in x.done], like)
+        done = [done for x in plans for done in x.done]
+        sums = self.passes.total(done, 1 + len(LossSums._fields), self.device)
         of_loss, refuse = plans[-1].own, partial(self._refuse, plans, when)
         how = self.model, self.optimizer, lr, self.clip_grad, refuse
-        grad_norm, read = take_step(*how, sums[1], sums, *of_loss.values())
-        num_tokens, *of_tokens = read[1].tolist()
-        own = {name: value.item() for name, value in zip(of_loss, read[2:], strict=True)}
+        grad_norm, (found, *read) = take_step(*how, sums, *of_loss.values())
+        *of_tokens, num_tokens = found.tolist()
+        own = {name: value.item() for name, value in zip(of_loss, read, strict=True)}
         if "siren_anchor" in own:
             self.objective_state["siren_anchor"].fill_(own["siren_anchor"])
         total = dict(zip(LossSums._fields, of_tokens, strict=True))
@@ -159,6 +148,10 @@ class Learner:
             own=own,
         )
 
+    @property
+    def device(self) -> torch.device:
+        return self.model.lm_head.weight.device
+
     def plan(
         self,
         samples: Samples,
@@ -166,7 +159,6 @@ class Learner:
         sequences: Tensor,
         draw: tuple[int, int] = (0, 0),
     ) -> Plan:
-        """All ranks must call this."""
         sequences, settings = sequences.cpu(), self.settings
         found, own = dict[str, Any](), dict[str, Tensor]()
         if settings.over_batch:
@@ -188,21 +180,21 @@ class Learner:
         """Compare the tokens of an update in a first pass. Return samples and advantages after the
         masks, what the loss reads of the tokens, and metrics."""
         settings, rollouts = self.settings, samples.rollouts
-        # The update has T' of the rollouts' T tokens, at `index` [T'].
-        index, cu_seqlens = gather_sequences(rollouts.cu_seqlens.cpu(), sequences)
+        index, cu_seqlens = rollouts.at(sequences)  # [T'] of the rollouts' T tokens
         if not len(index):  # which keeps SIREN's anchor
             return samples, advantages, {}, {}
         values = self.passes.compute(self._values, self.model, samples, sequences).double()
-        index, cu_seqlens, chosen = to_device(values.device, index, cu_seqlens, sequences)
-        lengths, weights = cu_seqlens.diff(), rollouts.importance_weights
+        (chosen,), lengths = to_device(values.device, sequences), cu_seqlens.diff()
         of_tokens = advantages[chosen].double().repeat_interleave(lengths, output_size=len(index))
+        if rollouts.importance_weights is not None:
+            of_tokens = of_tokens * rollouts.importance_weights[index]
         old = rollouts.logprobs[index].double()
         tokens = Tokens(
             logprobs=values[:, 0],
             entropy=values[:, 1],
             old_logprobs=old,
             ref_logprobs=old,
-            advantages=of_tokens if weights is None else of_tokens * weights[index],
+            advantages=of_tokens,
             mask=torch.ones_like(index, dtype=torch.bool),
             cu_seqlens=cu_seqlens,
             generator=torch.Generator().manual_seed(_seed(settings.seed, *draw)),
@@ -219,41 +211,35 @@ class Learner:
         for name, x in found.items():
             found[name] = x.new_zeros(len(rollouts.tokens), *x.shape[1:])
             found[name][index] = x
-        if keeps is not tokens.mask:
-            factors = torch.ones_like(rollouts.logprobs)
-            factors[index] = keeps.float()
-            weights = factors if weights is None else weights * factors
-            samples = replace(samples, rollouts=replace(rollouts, importance_weights=weights))
-            advantages = advantages.clone()
+        if settings.masks:
+            kept = torch.ones_like(rollouts.logprobs).index_copy_(0, index, keeps.float())
+            samples, advantages = samples.weighted(kept), advantages.clone()
             advantages[chosen] *= sequence_sums(keeps.float(), lengths) > 0
         return samples, advantages, found, tokens.metrics
 
     def _values(self, model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """Return each token's log-prob and entropy, and for SIREN its nucleus entropy."""
         values = self.passes.logprobs_and_entropies(model, batch, hidden)
-        if not self.settings.siren:
-            return values
-        return torch.cat([values, self._nucleus_entropies(hidden)[:, None].float()], 1)
+        more = [self._nucleus_entropies(hidden)[:, None].float()] if self.settings.siren else []
+        return torch.cat([values, *more], 1)
 
     def _nucleus_entropies(self, hidden: Tensor) -> Tensor:
         scaling = self.model.scaling(self.settings.temperature)
         tau = hidden.new_full((len(hidden),), scaling["temperature"], dtype=torch.float64)
-        weight, softcap = self.model.output_matrix, scaling["softcap"]
-        parts = by_chunks(hidden, weight, lambda _, x: nucleus_entropy(x), tau, softcap)
-        return torch.cat(parts)
+        given = hidden, self.model.output_matrix, lambda _, x: nucleus_entropy(x), tau
+        return torch.cat(by_chunks(*given, scaling["softcap"]))
 
     def loss(self, plan: Plan, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return this micro-batch's share of the loss times the number of ranks, over which
-        gradients are averaged; and [11] float64: tokens computed, and the LossSums."""
-        settings = plan.settings
+        gradients are averaged; and [11] float64: the LossSums, and the tokens computed."""
+        settings, num_ranks = plan.settings, self.ranks.size
         teacher_hidden = self._teacher_hidden(batch) if settings.divergence_coef else None
         hidden = run_batch(self._module, batch, self.dtype)  # [T, H]
-        advantages = batch.advantages
+        advantages, has_weights = batch.advantages, batch.importance_weights is not None
         if batch.importance_weights is not None:
             advantages = batch.by_token(advantages) * batch.importance_weights
         weight, scaling = self.model.output_matrix, self.model.scaling(settings.temperature)
         # scaling the loss would cost a pass over its gradients
-        denominator = plan.denominator / self.ranks.size
+        denominator = plan.denominator / num_ranks
         inputs = LossInputs(
             settings,
             (len(hidden), len(weight)),
@@ -261,7 +247,7 @@ class Learner:
             batch.targets,
             advantages,
             batch.cu_seqlens,
-            advantages_per_token=batch.importance_weights is not None,
+            advantages_per_token=has_weights,
             old_logprobs=batch.old_logprobs,
             ref_logprobs=batch.ref_logprobs if settings.kl_coef else None,
             temperature=scaling["temperature"],
@@ -279,18 +265,16 @@ class Learner:
             loss = loss + divergence
             # the token loss drops tokens with the advantage 0, unlike the divergence
             sums = sums._replace(kl=kl, dropped_tokens=torch.zeros_like(kl))
-        num_tokens = sums.loss.new_full((), len(batch.tokens))
-        sums = sums._replace(loss=loss.detach() / self.ranks.size)
+        sums = sums._replace(loss=loss.detach() / num_ranks)
         if plan.siren is not None:
             slopes = plan.siren[at]
             read = slopes.nonzero()[:, 0]
             of_siren = (slopes[read] * self._nucleus_entropies(hidden[read])).sum()
-            loss = loss + (self.ranks.size * of_siren).float()
-        return loss, torch.stack([num_tokens, *sums])
+            loss = loss + (num_ranks * of_siren).float()
+        return loss, torch.stack([*sums, sums.kl.new_full((), len(batch.tokens))])
 
     @torch.no_grad()
     def _teacher_hidden(self, batch: MicroBatch) -> Tensor:
-        """Return the reference policy's hidden states [T, K] of the batch's targets."""
         teacher = self.reference or self.model
         hidden = run_batch(teacher, batch.teacher or batch, self.dtype)
         if self.reference is None:
@@ -322,9 +306,8 @@ class Learner:
         return loss, metrics["divergence"].double().sum()
 
     def with_reference(self, samples: Samples, num_updates: int = 1) -> Rollouts:
-        """Return the rollouts with their log-probs under the reference policy, if there is one,
-        packed as by the updates, so that both policies round nearly alike. All ranks must call
-        this."""
+        """Return the rollouts with log-probs under the reference policy, if there is one, packed as
+        by the updates, so that both policies round nearly alike."""
         if self.reference is None and samples.teacher_prompts is None:
             return samples.rollouts
         read = Samples(samples.teacher_prompts or samples.prompts, samples.rollouts)
@@ -338,13 +321,11 @@ class Learner:
             self.critic.start_from(self.model)
 
     def set_reference(self) -> None:
-        """Copy the current policy into the reference policy, unless that is a teacher."""
+        """Copy the policy into the reference policy, unless that is a teacher."""
         if self.reference is not None and self.copies_policy:
             self.reference.load_state_dict(self.model.state_dict())
 
     def _refuse(self, plans: list[Plan], when: str, loss: float, grad_norm: float) -> NoReturn:
-        """Raise NonFiniteError, which says what was not finite and for which prompts; TeacherError
-        if it came from the reference policy. All ranks must call this."""
         name = find_nonfinite(dict(self.model.named_parameters()))
         wrong = "" if name is None else f"the weight {name} is not finite"
         wrong = wrong or next(filter(None, map(_wrong_loss, plans)), "")
@@ -356,20 +337,19 @@ class Learner:
 
 
 def _wrong_loss(plan: Plan) -> str:
-    """Return which micro-batch of this rank has a loss that is not finite, or ""."""
+    """Say which micro-batch of this rank has a loss that is not finite, or ""."""
     for sequences, sums in plan.done:
-        of_batch = LossSums(*sums[1:].tolist())
-        if math.isfinite(of_batch.loss):
-            continue
-        is_policy = math.isfinite(of_batch.kl) or not math.isfinite(of_batch.logprob_diff)
-        wrong = f"the loss is {of_batch.loss:g}" if is_policy else f"{REFERENCE} not finite"
-        ids = plan.packer.prompts.ids.cpu()[(sequences // plan.packer.num_rollouts).unique()]
-        several = "one of the prompts" if len(ids) > 1 else "prompt"
-        return f"{wrong} for {several} {', '.join(map(str, ids.tolist()))}"
+        of_batch = LossSums(*sums[:-1].tolist())
+        if not math.isfinite(of_batch.loss):
+            is_policy = math.isfinite(of_batch.kl) or not math.isfinite(of_batch.logprob_diff)
+            wrong = f"the loss is {of_batch.loss:g}" if is_policy else f"{REFERENCE} not finite"
+            ids = plan.packer.prompts.ids.cpu()[(sequences // plan.packer.num_rollouts).unique()]
+            several = "one of the prompts" if len(ids) > 1 else "prompt"
+            return f"{wrong} for {several} {', '.join(map(str, ids.tolist()))}"
     return ""
 
 
 def _seed(*numbers: int) -> int:
-    """Return a seed of these numbers alone, so that a resumed run draws the same tokens."""
+    # of these numbers alone, so that a resumed run draws the same tokens
     (mixed,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64).tolist()
     return int(mixed >> 1)

@@ -23,7 +23,7 @@ MIN_TOKENS = 24
 def check_exact(policy: PolicyModel) -> str:
     """Compare log-probs of four random responses to two prompts, longer than the model's sliding
     window, with the model's own eager forward pass in float32. Return a sentence for the first
-    lines of a run; "" for the native decoder, which has no other. Raises InputError."""
+    lines of a run; "" for the native decoder, which has no other."""
     if not isinstance(policy, HuggingFacePolicy):
         return ""
     device, sizes = policy.lm_head.weight.device, policy.config
@@ -31,12 +31,11 @@ def check_exact(policy: PolicyModel) -> str:
     longest = min(_length(policy), sizes.max_position_embeddings)
     first = longest - longest // 4
     words = torch.tensor([*{*range(sizes.vocab_size)}.difference(sizes.images)])
-    # Prompts differ in length; some responses end within a sliding window, some beyond it.
+    # prompts differ in length; some responses end within a sliding window, some beyond it
     lengths = first, first // 2 + 1, longest // 4 - 1, longest // 5, longest // 6, longest // 4 - 2
     drawn = [words[torch.randint(len(words), (n,), generator=generator)].tolist() for n in lengths]
-    prompts, responses = drawn[:2], drawn[2:]
     try:
-        ours = _logprobs(policy, prompts, responses, device)
+        ours = _logprobs(policy, drawn[:2], drawn[2:], device)
     except InputError:
         raise
     # raised by third-party code
@@ -46,11 +45,10 @@ def check_exact(policy: PolicyModel) -> str:
             f"{type(error).__name__}: {error}"
         ) from error
     parts = []
-    for i, response in enumerate(responses):
-        prompt = prompts[i // 2]
-        tokens = torch.tensor(prompt + response, device=device)
-        log_p = policy.own_logits(tokens)[0][len(prompt) - 1 : -1].log_softmax(-1)
-        parts.append(log_p.gather(-1, tokens[len(prompt) :, None])[:, 0])
+    for i, response in enumerate(drawn[2:]):
+        tokens = torch.tensor(drawn[i // 2] + response, device=device)
+        log_p = policy.own_logits(tokens)[0][-len(response) - 1 : -1].log_softmax(-1)
+        parts.append(log_p.gather(-1, tokens[-len(response) :, None])[:, 0])
     difference = (ours - torch.cat(parts)).abs().nan_to_num(float("inf"))
     most = float(difference.max())
     # Near a tie, a router may choose another expert: 2% may differ. Wrong attention or positions
@@ -70,8 +68,8 @@ def check_exact(policy: PolicyModel) -> str:
 
 
 def check_engine(policy: PolicyModel, engine: Engine, name: str) -> str:
-    """Compare a third-party engine's log-probs with the policy's, for two responses to one prompt,
-    and return a sentence for the first lines of a run. All ranks must call this."""
+    """Compare a third-party engine's log-probs with the policy's, for two responses to one prompt;
+    as `check_exact`. All ranks must call this."""
     device, sizes = policy.lm_head.weight.device, policy.config
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(sizes.vocab_size, (8,), generator=generator).tolist()

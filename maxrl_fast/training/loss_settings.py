@@ -12,32 +12,20 @@ from maxrl_fast.ops.loss_kernel import LossTerms
 
 @dataclass(frozen=True)
 class LossSettings(LossTerms):
-    """The terms of the loss of a run, and what the learner adds to them.
+    """The terms of the loss of a run, and what the learner adds to them."""
 
-    Args:
-        temperature: of the policy whose log-probs the loss is about.
-        max_new_tokens: the constant of seq_sum_constant.
-        divergence: of linear_divergence, with its beta.
-        divergence_coef: coefficient of the exact divergence from the reference policy.
-        top_entropy: fraction of an update's tokens, with the highest entropies, that have a policy
-            gradient; 1: all.
-        siren: coefficient of SIREN's term; 0: none.
-        sequence_mask: delta of near_responses, whose tokens have a policy gradient; None: all have.
-        seed: of losses that draw tokens.
-    """
-
-    temperature: float = 1.0
-    max_new_tokens: int = 1
-    divergence: str = "reverse"
+    temperature: float = 1.0  # of the policy whose log-probs the loss is about
+    max_new_tokens: int = 1  # the constant of seq_sum_constant
+    divergence: str = "reverse"  # of linear_divergence, with its beta
     beta: float = 0.5
-    divergence_coef: float = 0.0
-    top_entropy: float = 1.0
-    siren: float = 0.0
+    divergence_coef: float = 0.0  # of the exact divergence from the reference policy
+    top_entropy: float = 1.0  # part of an update's tokens, by entropy, with a policy gradient
+    siren: float = 0.0  # coefficient of SIREN's term; 0: none
+    # delta of near_responses, whose tokens have a policy gradient; None: all have
     sequence_mask: float | None = None
-    seed: int = 0
+    seed: int = 0  # of losses that draw tokens
 
     def denominator(self, lengths: Tensor) -> float:
-        """Return the denominator of the summed loss of responses of these lengths [S]."""
         if self.aggregation == "token_mean":
             return float(lengths.sum())
         per_response = self.max_new_tokens if self.aggregation == "seq_sum_constant" else 1
@@ -61,7 +49,6 @@ class LossSettings(LossTerms):
         return bool(self.masks or self.spec.statistics or self.siren)
 
     def has_gradient(self, advantages: Tensor) -> Tensor:
-        """Return which sequences [S] have a gradient."""
         if self.divergence_coef or self.siren or self.needs_every_token:
             return torch.ones_like(advantages, dtype=torch.bool)
         return advantages != 0

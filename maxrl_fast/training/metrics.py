@@ -16,17 +16,15 @@ def step_metrics(
     lr: float,
     train_seconds: float,
 ) -> dict[str, float]:
-    """Return the metrics of a step (docs/metrics.md), given its advantages [S].
-
-    A loss's own metrics are summed over the updates if they are integers, else averaged."""
+    """Return the metrics of a step (docs/metrics.md), given its advantages [S]. A loss's own are
+    summed over the updates if they are integers, else averaged."""
     rewards, rollouts = batch.all_rewards, batch.raw_rollouts
-    solved = rewards > 0.5  # False for an unknown reward (NaN)
     known = rewards if batch.valid is None else rewards[~rewards.isnan()]
     is_zero = advantages.view(batch.rewards.shape) == 0
     means = {
         "reward_mean": known.double().mean(),  # a sum of large rewards overflows float32
         "pass_at_1": (known > 0.5).float().mean(),
-        "frac_prompts_solved": solved.any(1).float().mean(),
+        "frac_prompts_solved": (rewards > 0.5).any(1).float().mean(),  # NaN is not
         "frac_groups_zero_variance": is_zero.all(1).float().mean(),
         # The mean of -log-prob of the samples is an unbiased estimate of the entropy; with top-p it
         # is too low.
@@ -40,39 +38,33 @@ def step_metrics(
     numbers = host_numbers(means)
     if (drawn := batch.frac_drawn) < 1:
         numbers |= {name: numbers[name] / drawn for name in ("response_length_mean", "truncated")}
-    seconds = {"rollout_seconds": batch.rollout_seconds, "train_seconds": train_seconds}
 
-    def over_updates(name: str) -> float:
-        return sum(getattr(update, name) for update in updates) / len(updates)
+    def total(name: str, of: Sequence[UpdateMetrics] = updates) -> float:
+        return sum(getattr(update, name) for update in of)
 
-    def over_targets(name: str) -> float:
-        # In later updates the policy has changed, which would look like an error of the rollout
-        # engine.
+    for name in ("loss", "grad_norm"):
+        numbers[name] = total(name) / len(updates)
+    for name in TOKEN_METRICS:
+        # in later updates the policy's change would look like an error of the rollout engine
         read = updates[:1] if name == "logprob_diff" else updates
-        if num_targets := sum(update.num_targets for update in read):
-            return sum(getattr(update, name) for update in read) / num_targets
-        return float(name == "ratio")
-
-    names = dict.fromkeys(name for update in updates for name in update.own)
-    own = {name: [update.own[name] for update in updates if name in update.own] for name in names}
-
-    def together(values: Sequence[float]) -> float:
-        return sum(values) if isinstance(values[0], int) else sum(values) / len(values)
-
-    computed = sum(update.num_tokens for update in updates)
-    alone = sum(update.num_tokens_alone for update in updates)
+        num_targets = total("num_targets", read)
+        numbers[name] = total(name, read) / num_targets if num_targets else float(name == "ratio")
+    own = dict[str, float]()
+    for name in dict.fromkeys(name for update in updates for name in update.own):
+        values = [update.own[name] for update in updates if name in update.own]
+        own[name] = sum(values) if isinstance(values[0], int) else sum(values) / len(values)
+    alone = total("num_tokens_alone")
     return {
         "step": batch.step,
         **numbers,
-        **{name: over_updates(name) for name in ("loss", "grad_norm")},
-        **{name: over_targets(name) for name in TOKEN_METRICS},
         "lr": lr,
-        "num_sequences_trained": sum(update.num_sequences for update in updates),
-        "tokens_shared": 1 - computed / alone if alone else 0.0,
+        "num_sequences_trained": total("num_sequences"),
+        "tokens_shared": 1 - total("num_tokens") / alone if alone else 0.0,
         "num_tokens": batch.num_tokens,
-        "tokens_per_second": batch.num_tokens / sum(seconds.values()),
-        **seconds,
-        **{name: together(values) for name, values in own.items()},
+        "tokens_per_second": batch.num_tokens / (batch.rollout_seconds + train_seconds),
+        "rollout_seconds": batch.rollout_seconds,
+        "train_seconds": train_seconds,
+        **own,
     }
 
 

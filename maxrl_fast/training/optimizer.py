@@ -14,7 +14,8 @@ from maxrl_fast.runtime.device import to_host
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Linear warm-up to `peak`, then constant, or cosine decay to a tenth of the peak."""
+    """Linear warm-up to `peak`, then constant, or cosine decay to a tenth of the peak; steps count
+    from 1."""
 
     peak: float
     steps: int
@@ -22,7 +23,6 @@ class LearningRate:
     schedule: str = "cosine"  # or "constant"
 
     def at(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 1."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
         if self.schedule == "constant":
@@ -32,10 +32,8 @@ class LearningRate:
 
 
 def make_optimizer(model: nn.Module, beta2: float, weight_decay: float) -> torch.optim.AdamW:
-    """Build a fused AdamW with weight decay on matrices only; `take_step` sets the learning rate.
-
-    Weights, gradients and moments are float32, so that changes too small for bfloat16 add up.
-    """
+    """Build a fused AdamW with weight decay on matrices only. All is float32, so that changes too
+    small for bfloat16 add up."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
@@ -59,20 +57,17 @@ def take_step(
     lr: float,
     clip_grad: float,
     refuse: Callable[[float, float], NoReturn],
-    loss: Tensor,
     *numbers: Tensor,
 ) -> tuple[float, list[Tensor]]:
     """Clip the gradients and take the optimizer's step. Return the norm before clipping, and the
-    numbers on the host.
-
-    refuse: called with the first number of `loss` and the norm where one is not finite; the weights
-    are unchanged."""
+    numbers on the host. refuse: called with the first, the loss, and the norm where one is not
+    finite; the weights are unchanged."""
     norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), clip_grad))
     # one read before the step: values that are not finite must not change the weights
-    norm, *read = to_host(norm, loss, *numbers)
-    value, grad_norm = float(read[0].flatten()[0]), float(norm)
-    if not (math.isfinite(value) and math.isfinite(grad_norm)):
-        refuse(value, grad_norm)
+    norm, *read = to_host(norm, *numbers)
+    loss, grad_norm = float(read[0].flatten()[0]), float(norm)
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        refuse(loss, grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

@@ -1,8 +1,6 @@
 """Packs rollouts into micro-batches in which tokens that several of them begin with appear once.
-
 Indices are computed on the host, which reads the tokens once per update, and go to the device in
-one asynchronous copy.
-"""
+one asynchronous copy."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,11 +18,11 @@ from maxrl_fast.training.prefix_tree import Integers, SortedRows
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The packed tokens that the model reads, and the targets of its predictions.
+    """The packed tokens that the model reads, a forest of what several rows begin with, and the
+    targets of its predictions.
 
-    Prompts with their responses are a forest of what several of them begin with (prefix_tree.py). A
-    response's last token is left out because it predicts nothing. Every sampled token is predicted
-    at the token before it; what an environment inserted is read and is not a target.
+    A response's last token is left out because it predicts nothing. Every sampled token is
+    predicted at the token before it; what an environment inserted is read and is not a target.
     """
 
     tokens: Tensor  # [U] int64
@@ -44,10 +42,8 @@ class MicroBatch:
     teacher: "MicroBatch | None" = None  # the same targets after the teacher's prompts
 
     def by_token(self, per_sequence: Tensor) -> Tensor:
-        """Repeat one number per sequence [S] for each of its targets [T]."""
-        return torch.repeat_interleave(
-            per_sequence, self.cu_seqlens.diff(), output_size=len(self.targets)
-        )
+        size = len(self.targets)
+        return per_sequence.repeat_interleave(self.cu_seqlens.diff(), output_size=size)
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,6 @@ class Packer:
 
     def pack(self, sequences: Tensor) -> MicroBatch:
         """Pack the chosen rollouts into a micro-batch; `sequences` [S] are ascending, on the host.
-
         Prompts abc and de; responses uvw and x to abc, yz and yyz to de:
 
             index         0  1  2  3  4 | 5  6  7  8
@@ -135,8 +130,10 @@ class Packer:
             *(cumulative(target_rows.bincount()), cumulative(lengths), targets, sequences),
         )
         rollouts = self.rollouts
-        importance, reference = rollouts.importance_weights, rollouts.ref_logprobs
-        own = rollouts.sampler_weights
+        optional = {
+            name: None if (x := getattr(rollouts, name)) is None else x[target_index]
+            for name in ("ref_logprobs", "importance_weights", "sampler_weights")
+        }
         return MicroBatch(
             tokens=self._tokens[index],
             positions=positions,
@@ -144,13 +141,11 @@ class Packer:
             rows=rows,
             target_rows=target_rows,
             by_row=by_row,
-            targets=self.rollouts.tokens[target_index],
+            targets=rollouts.tokens[target_index],
             cu_seqlens=cu,
             advantages=self.advantages[sequences],
-            old_logprobs=self.rollouts.logprobs[target_index],
-            ref_logprobs=None if reference is None else reference[target_index],
-            importance_weights=None if importance is None else importance[target_index],
-            sampler_weights=None if own is None else own[target_index],
+            old_logprobs=rollouts.logprobs[target_index],
+            **optional,
             target_index=target_index,
             teacher=None if self.teacher is None else self.teacher.pack(of_host),
         )
@@ -160,7 +155,6 @@ class Packer:
         return torch.cat([self.prompts.tokens, self.rollouts.all_tokens])
 
     def positions(self, sequences: Tensor) -> Tensor:
-        """Return the packed positions of the chosen rollouts' tokens, on the rollouts' device."""
         positions, _ = gather_sequences(self._on_host[1], sequences)
         return to_device(self.rollouts.tokens.device, positions)[0]
 
@@ -175,10 +169,8 @@ class Packer:
 
     def split(self, sequences: Tensor, token_budget: int) -> list[Tensor]:
         """Split ascending sequences into micro-batches of at most `token_budget` tokens, or of one
-        longer row: between groups, and within a group that has more tokens.
-
-        What samples of a group begin with counts once, although `pack` repeats some.
-        """
+        longer row: between groups, and within a group that has more tokens. What samples of a group
+        begin with counts once, although `pack` repeats some."""
         rows, added, bounds = self._groups(sequences)
         ends, starts, room = added.cumsum(), list[int](), -1  # room: where the last part may end
         for start, stop in pairwise(bounds.tolist()):
@@ -189,7 +181,7 @@ class Packer:
         return [torch.from_numpy(np.sort(part)) for part in np.split(rows, starts)[1:]]
 
     def shortest(self, sequences: Tensor) -> Tensor:
-        """Return the chosen sequence [1] with the fewest tokens, its prompt included."""
+        """Return the chosen sequence [1] with the fewest tokens, those of its prompt included."""
         tokens = (self._prompt_lengths + self._whole_cu_seqlens.diff())[sequences]
         return sequences[tokens.argmin()].view(1)
 

@@ -37,14 +37,6 @@ def run_batch(module: nn.Module, batch: MicroBatch, dtype: torch.dtype) -> Tenso
     return choose_rows(hidden, batch.target_rows, batch.by_row)
 
 
-def exchange_gradients(module: Any, now: bool) -> None:
-    """Let the next pass exchange gradients between the ranks, or add to this rank's if they fit."""
-    if isinstance(module, DistributedDataParallel):
-        module.require_backward_grad_sync = now
-    elif module.keeps_gradients:
-        module.set_requires_gradient_sync(now)
-
-
 class Pass(NamedTuple):
     batch: MicroBatch
     sequences: Tensor  # int64, on the host
@@ -65,17 +57,14 @@ class Passes:
     shares_weights: bool
 
     def packer(self, samples: Samples, advantages: Tensor | None = None) -> Packer:
-        """Return the packer of these samples; advantages [S] default to 0."""
         if advantages is None:
             advantages = torch.zeros(len(samples.rollouts), device=samples.rollouts.tokens.device)
         return Packer(samples.prompts, samples.rollouts, advantages, self.shares_all)
 
     def micro_batches(self, packer: Packer, sequences: Tensor) -> Iterator[Pass]:
-        """Yield this rank's passes over the chosen sequences.
-
-        All ranks run the same number, because each pass exchanges gradients or sharded weights. A
-        rank with fewer micro-batches repeats the shortest response.
-        """
+        """Yield this rank's passes over the chosen sequences. All ranks run the same number,
+        because each exchanges gradients or sharded weights: a rank with fewer micro-batches repeats
+        the shortest response."""
         shares = packer.share(sequences, self.ranks.size)
         parts = [packer.split(share, self.token_budget) for share in shares]
         own, num_passes = parts[self.ranks.rank], max(map(len, parts))
@@ -86,7 +75,7 @@ class Passes:
 
     def accumulate(
         self,
-        module: nn.Module,
+        module: Any,
         packer: Packer,
         sequences: Tensor,
         loss_of: Callable[[MicroBatch], tuple[Tensor, Tensor]],
@@ -95,30 +84,30 @@ class Passes:
         differentiate, and numbers float64 to keep."""
         kept = []
         for batch, chosen, is_padding, is_last in self.micro_batches(packer, sequences):
-            exchange_gradients(module, is_last)
+            # the last pass exchanges gradients; earlier ones add to this rank's, if they fit
+            if isinstance(module, DistributedDataParallel):
+                module.require_backward_grad_sync = is_last
+            elif module.keeps_gradients:
+                module.set_requires_gradient_sync(is_last)
             loss, numbers = loss_of(batch)
             (0 * loss if is_padding else loss).backward()
             if not is_padding:
                 kept.append((chosen, numbers))
         return kept
 
-    def total(self, kept: Kept, like: Tensor) -> Tensor:
-        """Return the kept numbers, added over all micro-batches and ranks; their shape is like."""
-        return self.ranks.sum(sum((numbers for _, numbers in kept), torch.zeros_like(like)))
+    def total(self, kept: Kept, count: int, device: torch.device) -> Tensor:
+        """Add the kept numbers [count] over micro-batches and ranks."""
+        none = torch.zeros(count, dtype=torch.float64, device=device)
+        return self.ranks.sum(sum((numbers for _, numbers in kept), none))
 
     def logprobs(self, model: PolicyModel, samples: Samples, *shares: Tensor) -> Tensor:
-        """Return the log-probs under `model` of the chosen samples' tokens, as `compute`."""
         return self.compute(self.logprobs_and_entropies, model, samples, *shares)[:, 0]
-
-    def entropies(self, model: PolicyModel, samples: Samples, sequences: Tensor) -> Tensor:
-        """Like `logprobs`, the entropies in nats."""
-        return self.compute(self.logprobs_and_entropies, model, samples, sequences)[:, 1]
 
     def logprobs_and_entropies(
         self, model: PolicyModel, batch: MicroBatch, hidden: Tensor
     ) -> Tensor:
-        """Return log-probs and entropies of a micro-batch's tokens, [T, 2] float32, from the hidden
-        states [T, H] that predict them."""
+        """Return [T, 2] float32 of a micro-batch, from the hidden states that predict its tokens;
+        entropies in nats."""
         scaling = model.scaling(self.temperature)
         values = linear_token_logprobs(hidden, model.output_matrix, batch.targets, **scaling)
         return torch.stack([value.float() for value in values], 1)
@@ -129,19 +118,17 @@ class Passes:
     ) -> Tensor:
         """Return `values` [T, n] float32 of the chosen samples' tokens, packed; the samples are
         ascending, and micro-batches hold samples of one share."""
-        packer, sequences = self.packer(samples), torch.cat(shares).cpu()
+        packer, rollouts = self.packer(samples), samples.rollouts
         batches = (self.micro_batches(packer, share.cpu()) for share in shares)
-        device, results = samples.rollouts.tokens.device, None
+        results = None
         for batch, _, is_padding, _ in chain.from_iterable(batches):
             if not is_padding or self.shares_weights or results is None:
                 computed = values(model, batch, run_batch(model, batch, self.dtype))
                 model.reshard()
                 if results is None:
-                    shape = len(samples.rollouts.tokens), computed.shape[1]
-                    results = torch.zeros(shape, device=device)
+                    results = computed.new_zeros(len(rollouts.tokens), computed.shape[1])
             if not is_padding:
                 results[batch.target_index] = computed
-        results = self.ranks.sum(torch.zeros(0, 2, device=device) if results is None else results)
-        if len(sequences) == len(samples.rollouts):
-            return results
-        return results[packer.positions(sequences)]
+        results = self.ranks.sum(rollouts.logprobs.new_zeros(0, 2) if results is None else results)
+        sequences = torch.cat(shares).cpu()
+        return results if len(sequences) == len(rollouts) else results[packer.positions(sequences)]

@@ -1,11 +1,8 @@
 """Rewards from the policy: the probability of the reference answer, given each response's
-reasoning.
-
-One forward pass over every response's reasoning, followed by the reference answer in place of the
-response's own. All ranks take part.
-"""
+reasoning, by one forward pass over it and that answer in place of the response's own."""
 
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 from torch import Tensor
@@ -44,34 +41,26 @@ class PolicyReward:
 
     "logprob" is log pi(y* | x, z), "mean_logprob" its mean over the tokens of y*. "rlpr" is the
     reward of RLPR (Yu et al. 2025, arXiv:2506.18254), where p(z) is the mean probability of the
-    tokens of y*:
-
-        .9 max(0, p(z) - p(nothing)) + .1 [the response leads to an answer].
+    tokens of y*: .9 max(0, p(z) - p(nothing)) + .1 [the response leads to an answer].
 
     "probability" is pi(y* | x, z), the reward of VeriFree (Zhou et al. 2025, arXiv:2505.21493). It
     is 0 if the response does not lead to an answer, or its reasoning leaves no room for one; the
-    others append the lead-in of an answer to such a response, whose reasoning is cut if needed.
+    others append the lead-in of an answer to such a response, whose reasoning is cut if needed."""
 
-    Args:
-        kind: one of LIKELIHOODS, or PROBABILITY.
-        limit: the longest response, in tokens, with its answer; longer answers are cut.
-    """
-
-    kind: str
+    kind: str  # one of LIKELIHOODS, or PROBABILITY
     task: AnsweredTask
     learner: Learner
-    limit: int
+    limit: int  # the longest response, in tokens, with its answer; longer answers are cut
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> AnswerScores:
-        """Return the rewards of N responses to each prompt, the same on all ranks, which must all
-        call this."""
+        """Score N responses to each prompt; the same on all ranks, which must all call this."""
         answered = self._answered(prompts, rollouts)
         logprobs, lengths, continued = self._answer_logprobs(prompts, answered)
         sums = sequence_sums(logprobs, lengths)
         leads = torch.tensor([float(a.leads) for a in answered], device=sums.device)
         parts = {"answer_logprob": sums, "answer_leads": leads}
         if self.kind == PROBABILITY:
-            parts["answer_logprob"] = sums = torch.where(lengths > 0, sums, -torch.inf)
+            parts["answer_logprob"] = sums = torch.where(lengths > 0, sums, -inf)
             # z + y* with the sampler's log-probs of z and the policy's of y*
             reasoning = continued.lengths - lengths
             own = ranges(rollouts.cu_seqlens[:-1], reasoning)  # positions of z in the samples
@@ -128,7 +117,7 @@ class PolicyReward:
 
 
 def check_answers(task: Task, who: str) -> AnsweredTask:
-    """Return the task if it knows reference answers; its first prompt is tried."""
+    """Return the task if it knows reference answers, which its first prompt shows."""
     if not isinstance(task, AnsweredTask):
         raise InputError(
             f"{who} needs the reference answer to every prompt, which the task {task.name} does "
@@ -142,13 +131,10 @@ def check_answers(task: Task, who: str) -> AnsweredTask:
 
 
 def _answer_positions(rollouts: Rollouts, lengths: Tensor) -> Tensor:
-    """Return the packed positions of the last `lengths` [S] tokens of each response."""
+    # of the last `lengths` [S] tokens of each response
     return ranges(rollouts.cu_seqlens[1:] - lengths, lengths)
 
 
 def _components(parts: dict[str, Tensor]) -> list[dict[str, float]]:
-    columns = torch.stack([*parts.values()], 1).tolist()
-    return [
-        {name: x for name, x in zip(parts, row, strict=True) if x > float("-inf")}
-        for row in columns
-    ]
+    rows = torch.stack([*parts.values()], 1).tolist()
+    return [{name: x for name, x in zip(parts, row, strict=True) if x > -inf} for row in rows]

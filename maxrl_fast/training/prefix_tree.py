@@ -1,8 +1,6 @@
-"""Samples that begin alike, as a forest of segments that are computed once.
-
-Sorted by their tokens, rows that begin alike are neighbours. In that order each row adds to the
-stream what it does not share with the row before it, which is the forest in depth-first order.
-"""
+"""Samples that begin alike, as a forest of segments that are computed once. Sorted by their tokens,
+rows that begin alike are neighbours. In that order each row adds to the stream what it does not
+share with the row before it, which is the forest in depth-first order."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +19,8 @@ def ranges(starts: Integers, lengths: Integers) -> Integers:
 
 
 def beginnings(sequences: list[bytes]) -> tuple[Integers, Integers]:
-    """Return how many int64 numbers sequences [n] have, and how many each begins with like the one
-    before it; 0 for the first."""
+    """Return how many int64 numbers sequences [n] have, and how many each shares with the one
+    before it."""
     lengths = np.array([len(x) // 8 for x in sequences], dtype=np.int64)
     numbers, starts = np.frombuffer(b"".join(sequences), np.int64), lengths.cumsum() - lengths
     both = np.minimum(lengths[1:], lengths[:-1])
@@ -56,11 +54,9 @@ class SortedRows:
     @cached_property
     def _sorted(self) -> tuple[Integers, Integers]:
         """[S] rows in the order of their tokens' bytes, a beginning of another row before it; and
-        with how many tokens each begins like the one before it.
-
-        Samples of a prompt are compared only after it: a row's key is the number of the shortest
-        prompt that begins it, and what follows.
-        """
+        with how many tokens each begins like the one before it. Samples of a prompt are compared
+        only after it: a row's key is the number of the shortest prompt that begins it, and what
+        follows."""
         data, bounds = self.tokens.tobytes(), np.stack([self.starts, self.starts + self.sizes], 2)
         of_prompt, of_response = (8 * bounds).swapaxes(0, 1).tolist()
         prompts = {a: data[a:b] for a, b in dict(of_prompt).items()}
@@ -83,8 +79,7 @@ class SortedRows:
         return self._sorted[0].argsort()
 
     def common(self, rows: Integers) -> Integers:
-        """Return with how many tokens each row begins like the one before it, of a lower rank; 0
-        for the first."""
+        """Return with how many tokens each row begins like the one before it, of a lower rank."""
         between = np.repeat(self.ranks[rows] + 1, 2)[1:-1]
         least = np.minimum.reduceat(np.append(self._sorted[1], 0), between)[::2]
         return np.append(0, least)[: len(rows)]
@@ -97,11 +92,8 @@ class SortedRows:
         shares_all: bool,
     ) -> Tree:
         """Return the forest of the rows [S'], and where `counts` [S'] tokens of each, those at the
-        packed `positions` [T] in its row, are in it.
-
-        All that rows begin with is shared, or prompts and whole rows only, where each further level
-        of the forest would be another call of attention.
-        """
+        packed `positions` [T] in its row, are in it. All that rows begin with is shared, or prompts
+        and whole rows only, where each further level would be another call of attention."""
         by_rank = self.ranks[sequences].argsort()
         rows = sequences[by_rank]
         lengths, prompts, common = self.lengths[rows], self.sizes[rows, 0], self.common(rows)

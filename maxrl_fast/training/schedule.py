@@ -77,8 +77,7 @@ class Stopping:
 
     A class of --schedule has another `more`: a rule without bias sees of a prompt's own rollouts
     only the rewards, and does not stop before the first success. Checkpoints keep `state`, tensors
-    by name that change in place.
-    """
+    by name that change in place."""
 
     num_prompts: int
     block: int
@@ -115,12 +114,16 @@ Schedule = DynamicSampling | Stopping
 
 def deviations(rewards: Tensor) -> Tensor:
     """Return the standard deviation [G] of the known rewards of groups; inf of fewer than two."""
-    group = Group(rewards.double().nan_to_num(), ~rewards.isnan())
+    group = _known(rewards)
     return group.std(group.rewards, 1)[:, 0]
 
 
 def is_mixed(rewards: Tensor, bound: float = 0.0) -> Tensor:
     """Return the groups [G] whose known rewards [G, N] differ, with this standard deviation."""
-    group = Group(rewards.double().nan_to_num(), ~rewards.isnan())
+    group = _known(rewards)
     mixed = (group.largest(group.rewards) > group.smallest(group.rewards))[:, 0]
     return mixed & ~(deviations(rewards) < bound) if bound else mixed
+
+
+def _known(rewards: Tensor) -> Group:
+    return Group(rewards.double().nan_to_num(), ~rewards.isnan())

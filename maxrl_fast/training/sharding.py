@@ -17,12 +17,8 @@ from maxrl_fast.training.passes import run_batch
 def is_sharded(
     sharding: str, model: PolicyModel, machine: Machine, has_critic: bool = False
 ) -> bool:
-    """Return whether to shard the weights; "auto" does on GPUs where training would take more than
-    half of the memory without.
-
-    Counted are the float32 weights, gradients and moments of policy and critic, and the rollout
-    engine's copy of the policy.
-    """
+    """Return whether to shard the weights; "auto" does on GPUs where more than half of the memory
+    would be float32 weights, gradients and moments, and the rollout engine's copy."""
     if machine.processes == 1 or sharding != "auto" or machine.device != "cuda":
         return machine.processes > 1 and sharding == "full"
     critic = 16 * num_critic_weights(model) if has_critic else 0
@@ -34,18 +30,15 @@ def _bytes(model: PolicyModel, trained: float, frozen: float) -> float:
 
 
 def gradients_fit(model: PolicyModel, machine: Machine) -> bool:
-    """Return whether half of the memory holds all gradients and the rollout engine's copy in
-    float32, beside the shards."""
+    """Return whether half of the memory holds all gradients and the engine's copy, beside the
+    shards."""
     part = 4 / machine.processes
     return _bytes(model, 8 + 4 * part, 4 + part) <= machine.memory / 2
 
 
 def distribute(model: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> nn.Module:
-    """Return the module that all ranks run forward and backward together; its gradients are means
-    over the ranks.
-
-    model: on its device, equal on all ranks or sharded (`shard`).
-    """
+    """Return the module that all ranks run together; its gradients are means over the ranks. The
+    model is on its device, equal on all ranks or sharded."""
     if ranks.size == 1:
         return model
     if not model.bare:
@@ -59,13 +52,9 @@ def distribute(model: PolicyModel, ranks: Ranks, dtype: torch.dtype) -> nn.Modul
 
 
 def _arrange_buckets(module: nn.Module, model: PolicyModel, dtype: torch.dtype) -> None:
-    """Let DDP arrange the gradients in its buckets now, by a backward pass on a few tokens
-    whose gradients are discarded.
-
-    DDP rearranges its buckets after its first backward pass. With more than two ranks the order of
-    additions depends on a gradient's place in the bucket, so without this the first update of a
-    resumed run would round differently from an uninterrupted run.
-    """
+    """DDP rearranges its buckets after its first backward pass: here one whose gradients are
+    discarded. With more than two ranks the order of additions depends on a gradient's place, so the
+    first update of a resumed run would else round differently from an uninterrupted run."""
     device = model.lm_head.weight.device
     prompts = Prompts(*pack([[0, 0]]), torch.zeros(1, dtype=torch.int64)).to(device)
     rollouts = Rollouts.given([[0, 0]]).to(device)

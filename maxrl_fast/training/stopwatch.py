@@ -10,11 +10,9 @@ class Lap:
 
 
 class Stopwatch:
-    """Measures wall time by stage, and counts the signs of progress, which the watchdog reads.
-
-    The time of a nested stage counts for the inner stage only. `seconds`, totals by stage, is
-    updated in place. A beat is one of the `parent` too, which measures what waits for this one.
-    """
+    """Measures wall time by stage, of nested ones for the inner one only, and counts the signs of
+    progress, which the watchdog reads. `seconds`, totals by stage, is updated in place. A beat is
+    one of the `parent` too, which measures what waits for this one."""
 
     def __init__(
         self, seconds: dict[str, float] | None = None, parent: "Stopwatch | None" = None

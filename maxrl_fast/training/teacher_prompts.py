@@ -18,22 +18,14 @@ NUM_TRIED = 64  # prompts that are checked before the first step, of a task that
 
 @dataclass(frozen=True)
 class TeacherPrompts:
-    """Makes the teacher's prompts.
-
-    Args:
-        source: ANSWER, the prompt with the reference answer after it, or FILE.py:FUNCTION.
-        limit: the longest prompt in tokens, which leaves room for the response.
-    """
-
     task: Task
-    source: str
-    limit: int
+    source: str  # ANSWER, the prompt with the reference answer after it, or FILE.py:FUNCTION
+    limit: int  # the longest prompt in tokens, which leaves room for the response
 
     def __call__(self, prompts: Prompts) -> Prompts:
         return self._of(prompts.ids.tolist()).to(prompts.tokens.device)
 
     def check(self) -> None:
-        """Make all training prompts of a data set; raises as a call."""
         if self.source == ANSWER:
             check_answers(self.task, f"--teacher-prompt {ANSWER}")
         elif not isinstance(self.task, TextTask):

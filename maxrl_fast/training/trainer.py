@@ -39,8 +39,7 @@ class StepRecord:
 
 @dataclass
 class Trainer:
-    """Trains a policy. Each of `updates_per_step` optimizer updates uses an equal share of a step's
-    prompts.
+    """Each of `updates_per_step` optimizer updates uses an equal share of a step's prompts.
 
     With `ahead` A, step n + A is sampled in a thread while step n trains, with the weights that
     step n begins with. Its engine must not compute where the policy is changed:
@@ -66,14 +65,14 @@ class Trainer:
     _sampled: float = 0.0  # when the last batch of the thread was there
 
     def __post_init__(self) -> None:
-        # Without this Python would kill the thread at exit, which aborts the process if the thread
-        # is inside PyTorch. The thread keeps its trainer; others are freed.
+        # Python would kill the thread at exit, which aborts the process if it is inside PyTorch.
+        # The thread keeps its trainer; others are freed.
         own = weakref.ref(self)
         atexit.register(lambda: (x := own()) and x._coming and wait([x._coming], EXIT_SECONDS))
 
     def settle(self) -> list[RolloutBatch]:
-        """Wait for the batch that is being sampled, if any, and raise its error. The engine then
-        has nothing to do; return `waiting`."""
+        """Wait for the batch that is being sampled, if any, and raise its error; return
+        `waiting`."""
         if self._coming is not None:
             with self.clock("wait for samples"):
                 wait([self._coming])  # an interrupt leaves it
@@ -87,7 +86,6 @@ class Trainer:
         return replace(batch, sampled_after=weights)
 
     def load_engine(self) -> None:
-        """Give the engine the newest weights, as for an evaluation."""
         self.settle()
         with self.clock("weights to rollout"):
             self.engine.load_weights(self.learner.model)
@@ -107,7 +105,6 @@ class Trainer:
         return waiting.pop(0)
 
     def step(self, n: int, first_prompt: int) -> StepRecord:
-        """Take step n, counted from 1, on the prompts from index `first_prompt` on."""
         clock = self.clock
         learner, objective = self.learner, self.objective
         lr = self.learning_rate.at(n)

@@ -13,21 +13,14 @@ from maxrl_fast.training.optimizer import LearningRate
 
 @dataclass
 class WarmStart:
-    """Trains the policy on one solution per prompt.
-
-    Args:
-        learner: with the loss "reinforce"; with advantage 1 it is the mean negative log-likelihood
-            of the solution tokens.
-        takes_prompts: whether it uses up training prompts, so that reinforcement learning starts
-            after them.
-    """
+    """Trains the policy on one solution per prompt."""
 
     task: Task
-    learner: Learner
+    learner: Learner  # with the loss "reinforce", of advantages 1
     learning_rate: LearningRate
     batch: int  # prompts of a step
     device: torch.device
-    takes_prompts: bool = True
+    takes_prompts: bool = True  # it uses up training prompts; the others are for what follows
 
     @property
     def num_steps(self) -> int:
@@ -38,7 +31,6 @@ class WarmStart:
         return self.num_steps * self.batch if self.takes_prompts else 0
 
     def steps(self, done: int = 0) -> Iterator[tuple[int, float]]:
-        """Take the steps after the first `done`; yield each step's number and loss."""
         for step in range(done + 1, self.num_steps + 1):
             prompts, solutions = self.task.demonstrations((step - 1) * self.batch, self.batch)
             samples = Samples(prompts.to(self.device), solutions.to(self.device))

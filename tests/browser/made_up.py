@@ -44,11 +44,6 @@ def write_run(
     ]
     write_lines(folder / "eval.jsonl", evaluations)
     warning = {"step": 12, "kind": "entropy", "value": 0.1, "message": f"it fell {HOSTILE}"}
-    norms = [
-        {"step": s, "ids": [s, s + 1, s + 2], "pass_rate": [0.0, 0.25, 1.0]}
-        | {"grad_norm": [0.0, rng.random(), 0.0]}
-        for s in (10, 20)
-    ]
     counted = {"num_samples": 8, "num_prompts": 30, "ids": list(range(30))}
     counts = [
         counted | {"step": s, "num_correct": [rng.randint(0, 8) for _ in range(30)]}
@@ -58,7 +53,7 @@ def write_run(
     rollouts = [rollout(rng, step, i) for step in (1, 9) for i in (100, 101) for _ in range(6)]
     samples = [sample(rng, step, i) for step in (10, 20) for i in range(13)]
     for name, lines in {
-        **{"warnings": [warning], "diagnostics": norms, "pass_rates": counts},
+        **{"warnings": [warning], "pass_rates": counts},
         **{"eval_prompts": prompts, "rollouts": rollouts, "samples": samples},
     }.items():
         write_lines(folder / f"{name}.jsonl", lines)

@@ -96,7 +96,7 @@ def difference(line: str) -> str:
 
 
 def digest(text: str) -> str:
-    return f"{zlib.crc32(text.encode()):08x}"
+    return f"{zlib.crc32(text.encode()) & 0xFFFF:04x}"
 
 
 def refusal(line: str) -> str:
@@ -133,5 +133,5 @@ if __name__ == "__main__":
         write(Path(folder))
         os.chdir(folder)
         for key, of in (("right", lambda x: digest(difference(x))), ("wrong", refusal)):
-            rows = (f"{line} | {of(line):.56}".rstrip() for line in LINES[key])
+            rows = (f"{line} | {of(line):.48}".rstrip() for line in LINES[key])
             print(f"{key} = '''", *rows, "'''", sep="\n")

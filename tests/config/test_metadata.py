@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 from maxrl_fast.algorithms.options import options_of
@@ -61,18 +59,6 @@ def test_what_a_resumed_run_may_change():
     assert {"lr", "eval_prompts", "seed"}.isdisjoint(FREE)
     assert "layers" in SHAPE
     assert Config.names() >= SHAPE | (FREE - {"vllm_url", "vllm_tensor_parallel"})
-
-
-def test_another_objective_takes_its_own_defaults_on_resume(tmp_path):
-    options = {"objective": "maxpo", "k": 3, "aggregation": "token_mean", "lr": 0.5}
-    (tmp_path / "config.json").write_text(json.dumps(options))
-    config = parse(["--resume", str(tmp_path), "--objective", "maxrl"])
-    assert (config.parts["objective"], config.loss.aggregation) == ({"order": None}, None)
-    assert config.optimizer.lr == 0.5
-    options |= {"loss": "ppo", "clip_low": 0.1}
-    (tmp_path / "config.json").write_text(json.dumps(options))
-    config = parse(["--resume", str(tmp_path), "--objective", "pacs"])
-    assert (config.chosen.loss, config.parts["loss"]) == ("reinforce", {})
 
 
 def test_a_misspelled_option_is_found_by_its_spelling():

@@ -34,15 +34,15 @@ def test_a_rank_never_holds_half_of_the_weights(tmp_path):
 
 def main():
     """Train, where weights go from the host to a device as if it were another than the CPU."""
-    counted, place, build_loop = LiveBytes(), build.RunContext.place, launch.build_loop
+    counted, place, run_loop = LiveBytes(), build.RunContext.place, launch.RunLoop
     build_engine, host = build.build_engine, []
 
-    def placed(run, saved):
+    def placed(run):
         policy = run.policy
         host.extend(p.detach() for p in policy.parameters())  # so that no address is used again
         host.append(max(sum(p.nbytes for p in x.parameters()) for x in policy.blocks))
         with counted:
-            return place(run, saved)
+            return place(run)
 
     def engine(*arguments):
         with _disable_current_modes():
@@ -50,7 +50,7 @@ def main():
 
     def loop(run, *arguments):
         with counted:
-            loop = build_loop(run, *arguments)
+            loop = run_loop(run, *arguments)
         learner = loop.trainer.learner
         models = learner.model, learner.reference, learner.critic.model
         whole = sum(4 * p.numel() for model in models for p in model.parameters())
@@ -64,7 +64,7 @@ def main():
     nn.Module.to = lambda self, _: self._apply(torch.clone)
     _fsdp_init._move_states_to_device = moved
     build.build_engine = engine
-    build.RunContext.place, launch.build_loop = placed, loop
+    build.RunContext.place, launch.RunLoop = placed, loop
     return train.main(sys.argv[1:])
 
 

@@ -1,6 +1,7 @@
 """Where the tests of the kernels run: a CPU, an emulated GPU (tests/emulation), and a GPU."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ def run(call: dispatch.KernelLaunch, kernel: str, **arguments: object) -> object
 def emulated_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "is_gpu", lambda device: True)
+        # without the CPU's short path
+        patch.setattr(sys.modules["maxrl_fast.ops.group_advantage"], "_plan", lambda *key: None)
         patch.setattr(dispatch.KernelLaunch, "_run", run)
         yield
 

@@ -19,7 +19,7 @@ FUNCTIONS = [name for name, row in ops.ESTIMATORS.items() if row.kernel is None]
 def computed(rewards, valid, name):
     row = KERNELS[name]
     options = {key: option.default for key, option in row.options.items()}
-    return by_kernel(rewards, valid, row, 2 if row.size else 0, options)[0]
+    return by_kernel(rewards, valid, row, 2 if row.size else 0, options)
 
 
 def close(actual, expected, **tolerance):

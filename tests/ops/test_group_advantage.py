@@ -208,6 +208,20 @@ def test_large_and_small_float64_rewards_have_the_advantages_of_ordinary_ones(na
         assert torch.equal(scaled, expected if is_free else expected * factor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", KERNELS)
+def test_full_groups_of_a_cpu_take_the_short_path(monkeypatch, name, dtype):
+    r = torch.randn(9, 5, generator=torch.Generator().manual_seed(6), dtype=dtype)
+    negated = torch.view_as_complex(torch.stack([r, r], -1)).conj().imag  # its memory has -r
+    size = CORE[name]
+    for rewards in (r, r.T, negated):
+        valid = torch.ones_like(rewards, dtype=torch.bool)
+        expected = ops.group_advantage(rewards, name, valid=valid, **size)
+        assert torch.equal(ops.group_advantage(rewards, name, **size), expected)
+    monkeypatch.setattr(sys.modules["maxrl_fast.ops.group_advantage"], "_of_groups", None)
+    ops.group_advantage(r, name, **size)
+
+
 def test_where_a_check_would_wait_bad_numbers_become_nan(monkeypatch):
     module = sys.modules["maxrl_fast.ops.group_advantage"]
     monkeypatch.setattr(module, "is_host_readable", lambda x: False)  # as of a GPU's tensors

@@ -95,9 +95,6 @@ def test_embedded_numbers_equal_the_files(tmp_path, report):
         for found, record in zip(run["coverage"], evaluations, strict=True):
             rows = [[int(k), value, None, None] for k, value in record["pass_at_k"].items()]
             assert found == {"step": record["step"], "rows": rows}
-        diagnosed = read(folder / "diagnostics.jsonl")
-        points = [zip(x["pass_rate"], x["grad_norm"], strict=True) for x in diagnosed]
-        assert run["points"] == [[*point] for own in points for point in own]
         nothing = {"advantage": None, "components": {}, "answer": "", "columns": ""}
         own = {"left_out": 0, "turns": None}
         assert run["samples"] == [x | nothing | own for x in read(folder / "samples.jsonl")]
@@ -152,7 +149,7 @@ def test_the_page_makes_no_network_requests(tmp_path, report):
 
 def test_a_run_in_progress_without_optional_files(tmp_path, report):
     write_run(tmp_path / "run")
-    names = "eval.jsonl warnings.jsonl diagnostics.jsonl samples.jsonl config.json"
+    names = "eval.jsonl warnings.jsonl samples.jsonl config.json"
     for name in (*names.split(), "weight.json", *LAZY):
         (tmp_path / "run" / name).unlink()
     whole = (tmp_path / "run" / "metrics.jsonl").read_bytes()

@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+from maxrl_fast.config.options import Reward
 from maxrl_fast.rewards.pool import RewardPool
 
 ROOT = Path(__file__).parents[2]
@@ -14,14 +15,15 @@ FUNCTIONS = ROOT / "tests" / "rewards" / "functions.py"
 GB = 1 << 30
 
 
+@contextlib.contextmanager
 def pool(name, workers=2, time_limit=10.0, memory_limit=GB, file=FUNCTIONS, **options):
-    return RewardPool(
-        f"{file}:{name}",
-        workers=workers,
-        time_limit=time_limit,
-        memory_limit=memory_limit,
-        **options,
-    )
+    """Options: more of `Reward`, without "reward_", and of RewardPool."""
+    more = {key: options.pop(key) for key in ("output", "is_environment") if key in options}
+    given = {f"reward_{key}": value for key, value in options.items()}
+    given |= {"reward_workers": workers, "reward_seconds": time_limit}
+    limits = Reward(reward_memory_gb=memory_limit / 1e9, **given)
+    with contextlib.closing(RewardPool(f"{file}:{name}", limits, **more)) as found:
+        yield found
 
 
 def rewards(outcomes):
@@ -73,7 +75,7 @@ def eventually(condition, limit=10.0):
 def pids(pool):
     """Return the pids of the processes that make calls, once all have started."""
     list(pool.results(0.0))
-    return [worker._process.pid for worker in pool._workers]
+    return [worker.process.pid for worker in pool._workers]
 
 
 def own_descendants():

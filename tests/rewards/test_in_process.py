@@ -3,15 +3,15 @@ import threading
 
 import pytest
 
-from maxrl_fast.rewards.pool import InProcess, RewardPool
-from tests.rewards.pools import rewards
+from maxrl_fast.rewards.pool import UserCode
+from tests.rewards.pools import pool, rewards
 from tests.tables import refused
 
 ROWS = [{"prompt": f"p{i // 2}", "response": "x" * i, "answer": (i, i)} for i in range(6)]
 
 
 def source(function, **options):
-    return InProcess(function, "python:f", **options)
+    return UserCode(function, "python:f", **options)
 
 
 def length(prompt, response, **columns):
@@ -28,8 +28,8 @@ async def of_one(prompt, response):
 
 @pytest.mark.parametrize("name", ["length", "of_lists", "of_one"])
 def test_the_rewards_are_those_of_worker_processes(name):
-    with RewardPool(f"{__name__}:{name}", workers=1, time_limit=20, memory_limit=10**9) as pool:
-        wanted = pool.score(ROWS, 2)
+    with pool(name, file=__name__) as workers:
+        wanted = workers.score(ROWS, 2)
     assert source(globals()[name]).score(ROWS, 2) == wanted
 
 

@@ -41,7 +41,7 @@ def judge(server):
         names["OPENAI_API_KEY"] = "secret"
         for name, value in names.items():
             patch.setenv(name, value)
-        options = {"time_limit": 30.0, "concurrency": 4, "environment": [*names]}
+        options = {"time_limit": 30.0, "concurrency": 4, "env": ",".join(names)}
         with pool("judge", 1, memory_limit=2 * GB, file=JUDGE, **options) as one:
             yield one
 

@@ -2,7 +2,7 @@ import pytest
 
 from maxrl_fast.rewards import verifiers
 from maxrl_fast.rewards.mathematics import equal
-from maxrl_fast.rewards.pool import RewardPool
+from tests.rewards.pools import GB, pool
 from tests.tables import table
 
 # correct answer | right ones | wrong ones
@@ -95,8 +95,7 @@ def test_what_cannot_be_compared_is_wrong():
     answers = [answer for row in hostile for answer in row] + [f"{'(' * 80}7{')' * 80}"]
     rows = [{"prompt": "", "response": f"\\boxed{{{x}}}", "answer": "7"} for x in answers]
     late = {"prompt": "", "response": "\\boxed{(x+1)^{3000}+y}", "answer": "7"}
-    function, memory = "maxrl_fast.rewards.verifiers:mathematics", 2_000_000_000
-    with RewardPool(function, workers=1, time_limit=3.0, memory_limit=memory) as pool:
-        outcomes = pool.score([*rows, late])
+    with pool("mathematics", 1, 3.0, 2 * GB, verifiers.__name__) as one:
+        outcomes = one.score([*rows, late])
     assert {outcome.reward for outcome in outcomes} == {0.0}
     assert [outcome.kind for outcome in outcomes] == [""] * len(rows) + ["timeout"]

@@ -158,10 +158,10 @@ def test_secrets_are_not_in_the_environment_unless_they_are_named(monkeypatch):
     for name in names[:4]:
         monkeypatch.setenv(name, "secret")
     calls = [{"action": "variable", "name": name} for name in names]
-    with pool("act", 1, environment=["JUDGE_KEY"]) as one:
+    with pool("act", 1, env="JUDGE_KEY") as one:
         assert rewards(one.score(calls)) == [0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
     with refused("--reward-env names MISSING_KEY, which is not set"):
-        pool("act", environment=["MISSING_KEY"])
+        pool("act", env="MISSING_KEY").__enter__()
 
 
 def test_strings_hash_alike_in_every_process(monkeypatch, tmp_path):
@@ -188,7 +188,7 @@ def test_a_file_that_cannot_be_loaded_is_refused(tmp_path, text, monkeypatch):
     (tmp_path / "bad.py").write_text(text)
     before = own_descendants()
     with pytest.raises(InputError) as error:
-        pool("f", file=tmp_path / "bad.py")
+        pool("f", file=tmp_path / "bad.py").__enter__()
     assert f"{tmp_path / 'bad.py'}:f cannot be loaded: " in str(error.value)
     assert BAD_FILES[text] in str(error.value)
     assert own_descendants() == before
@@ -224,9 +224,10 @@ def test_an_interrupt_leaves_no_process():
 
 TRAINER = """
 import sys
+from maxrl_fast.config.options import Reward
 from maxrl_fast.rewards.pool import RewardPool
-pool = RewardPool(f"{sys.argv[1]}:act", workers=2, time_limit=60.0, memory_limit=1 << 30)
-print([worker._process.pid for worker in pool._workers], flush=True)
+pool = RewardPool(f"{sys.argv[1]}:act", Reward(reward_seconds=60.0))
+print([worker.process.pid for worker in pool._workers], flush=True)
 """
 ENDS = {
     "busy, killed": "pool.score([{'action': 'leave_program_and_hang', 'path': sys.argv[2]}])",

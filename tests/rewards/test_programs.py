@@ -5,9 +5,9 @@ import json
 import pytest
 
 from maxrl_fast.rewards import programs
-from maxrl_fast.rewards.pool import RewardPool
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
+from tests.rewards.pools import pool
 from tests.tables import refused
 from tests.tasks.test_dataset import save_byte_level_policy, written
 
@@ -25,9 +25,8 @@ def scored(tests, *programs, seconds=30.0):
     row = {"x": json.dumps(tests), "metadata": '{"func_name": "f"}'}
     line = {"prompt": "Add.", "answer": DATASETS["code"].gold(row, "x"), **row}
     rows = [{**line, "response": f"So:\n```python\n{x}\n```\nDone."} for x in programs]
-    limits = {"workers": 2, "time_limit": seconds, "memory_limit": 10**9}
-    with RewardPool("maxrl_fast.rewards.verifiers:code", **limits) as pool:
-        outcomes = pool.score(rows)
+    with pool("code", 2, seconds, file="maxrl_fast.rewards.verifiers") as two:
+        outcomes = two.score(rows)
     return [x.reward for x in outcomes], sum(bool(x.kind) for x in outcomes)
 
 

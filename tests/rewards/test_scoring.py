@@ -5,7 +5,7 @@ import torch
 
 from maxrl_fast import ops, train
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rewards.pool import InProcess
+from maxrl_fast.rewards.pool import UserCode
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
 from maxrl_fast.tasks.scorer import Scorer
@@ -75,7 +75,7 @@ def test_a_process_gives_up_only_above_the_failures_that_all_processes_may_have(
 
     # 2 of 6 fail, and 3 of 12 may
     task, responses = MazeTask(5), Rollouts.given([[DOWN], [DOWN], *[[UP]] * 4])
-    scorer = Scorer(task, InProcess(score, "f"), max_error_rate=0.25, num_ranks=num_ranks)
+    scorer = Scorer(task, UserCode(score, "f"), max_error_rate=0.25, num_ranks=num_ranks)
     scored = scorer.score(task.prompts("train", 0, 1), responses)
     assert bool(scored.isnan().all()) == has_given_up
     assert scored.isnan()[:2].all()

@@ -88,7 +88,7 @@ def test_an_episode_has_the_tokens_of_the_chat_template(make):
         said("Noch einmal ☺", *second),
         {"role": "tool", "content": error},
     ]
-    tools = task._workers.signature["tools"]
+    tools = task.workers.signature["tools"]
     options = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
     prompt = task.prompts("train", 0, 1).tokens.tolist()
     assert prompt == tokenizer.apply_chat_template(columns["prompt"], **options)

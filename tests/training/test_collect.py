@@ -212,10 +212,9 @@ def test_the_penalty_is_that_of_dapo(limit, buffer):
 
 
 def test_a_reward_that_is_not_known_stays_0_with_a_penalty():
-    rewards, valid = torch.tensor([[1.0, 0.0]]), torch.tensor([[True, False]])
     samples = Samples(batches.make_prompts([[1]]), Rollouts.given([[1] * 8, [1] * 10]))
     collector = RolloutCollector(None, None, None, None, 1, 2, length_penalty=LengthPenalty(10, 4))
-    batch = collector._finished(batches.collected(samples, rewards, valid))
+    batch = collector._finished(batches.collected(samples, torch.tensor([[1.0, NAN]])))
     assert batch.rewards.tolist() == [[0.5, 0.0]]
     assert batch.metrics["overlong_penalty"] == pytest.approx(-(0.5 + 1) / 2)
 

@@ -7,7 +7,6 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.records import Samples
-from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.correction import make_correction
 from maxrl_fast.training.loss_settings import LossSettings
@@ -17,6 +16,7 @@ from maxrl_fast.training.trainer import Trainer
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
 from tests.training.test_learner import PROMPTS, learner
+from tests.training.test_learner import sampled as sampled_by
 
 REWARDS = torch.tensor([[1.0, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 1]])
 BOUNDS = {
@@ -28,9 +28,7 @@ BOUNDS = {
 
 
 def sampled(model):
-    sampling = Sampling(1.0, 9, (3, 8, 12, 20, 25))
-    request = RolloutRequest(PROMPTS, 4, sampling, 1, 1)
-    rollouts = native_engine(model, torch.float32).generate(request)
+    rollouts = sampled_by(model, stop_ids=(3, 8, 12, 20, 25))
     assert len(rollouts.lengths.unique()) > 3
     return rollouts
 

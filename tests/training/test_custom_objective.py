@@ -203,7 +203,8 @@ def test_a_function_may_ask_for_what_only_a_run_has(file):
     largest = [ratios[share].max() for share in (*shares, shares[0])]
     assert step.finish()["largest"] == pytest.approx(float(sum(largest)) / 4, abs=1e-3)
     step = objective_of(parse(["--objective", f"{file}:by_entropy"])).begin(samples, one)
-    entropies = one.passes.entropies(model, samples, samples.sequences)
+    passes, given = one.passes, (model, samples, samples.sequences)
+    entropies = passes.compute(passes.logprobs_and_entropies, *given)[:, 1]
     is_right = (TOKEN_REWARDS > 0).flatten().repeat_interleave(rollouts.lengths)
     weights = step.batch.rollouts.importance_weights
     torch.testing.assert_close(weights, entropies * is_right, rtol=1e-4, atol=1e-5)

@@ -17,8 +17,8 @@ from tests.models import tiny_decoder, updated
 PPO = LossSettings(loss="ppo", aggregation="token_mean")
 
 
-def sampled(model):
-    request = RolloutRequest(PROMPTS, 4, Sampling(1.0, 9, (3,)), 1, 1)
+def sampled(model, prompts=PROMPTS, temperature=1.0, stop_ids=(3,)):
+    request = RolloutRequest(prompts, 4, Sampling(temperature, 9, stop_ids), 1, 1)
     return native_engine(model, torch.float32).generate(request)
 
 

@@ -6,13 +6,12 @@ import torch
 from maxrl_fast.algorithms.estimators import TRAINING_ESTIMATORS
 from maxrl_fast.ops import group_advantage, log_ratio_reward, pacs_loss, token_logprobs
 from maxrl_fast.records import Samples
-from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.registry import make_objective
 from tests.batches import collected, make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder, updated
+from tests.training.test_learner import sampled as sampled_by
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3]])
 N = 4
@@ -30,9 +29,7 @@ def make_learner(model, reference=None, lr=0.05):
 
 
 def sampled(model):
-    return native_engine(model, torch.float32).generate(
-        RolloutRequest(PROMPTS, N, Sampling(0.9, 9, (3,)), 1, 1)
-    )
+    return sampled_by(model, PROMPTS, 0.9)
 
 
 def logprobs(model, rollouts):
@@ -111,8 +108,8 @@ def test_the_closed_form_is_the_slope_of_the_loss(score):
     ratios[2] = 0.5  # all alike
     for weight in ("balanced", "none"):
         row, metrics = TRAINING_ESTIMATORS["pacs"], {}
-        row = row.bind(old_log_ratios=ratios, metrics=metrics)
         options = {"beta": 0.7, "score": score, "class_weight": weight}
+        options |= {"old_log_ratios": ratios, "metrics": metrics}
         actual = group_advantage(labels, row, valid=valid, **options)
         proxies = (0.7 * ratios[valid]).requires_grad_()
         offsets = torch.cat([torch.zeros(1), valid.sum(1).cumsum(0)]).long()
@@ -127,9 +124,9 @@ def test_the_closed_form_is_the_slope_of_the_loss(score):
             torch.testing.assert_close(metrics[f"pacs_{name}"], value)
         torch.testing.assert_close(metrics["pacs_loss"].double(), loss.detach() / len(proxies))
     if score == "rloo":  # at the sampling policy
-        row = TRAINING_ESTIMATORS["pacs"].bind(old_log_ratios=0 * ratios, metrics={})
         first = group_advantage(labels, "pacs_first_update", valid=valid)
-        torch.testing.assert_close(group_advantage(labels, row, valid=valid), first)
+        given = {"old_log_ratios": 0 * ratios, "metrics": {}}
+        torch.testing.assert_close(group_advantage(labels, row, valid=valid, **given), first)
 
 
 def test_the_reference_and_the_optimizer_are_reset():

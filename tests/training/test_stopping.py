@@ -101,8 +101,6 @@ class Coins:
 
 
 class CoinTask(NumberedTask):
-    """The reward of sample n of prompt i is `table[i][n]`."""
-
     def score(self, prompts, rollouts):
         count = len(rollouts) // len(prompts)
         owners = prompts.ids.repeat_interleave(count).tolist()

@@ -1,14 +1,10 @@
 """Estimators of max@k, most of them by rank tables: weights of the gaps of a group's ascending
 rewards, float64, by recurrence.
 
-A table [G, 2, N] holds `offset` and `slope` of each group: for ascending rewards r_(1) <= ... <=
-r_(n), gaps d_0 = r_(1), d_j = r_(j+1) - r_(j),
-
-    v_(i) = sum_{j >= 0} offset_j d_j + sum_{1 <= j < i} slope_j d_j,
-
-which `Group.rank_transform` and the kernel (csrc/group_advantage.h) compute. The table of a sum of
-estimators is the sum of their tables, and centring is a choice of offset. Tables depend only on the
-sizes n of the groups; a size k may be a number, or one for each group, [G, 1].
+A table [G, 2, N] holds `offset` and `slope` of each group, of which `Group.rank_transform` and the
+kernel (csrc/group_advantage.h has the formula) make advantages. The table of a sum of estimators is
+the sum of their tables, and centring is a choice of offset. Tables depend only on the sizes n of
+the groups; a size k may be a number, or one for each group, [G, 1].
 """
 
 import torch
@@ -62,9 +58,7 @@ def _improvement(g: Group, k: int) -> Tensor:
 
 
 @rank_estimator(
-    source="MaxPO, section 4.1, eq. 8; EI + L2O of section 3.1",
-    weight="(1-p)^(k-1)",
-    centred=True,
+    "MaxPO, section 4.1, eq. 8; EI + L2O of section 3.1", weight="(1-p)^(k-1)", centred=True
 )
 def maxpo(g: Group, *, k: KBelowN) -> Tensor:
     """S_i - S_-i = EI_i - L2O_i.
@@ -74,7 +68,7 @@ def maxpo(g: Group, *, k: KBelowN) -> Tensor:
     return _maxpo(g, k)
 
 
-@rank_estimator(source="MaxPO, section 3.1, eq. 5", weight="(1-p)^(k-1)")
+@rank_estimator("MaxPO, section 3.1, eq. 5", weight="(1-p)^(k-1)")
 def expected_improvement(g: Group, *, k: KOfPairs) -> Tensor:
     """EI_i = S_i - M_-i.
 
@@ -83,20 +77,20 @@ def expected_improvement(g: Group, *, k: KOfPairs) -> Tensor:
     return _improvement(g, k)
 
 
-@rank_estimator(source="MaxPO, section 3.1, eq. 6", weight="0")
+@rank_estimator("MaxPO, section 3.1, eq. 6", weight="0")
 def leave_two_out(g: Group, *, k: KOfPairsBelowN) -> Tensor:
     """L2O_i = S_-i - M_-i = mean over j != i of EI_j computed without i: a baseline."""
     return _improvement(g, k) - _maxpo(g, k)
 
 
-@rank_estimator(source="MaxPO, section 3.1, against eq. 6", centred=True)
+@rank_estimator("MaxPO, section 3.1, against eq. 6", centred=True)
 def ei_l1o(g: Group, *, k: KOfPairs) -> Tensor:
     """EI_i - mean over j != i of EI_j; biased, an ablation."""
     return _centred(g, g.within(k - 1, g.n - 1)[:, 1:-1] * g.n / (g.n - 1))
 
 
 @rank_estimator(
-    source="MaxRL, eq. 5 with Algorithm 1; any real reward through MaxPO",
+    "MaxRL, eq. 5 with Algorithm 1; any real reward through MaxPO",
     weight="(1-(1-p)^order)/p",
     centred=True,
 )
@@ -110,13 +104,13 @@ def maxrl(g: Group, *, order: Order = None) -> Tensor:
     return _centred(g, g.n / g.j * (g.n / (g.n - g.j) * (1 - missed) - 1))
 
 
-@rank_estimator(source="PKPO, Walder & Karkhanis 2025, sloo_minus_one", weight="(k/N) (1-p)^(k-1)")
+@rank_estimator("PKPO, Walder & Karkhanis 2025, sloo_minus_one", weight="(k/N) (1-p)^(k-1)")
 def pkpo(g: Group, *, k: KOfPairs) -> Tensor:
     """(k/N) EI_i = (k/N) (S_i - M_-i)."""
     return _improvement(g, k) * (k / g.n)[:, None]
 
 
-@rank_estimator(source="PKPO, Walder & Karkhanis 2025, sloo", weight="(k/N) (1-p)^(k-1)")
+@rank_estimator("PKPO, Walder & Karkhanis 2025, sloo", weight="(k/N) (1-p)^(k-1)")
 def pkpo_sloo(g: Group, *, k: KBelowN) -> Tensor:
     """(k/N) S_i - (k/(N-1)) S_-i; not centred."""
     # S_i: C(j-1, k-1) / C(n-1, k-1), the k-1 others are below gap j, as i is
@@ -128,18 +122,14 @@ def pkpo_sloo(g: Group, *, k: KBelowN) -> Tensor:
     return with_i * (k / g.n)[:, None] - without_i * (k / (g.n - 1))[:, None]
 
 
-@rank_estimator(
-    source="The Best of N Worlds, Bagirov et al. 2025, BoN max-second", weight="(1-p)^(N-1)"
-)
+@rank_estimator("The Best of N Worlds, Bagirov et al. 2025, BoN max-second", weight="(1-p)^(N-1)")
 def bon_max_second(g: Group) -> Tensor:
     """best reward - second best for the best rollout, 0 for the others."""
     return _table(g, (g.j == g.n - 1).double())
 
 
 @estimator(
-    source="Pass@k Training, Chen et al. 2025, arXiv:2508.10751, eqs. 14-15",
-    binary=True,
-    centred=True,
+    "Pass@k Training, Chen et al. 2025, arXiv:2508.10751, eqs. 14-15", binary=True, centred=True
 )
 def passk_training(g: Group, *, k: K) -> Tensor:
     """mean over the size-k subsets with i of (max - rho)/(sqrt(rho (1-rho)) + 1e-6), rho = 1 -

@@ -20,18 +20,18 @@ FalseNegativeRate = Annotated[
 
 
 @estimator(
-    source="MaxRL, Algorithm 1",
+    "MaxRL, Algorithm 1",
     weight="(1-(1-p)^(N-1))/p at eps 0",
     for_binary=True,
     kernel=Kernel(centred=True, scale="mean"),
 )
 def maxrl_ratio(g: Group, *, eps: Eps = 0.0) -> Tensor:
-    """(r - mean)/(mean + eps), 0 where mean + eps = 0; eps 0."""
+    """(r - mean)/(mean + eps), 0 where mean + eps = 0."""
     return ratio(g.centre(g.rewards), g.mean(g.rewards) + eps)
 
 
 @estimator(
-    source="MaxRL, eq. 6",
+    "MaxRL, eq. 6",
     weight="(1-(1-p)^N)/p",
     for_binary=True,
     kernel=Kernel(scale="mean"),
@@ -42,14 +42,14 @@ def maxrl_conditional(g: Group) -> Tensor:
     return ratio(g.rewards, g.mean(g.rewards))
 
 
-@estimator(source="MaxRL, eq. 7", weight="(1-(1-p)^N)/p", for_binary=True)
+@estimator("MaxRL, eq. 7", weight="(1-(1-p)^N)/p", for_binary=True)
 def maxrl_control_variate(g: Group) -> Tensor:
     """r/mean - 1, -1 where mean = 0; r N/C - 1 for rewards 0 or 1."""
     return maxrl_conditional(g) - 1
 
 
 @estimator(
-    source="RLOO, Kool et al. 2019; Ahmadian et al. 2024",
+    "RLOO, Kool et al. 2019; Ahmadian et al. 2024",
     weight="1",
     kernel=Kernel(centred=True, scale="leave_one_out"),
 )
@@ -59,7 +59,7 @@ def rloo(g: Group) -> Tensor:
 
 
 @estimator(
-    source="MaxRL, section 2: REINFORCE with the group's mean",
+    "MaxRL, section 2: REINFORCE with the group's mean",
     weight="(N-1)/N",
     kernel=Kernel(centred=True),
 )
@@ -68,73 +68,69 @@ def reinforce(g: Group) -> Tensor:
     return g.centre(g.rewards)
 
 
-@estimator(source="REINFORCE, Williams 1992", weight="1", kernel=Kernel(), min_rollouts=1)
+@estimator("REINFORCE, Williams 1992", weight="1", kernel=Kernel(), min_rollouts=1)
 def reinforce_raw(g: Group) -> Tensor:
     """r."""
     return g.rewards
 
 
 @estimator(
-    source="GRPO, Shao et al. 2024, section 4.1.2",
+    "GRPO, Shao et al. 2024, section 4.1.2",
     kernel=Kernel(centred=True, scale="std"),
     aggregation="seq_mean_token_mean",
 )
 def grpo(g: Group, *, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
-    """(r - mean)/(std + eps); eps 1e-6, ddof 1."""
+    """(r - mean)/(std + eps)."""
     return ratio(g.centre(g.rewards), g.std(g.rewards, ddof) + eps)
 
 
 @estimator(
-    source="Lite PPO, Liu et al. 2025, arXiv:2508.08221, as ROLL computes it; TRL's "
+    "Lite PPO, Liu et al. 2025, arXiv:2508.08221, as ROLL computes it; TRL's "
     "scale_rewards=batch has eps 1e-4",
     weight="depends on the batch",
     over_batch=True,
 )
 def lite_ppo(g: Group, *, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
-    """(r - mean)/(std of r over the batch + eps); eps 1e-6, ddof 1."""
+    """(r - mean)/(std of r over the batch + eps)."""
     return ratio(g.centre(g.rewards), g.std(g.rewards, ddof, over=BATCH) + eps)
 
 
 @estimator(
-    source="REINFORCE++ with baseline, Hu et al. 2025, arXiv:2501.03262",
+    "REINFORCE++ with baseline, Hu et al. 2025, arXiv:2501.03262",
     weight="depends on the batch",
     over_batch=True,
 )
 def reinforce_pp(g: Group, *, eps: Eps = 1e-8, ddof: Ddof = 1) -> Tensor:
-    """x = r - mean, then x/(std of x over the batch + eps); eps 1e-8, ddof 1."""
+    """x = r - mean, then x/(std of x over the batch + eps)."""
     x = g.centre(g.rewards)
     return ratio(x, g.std(x, ddof, over=BATCH) + eps)
 
 
 @estimator(
-    source="REINFORCE++ with baseline, Hu et al. 2025, arXiv:2501.03262, as verl and OpenRLHF "
-    "compute it",
+    "REINFORCE++ with baseline, Hu et al. 2025, arXiv:2501.03262, as verl and OpenRLHF compute it",
     weight="depends on the batch",
     over_batch=True,
 )
 def reinforce_pp_tokens(g: Group, lengths: Tensor, *, eps: Eps = 1e-8, ddof: Ddof = 1) -> Tensor:
     """x = r - mean, then (x - m)/(s + eps), m and s: mean and std of x over all tokens of the
-    batch; eps 1e-8, ddof 1.
-    """
+    batch."""
     x = g.centre(g.rewards)
     return ratio(g.centre(x, lengths, over=BATCH), g.std(x, ddof, lengths, over=BATCH) + eps)
 
 
-@estimator(source="The Best of N Worlds, Bagirov et al. 2025, eq. 9, BoN mean", centred=True)
+@estimator("The Best of N Worlds, Bagirov et al. 2025, eq. 9, BoN mean", centred=True)
 def bon_mean(g: Group, *, k: K, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
-    """(x - mean of x)/(std of x + eps), x_i = (k/N) S_i; eps 1e-6, ddof 1."""
+    """(x - mean of x)/(std of x + eps), x_i = (k/N) S_i."""
     # the largest reward shifts all x alike
     return grpo(Group(-k / g.n * shortfall(g, k), g.valid), eps=eps, ddof=ddof)
 
 
 @estimator(
-    source="grpo as NeMo-RL computes it by default: leave-one-out baseline and deviation",
-    binary=True,
+    "grpo as NeMo-RL computes it by default: leave-one-out baseline and deviation", binary=True
 )
 def grpo_nemo(g: Group) -> Tensor:
     """(r - mean of the others)/(std of the others + 1e-6), r - mean of the others where these are
-    all equal; ddof 1.
-    """
+    all equal; ddof 1."""
     others = (g.n - 1).clamp_min(1)
     correct = g.rewards.sum(1, keepdim=True) - g.rewards  # among the others
     # From counts, so that it is exactly 0 where the others are all equal.
@@ -144,7 +140,7 @@ def grpo_nemo(g: Group) -> Tensor:
 
 
 @estimator(
-    source="PACS, eq. 8: -beta B dL/dr at proxies r = 0, as on the first update after sampling",
+    "PACS, eq. 8: -beta B dL/dr at proxies r = 0, as on the first update after sampling",
     weight="(beta/4) (N/(N-1)) ((1-(1-p)^(N-1))/p + (1-p^(N-1))/(1-p))",
     binary=True,
 )
@@ -164,7 +160,7 @@ def pacs_first_update(
     )
 
 
-@estimator(source="Quantile Advantage Estimation, Wu et al. 2025, arXiv:2509.22611")
+@estimator("Quantile Advantage Estimation, Wu et al. 2025, arXiv:2509.22611")
 def qae(
     g: Group,
     *,
@@ -173,24 +169,21 @@ def qae(
     ddof: Ddof = 1,
 ) -> Tensor:
     """(r - b)/(std + eps), b = inf{x : F(x) >= quantile}, F the distribution function of r;
-    quantile .4, eps 1e-6, ddof 1.
-    """
+    quantile .4."""
     # rounded: .1 * 30 is a little above 3
     index = (quantile * g.n).round(decimals=9).ceil().long() - 1
     baseline = g.rewards.gather(1, g.order).gather(1, index.clamp_min(0))
     return ratio(g.rewards - baseline, g.std(g.rewards, ddof) + eps)
 
 
-@estimator(
-    source="NSR, Zhu et al. 2025, arXiv:2506.01347", weight="1", for_binary=True, min_rollouts=1
-)
+@estimator("NSR, Zhu et al. 2025, arXiv:2506.01347", weight="1", for_binary=True, min_rollouts=1)
 def nsr(g: Group) -> Tensor:
     """r - 1."""
     return g.rewards - 1
 
 
 @estimator(
-    source="Weighted-REINFORCE, Zhu et al. 2025, arXiv:2506.01347",
+    "Weighted-REINFORCE, Zhu et al. 2025, arXiv:2506.01347",
     weight="1 + correct_weight",
     for_binary=True,
     min_rollouts=1,
@@ -198,18 +191,18 @@ def nsr(g: Group) -> Tensor:
 def w_reinforce(
     g: Group, *, correct_weight: Annotated[float, Help("Weight of correct rollouts.")] = 0.1
 ) -> Tensor:
-    """correct_weight r - (1 - r); correct_weight .1."""
+    """correct_weight r - (1 - r)."""
     return correct_weight * g.rewards - (1 - g.rewards)
 
 
-@estimator(source="OPO, Hao et al. 2025, arXiv:2505.23585", weight="(N-1)/N at equal lengths")
+@estimator("OPO, Hao et al. 2025, arXiv:2505.23585", weight="(N-1)/N at equal lengths")
 def opo(g: Group, lengths: Tensor) -> Tensor:
     """r - sum(length r)/sum(length)."""
     return g.centre(g.rewards, lengths)
 
 
 @estimator(
-    source="PGBC, Cai et al. 2025, arXiv:2510.00915, Algorithm 1",
+    "PGBC, Cai et al. 2025, arXiv:2510.00915, Algorithm 1",
     weight="(N-1)/(N (1 - rho0 - rho1))",
     for_binary=True,
 )
@@ -223,7 +216,7 @@ def noisy_verifier_backward(
 
 
 @estimator(
-    source="PGFC, Cai et al. 2025, arXiv:2510.00915, Algorithm 2",
+    "PGFC, Cai et al. 2025, arXiv:2510.00915, Algorithm 2",
     weight="1",
     for_binary=True,
     min_rollouts=1,

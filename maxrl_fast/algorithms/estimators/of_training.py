@@ -10,15 +10,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from maxrl_fast.algorithms.estimator import Ddof, Eps, training_estimator
 from maxrl_fast.algorithms.estimators.moments import grpo
 from maxrl_fast.algorithms.group import Group
-from maxrl_fast.algorithms.options import Count, CountOrZero, Help, Positive, multiple_of
+from maxrl_fast.algorithms.options import Count, CountOrZero, Help, Positive
 
 Beta = Annotated[Positive, Help("Scale of PACS's reward proxies, in reward per nat of log-ratio.")]
 Score = Annotated[
     Literal["rloo", "grpo", "dr_grpo", "naive"],
-    Help(
-        "Score of a rollout in its group whose cross-entropy PACS minimises: rloo, grpo, dr_grpo "
-        "or naive."
-    ),
+    Help("Score of a rollout in its group whose cross-entropy PACS minimises."),
 ]
 ClassWeight = Annotated[
     Literal["balanced", "none"],
@@ -48,11 +45,7 @@ def pacs(
     class_weight: ClassWeight = "balanced",
 ) -> Tensor:
     """-B beta dL/dr_i, where L is the cross-entropy of R under sigmoid(score) and r = beta
-    (log-ratio to the reference); the reference is the sampling policy.
-
-    It is the policy before the step's first update, by the trainer's own log-probs: rounding
-    differences to the rollout engine would add up over a response.
-    """
+    (log-ratio to the reference); the reference is the sampling policy."""
     return -beta * _slopes(g, beta * old_log_ratios, metrics, score, class_weight)[0]
 
 
@@ -85,8 +78,7 @@ def pacs_paper(
     --ref-reset-interval steps.
 
     The log-likelihood has no class weights: with them it would push rare correct rollouts down by
-    more than the critic's term pushes them up. The objective resets the reference.
-    """
+    more than the critic's term pushes them up."""
     slopes, cross_entropy = _slopes(g, beta * ref_log_ratios, metrics, score, class_weight)
     return -beta * slopes - cross_entropy
 
@@ -163,7 +155,7 @@ def rl_zvp(
     ddof: Ddof = 1,
 ) -> Tensor:
     """grpo; token t of a group with equal rewards: alpha H_t where all r = 1, -alpha (max H - H_t)
-    where all r = 0, H_t its entropy, max over its response; alpha .1.
+    where all r = 0, H_t its entropy, max over its response.
 
     H_t is the entropy, in nats, of the policy's distribution of token t. Other groups have the
     advantages of grpo, with its eps and ddof.
@@ -189,7 +181,11 @@ _LEAST_SPREAD = 1e-3  # a smaller standard deviation of rewards or scores counts
     needs="N >= 2; --prompts a multiple of --bundle-size",
     weight="depends on the batch",
     state={"quantiles": (torch.nan, torch.nan)},
-    refuses=multiple_of("bundle_size", "prompts"),
+    refuses={
+        "prompts must be a multiple of bundle_size, got {prompts} and {bundle_size}": (
+            lambda c: c.prompts % c.bundle_size
+        )
+    },
 )
 def riskpo(
     g: Group,
@@ -202,12 +198,11 @@ def riskpo(
     rewards of 5 prompts, a and b its tracked .2 and .9 quantiles; x = ((s - a)+ - (s - b)+ + a -
     b)/.7, c = -(a - s)+/.2.
 
-    Mixed value at risk, with the settings of the authors' script (RTkenny/RiskPO). A bundle is
-    `bundle_size` consecutive prompts; its n-th paper is the n-th rollout of each prompt, and the
-    paper's score s the sum of their rewards. A standard deviation of 0 counts as 1. The authors'
-    code does so only for r, which gives a bundle of equal scores advantages of 1e6. The first step
-    sets a and b to the quantiles of its own scores; every step ends with q += .1 (level - share of
-    scores below q).
+    A bundle is `bundle_size` consecutive prompts; its n-th paper is the n-th rollout of each
+    prompt, and the paper's score s the sum of their rewards. A standard deviation of 0 counts as 1.
+    The authors' code (RTkenny/RiskPO) does so only for r, which gives a bundle of equal scores
+    advantages of 1e6. The first step sets a and b to the quantiles of its own scores; every step
+    ends with q += .1 (level - share of scores below q).
     """
     rewards, known = g.rewards.cpu(), g.valid.cpu()  # they are few, and the quantiles are there
     bundles = rewards.view(-1, int(bundle_size), rewards.shape[1])  # [G/B, B, N]

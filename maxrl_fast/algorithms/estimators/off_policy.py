@@ -2,13 +2,8 @@
 of whole responses.
 
 A set of rollouts has the weight 1 + the sum of its delta, the first order of the product of its
-rho; the reasons are in docs/objectives/off_policy.md. With D_j = delta_(1) + ... + delta_(j) and
-u_j = C(j,k) / (j C(N-1,k)), maxpo_off_policy is
-
-    rho_i (sum_{j < i} d_j j u_j (1 + (k-1) D_j/j) - sum_{j >= i} d_j (N-j) u_j (1 + (k-1) (D_j -
-    delta_i)/(j-1))).
-
-At delta = 0 this is maxpo; `_with_ratios` adds the terms with v_j = (k-1) u_j. For the sum over k =
+rho; the reasons and the sum by gaps are in docs/objectives/off_policy.md. At delta = 0 it is maxpo;
+`_with_ratios` adds the terms with v_j = (k-1) u_j. For the sum over k =
 1..T, with t_j = C(j,T+1)/C(N-1,T+1) and R = N-1-T, telescoping sums over k from 0 to T give
 
     sum_k t_j(k) = (N - R t_j)/(N-j) =: P,
@@ -51,7 +46,7 @@ def _with_ratios(
 
 
 @estimator(
-    source=f"maxpo with the ratios of {_SECTION}",
+    f"maxpo with the ratios of {_SECTION}",
     weight="depends on the ratios; (1-p)^(k-1) where they are 1",
     centred=True,
 )
@@ -64,7 +59,7 @@ def maxpo_off_policy(
 
 
 @estimator(
-    source=f"maxrl with the ratios of {_SECTION}",
+    f"maxrl with the ratios of {_SECTION}",
     weight="depends on the ratios; (1-(1-p)^order)/p where they are 1",
     centred=True,
 )
@@ -83,7 +78,7 @@ def maxrl_off_policy(
 
 
 @estimator(
-    source=f"{_SECTION}, off-policy BoN",
+    f"{_SECTION}, off-policy BoN",
     weight="depends on the ratios; (k/N) (1-p)^(k-1) where they are 1",
 )
 def bon_off_policy(g: Group, log_ratios: Tensor, *, k: K, clamp_delta: ClampDelta = 0.0) -> Tensor:

@@ -14,7 +14,7 @@ from maxrl_fast.algorithms.options import Help, Limit
 
 
 @estimator(
-    source="GDPO, Liu et al. 2026, arXiv:2601.05242, as the authors' code and TRL's "
+    "GDPO, Liu et al. 2026, arXiv:2601.05242, as the authors' code and TRL's "
     "normalize_then_sum compute it",
     weight="depends on the rewards that are summed",
     over_batch=True,
@@ -28,8 +28,7 @@ def gdpo(
     ddof: Ddof = 1,
 ) -> Tensor:
     """x/(std of x over the batch + eps), x = sum of w_k (r_k - mean)/(std + eps) over rewards k;
-    eps 1e-4, ddof 1.
-    """
+    eps 1e-4."""
     x = torch.zeros_like(g.rewards)
     for part, weight in zip(reward_parts, reward_weights, strict=True):
         applies = g.valid & ~part.isnan()
@@ -38,7 +37,7 @@ def gdpo(
 
 
 @estimator(
-    source="HERO, Tao et al. 2025, arXiv:2510.07242, eqs. 3-5 as others quote them; w's constants "
+    "HERO, Tao et al. 2025, arXiv:2510.07242, eqs. 3-5 as others quote them; w's constants "
     "are its main text's",
     weight="depends on the scores",
     over_batch=True,
@@ -58,7 +57,7 @@ def hero(
 ) -> Tensor:
     """w (x - mean of x), x = v - a + 2a (d - min)/(max - min + eps), v a verifier's, d a score, min
     and max over equal v; w = .5 + 1.5 sigmoid(5 (std of d - its mean over the groups)); a =
-    score_range .05, eps 1e-6, ddof 1."""
+    score_range .05."""
     if len(reward_parts) < 2 or reward_weights[0] != 1:
         weights = " ".join(f"{weight:g}" for weight in reward_weights)
         raise ValueError(

@@ -12,7 +12,7 @@ from maxrl_fast.algorithms.options import Help
 
 
 @estimator(
-    source="ReMax, Li et al. 2023, arXiv:2310.10505, as verl computes it",
+    "ReMax, Li et al. 2023, arXiv:2310.10505, as verl computes it",
     weight="is 1, whatever the greedy response",
     min_rollouts=1,
 )
@@ -22,7 +22,7 @@ def remax(g: Group, greedy_rewards: Tensor) -> Tensor:
 
 
 @estimator(
-    source="SELF, Nguyen et al. 2025, as compared in MaxRL, Table 3",
+    "SELF, Nguyen et al. 2025, as compared in MaxRL, Table 3",
     weight="depends on the greedy rollout",
 )
 def self_(g: Group, greedy_correct: Tensor, *, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
@@ -31,9 +31,7 @@ def self_(g: Group, greedy_correct: Tensor, *, eps: Eps = 1e-6, ddof: Ddof = 1) 
 
 
 @estimator(
-    source="Differential Smoothing, Gai et al. 2025",
-    weight="depends on the log-probs",
-    for_binary=True,
+    "Differential Smoothing, Gai et al. 2025", weight="depends on the log-probs", for_binary=True
 )
 def differential_smoothing(
     g: Group,
@@ -43,13 +41,12 @@ def differential_smoothing(
     eps: Eps = 1e-6,
     ddof: Ddof = 0,
 ) -> Tensor:
-    """grpo (ddof 0) - tau (mean logp) where r = 1, + tau (mean logp) where r = 0; tau .05."""
+    """grpo (ddof 0) - tau (mean logp) where r = 1, + tau (mean logp) where r = 0."""
     return grpo(g, eps=eps, ddof=ddof) + tau * (1 - 2 * g.rewards) * logprobs
 
 
 @estimator(
-    source="Rewarding the Unlikely, He et al. 2025, arXiv:2506.02355",
-    weight="depends on the log-probs",
+    "Rewarding the Unlikely, He et al. 2025, arXiv:2506.02355", weight="depends on the log-probs"
 )
 def unlikeliness(
     g: Group,
@@ -61,8 +58,6 @@ def unlikeliness(
     eps: Eps = 1e-6,
     ddof: Ddof = 1,
 ) -> Tensor:
-    """grpo of r (1 - penalty rank/N), rank of the mean logp, 0 for the least likely; penalty
-    .25.
-    """
+    """grpo of r (1 - penalty rank/N), rank of the mean logp, 0 for the least likely."""
     rewards = g.rewards * (1 - penalty * (g.rank(logprobs) / g.n.clamp_min(1)))
     return grpo(Group(rewards, g.valid), eps=eps, ddof=ddof)

@@ -122,10 +122,7 @@ def kl_cov(t: Tokens, *, share: Share = 2e-4, coef: NotNegative = 1.0) -> Tensor
 
 
 @token_loss(
-    _COVARIANCE,
-    weight="ppo's, and 0 for the chosen tokens",
-    masks="ppo",
-    bounds=(("low", "high"),),
+    _COVARIANCE, weight="ppo's, and 0 for the chosen tokens", masks="ppo", bounds=(("low", "high"),)
 )
 def clip_cov(t: Tokens, *, share: Share = 2e-4, low: float = 1.0, high: float = 5.0) -> Tensor:
     """ppo, and 0 for the chosen tokens: the share of all, drawn from those whose covariance is

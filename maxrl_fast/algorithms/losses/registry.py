@@ -39,34 +39,24 @@ class Clips:
 class TokenLoss(Method):
     """A token loss: a function of Tokens that returns the loss of each token [T].
 
-    In the formula A is the advantage, rho = pi / pi_old, and sg a constant factor. A function whose
-    second parameter is `logits` is called with some of the tokens at a time, cut anywhere, and
-    their logits divided by the temperature, [T, V], with a gradient.
+    In the formula A is the advantage, rho = pi / pi_old, and sg a constant factor. The weight is
+    the factor of A grad logp in the descent direction; 1 at rho = 1, except for entropy_adv and the
+    tokens that clip_cov, lp_reg and simko choose. A function whose second parameter is `logits` is
+    called with some of the tokens at a time, cut anywhere, and their logits divided by the
+    temperature, [T, V], with a gradient."""
 
-    Args:
-        weight: the factor of A grad logp in the descent direction; 1 at rho = 1, except for
-            entropy_adv and the tokens that clip_cov, lp_reg and simko choose.
-        clips: whether it takes clip_low and clip_high.
-        aggregation: the only one that the loss is defined for.
-        by_sequence: whether it has a ratio of whole responses.
-        statistics: a function of all Tokens of an update, without gradients, and of the options
-            that it names, whose result [T, ...] the loss gets as `statistics` of its tokens.
-        masks: the name of a fused loss. The function then is one like `statistics`, and returns
-            which tokens [T] bool keep their advantage in that loss.
-        all_tokens: whether tokens with the advantage 0 have a gradient. Default: for users'
-            functions.
-        fused: whether a kernel computes it.
-        bounds: pairs of options of which the first is at most the second.
-    """
-
-    clips: bool = False
-    aggregation: str | None = None
-    by_sequence: bool = False
+    clips: bool = False  # whether it takes clip_low and clip_high
+    aggregation: str | None = None  # the only one that the loss is defined for
+    by_sequence: bool = False  # whether it has a ratio of whole responses
+    # of all Tokens of an update, without gradients, and of the options that it names; the loss gets
+    # the result [T, ...] as `statistics` of its tokens
     statistics: Callable[..., Tensor] | None = None
+    # a fused loss. The function then is one like `statistics`, and returns which tokens [T] bool
+    # keep their advantage in that loss.
     masks: str = ""
-    all_tokens: bool | None = None
-    fused: bool = False
-    bounds: tuple[tuple[str, str], ...] = ()
+    all_tokens: bool | None = None  # tokens with the advantage 0 have a gradient; None: if a user's
+    fused: bool = False  # whether a kernel computes it
+    bounds: tuple[tuple[str, str], ...] = ()  # pairs of options: the first is at most the second
 
     noun: ClassVar[str] = "loss"
     first: ClassVar[str] = "Tokens"
@@ -74,21 +64,18 @@ class TokenLoss(Method):
 
     @classmethod
     def of(cls, function: Callable[..., Any], **fields: Any) -> "TokenLoss":
-        asked = [parameter.name for parameter in parameters_of(function)]
-        options = options_of(function) if asked else {}
+        parameters = parameters_of(function)
+        options = options_of(function) if parameters else {}
         known = {*options, *CLIPS, "logits"}
-        others = [
-            parameter.name
-            for parameter in parameters_of(function)[1:]
-            if parameter.name not in known and parameter.default is parameter.empty
-        ]
-        if others:
+        if others := [
+            x.name for x in parameters[1:] if x.name not in known and x.default is x.empty
+        ]:
             raise ValueError(
                 f"the parameters of loss {name_of(function)} after Tokens must be keyword-only "
                 f"numbers, got {', '.join(others)}"
             )
         own = {name: option for name, option in options.items() if name not in CLIPS}
-        clips = "clip_low" in asked or "masks" in fields
+        clips = "masks" in fields or any(x.name == "clip_low" for x in parameters)
         return super().of(function, options=own, clips=clips, **fields)
 
     @property
@@ -111,9 +98,8 @@ class TokenLoss(Method):
     def resolve(self, given: Mapping[str, Any] | None) -> dict[str, float]:
         """Return all options; raise ValueError or TypeError where one does not fit."""
         if given is not None and not isinstance(given, Mapping):
-            raise TypeError(
-                f"loss_options must be a mapping of names to numbers, got {type(given).__name__}"
-            )
+            got = type(given).__name__
+            raise TypeError(f"loss_options must be a mapping of names to numbers, got {got}")
         values = check_options(f"loss {self.name}", self.options, given or {})
         for low, high in self.bounds:
             if values[low] > values[high]:
@@ -157,10 +143,8 @@ def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Any:
         wanted = f"{like.dtype} [T] = [{len(like)}]"
         raise InputError(f"loss {loss.name} must return {wanted}, got {got}")
     if like.requires_grad and torch.is_grad_enabled() and not values.requires_grad:
-        raise InputError(
-            f"loss {loss.name} must have a gradient in the logprobs or the entropy of its tokens, "
-            "got none"
-        )
+        wanted = "a gradient in the logprobs or the entropy of its tokens"
+        raise InputError(f"loss {loss.name} must have {wanted}, got none")
     if loss.is_users and is_host_readable(values):
         # Where the policy is NaN, so are the log-probs, and the loss of any function.
         is_wrong = tokens.mask & ~values.isfinite() & ~like.isnan()

@@ -32,14 +32,13 @@ function redrawCharts() {
  * spec: label, height, x and y ({kind: linear|log|binary, low, high, title, ticks, isWhole}; without low and high, y fits what is shown),
  * marks, cursor (an x, or null), sync (charts with the same key share zoom and pointer),
  * find(x, y, {px, py, toX, toY}) -> {title, rows: [{run, name, text}]} or null; choose(x) is called on a click.
- * Marks: {type: line|dots|band|scatter, run, xs, ys, highs, role}. In lines null is a gap.
+ * Marks: {type: line|dots|band, run, xs, ys, highs, role}. In lines null is a gap.
  * Returns {moveCursor}.
  */
 function drawChart(host, spec) {
   clearChart(host);
   for (const old of charts.keys()) if (!old.isConnected) clearChart(old);
   const { data, series, bands } = tracesOf(spec);
-  const scatter = spec.marks.filter((mark) => mark.type === 'scatter');
   const mark = el('div', { class: 'step-mark' });
   const place = (chart) => {
     const x = spec.cursor === null || spec.cursor === undefined ? NaN : chart.valToPos(spec.cursor, 'x');
@@ -51,7 +50,7 @@ function drawChart(host, spec) {
     scales: { x: { ...scaleOf(spec.x), range: (chart, low, high) => [low, high] }, y: scaleOf(spec.y) },
     axes: [axisOf(spec.x, 'x'), axisOf(spec.y, 'y')],
     cursor: { y: false, drag: { x: true, y: false }, points: { show: false }, ...(spec.sync ? { sync: { key: spec.sync } } : {}) },
-    hooks: { drawAxes: [(chart) => scatter.forEach((mark) => drawScatter(chart, mark))], draw: [place], setCursor: [(chart) => point(chart, spec)] },
+    hooks: { draw: [place], setCursor: [(chart) => point(chart, spec)] },
   }, data, host);
   chart.root.classList.add('chart');
   chart.root.setAttribute('role', 'img');
@@ -82,7 +81,7 @@ function tracesOf(spec) {
   const series = [{}];
   const bands = [];
   const clean = (ys) => (spec.y.kind === 'linear' ? ys : ys.map((y) => (y > 0 ? y : null))); // a logarithmic axis has no place for 0
-  for (const { type, run, xs, ys, highs, role = '' } of spec.marks.filter((mark) => mark.type !== 'scatter' && mark.xs.length)) {
+  for (const { type, run, xs, ys, highs, role = '' } of spec.marks.filter((mark) => mark.xs.length)) {
     const stroke = () => runColour(run);
     tables.push(type === 'band' ? [xs, clean(highs), clean(ys)] : [xs, clean(ys)]);
     if (type === 'band') {
@@ -123,20 +122,6 @@ function axisOf({ kind, title, ticks, isWhole }, scale) {
     values: (chart, splits) => splits.map(tickLabel),
     grid: isX ? { show: false } : line('grid'), ticks: isX ? { ...line('line'), size: 4 } : { show: false }, border: { show: isX, ...line('line') },
   };
-}
-
-function drawScatter(chart, { run, xs, ys }) {
-  const { ctx } = chart;
-  ctx.save();
-  ctx.globalAlpha = 0.35;
-  ctx.fillStyle = runColour(run);
-  const size = 4.5 * uPlot.pxRatio;
-  xs.forEach((x, i) => {
-    ctx.beginPath();
-    ctx.arc(chart.valToPos(x, 'x', true), chart.valToPos(ys[i], 'y', true), size / 2, 0, 2 * Math.PI);
-    ctx.fill();
-  });
-  ctx.restore();
 }
 
 /** Shows the values under the pointer. Only the chart that has the pointer gets a mouse event. */

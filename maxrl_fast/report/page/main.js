@@ -6,7 +6,6 @@ const SECTIONS = [
   ['curves', 'Curves', '', makeCurves, (app) => app.hasSteps],
   ['coverage', 'Coverage', 'How often at least one of k samples is correct, on held-out prompts.', makeCoverage, (app) => app.has((run) => run.coverage.length)],
   ['weights', 'Weight by pass rate', 'The factor by which the objective scales a prompt’s gradient, by the prompt’s pass rate.', makeWeights, (app) => app.hasRuns],
-  ['norms', 'Gradient norm by pass rate', 'The norm of each prompt’s own gradient, which shows the prompts that dominate an update.', makeNorms, (app) => app.has((run) => run.points.length)],
   ['rewards', 'Rewards', 'The kept samples of the last step up to the slider’s, by reward.', makeRewards, (app) => app.sources.length, true],
   ['warnings', 'Warnings', '', makeWarnings, (app) => app.hasRuns],
   ['prompts', 'Prompts', 'The fraction of correct samples of each held-out prompt at two evaluations.', makePrompts, (app) => app.has((run) => run.shown.prompts), true],

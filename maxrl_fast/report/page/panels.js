@@ -125,32 +125,6 @@ function makeWeights(body, app) {
   return { render };
 }
 
-function makeNorms(body, app) {
-  const host = el('div', { class: 'plot' });
-  const caption = el('p', { class: 'caption' });
-  body.append(host, caption);
-  function render() {
-    const sets = app.lines().map(({ index, name, runs }) => ({ index, name, points: runs.flatMap((run) => run.points) })).filter(({ points }) => points.length);
-    const [, most] = extent(sets.flatMap(({ points }) => points.map(([, norm]) => norm)));
-    const column = (type, run, points) => ({ type, run, xs: points.map(([rate]) => rate), ys: points.map(([, norm]) => norm) });
-    drawChart(host, {
-      label: 'Gradient norm of each prompt by its pass rate', height: 300,
-      marks: sets.flatMap(({ index, points }) => [column('scatter', index, points), column('line', index, meansByRate(points))]),
-      x: { kind: 'linear', low: 0, high: 1, title: 'pass rate of the prompt' },
-      y: { kind: 'linear', low: 0, high: niceRange(0, Math.max(0, most))[1], title: 'gradient norm' },
-    });
-    const when = sets.map(({ name, points }) => `${name}: ${plural(points.length, 'prompt')}`);
-    caption.textContent = when.length ? `Line: mean by pass rate. ${when.join('; ')}.` : 'The visible runs have no diagnosed prompts.';
-  }
-  return { render };
-}
-
-/** Returns the mean norm in twenty bins of pass rates, the ends on their own. */
-function meansByRate(points) {
-  const groups = Map.groupBy(points, ([rate]) => Math.round(rate * 20) / 20);
-  return [...groups].map(([rate, own]) => [rate, meanOf(own.map(([, norm]) => norm))]).sort((a, b) => a[0] - b[0]);
-}
-
 function makeWarnings(body, app) {
   function render() {
     const found = app.visible().flatMap((run) => run.warnings.map((warning) => ({ run, ...warning }))).sort((a, b) => a.step - b.step);

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import is_host_readable
-from maxrl_fast.algorithms.estimator import RATIOS, TRAINING_ESTIMATORS, TRAINING_INPUTS
+from maxrl_fast.algorithms.estimator import RATIOS, TRAINING_ESTIMATORS
 from maxrl_fast.algorithms.estimators import Estimator, find_estimator
 from maxrl_fast.algorithms.stopping import stopped_maxrl
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import log_ratio_reward
 from maxrl_fast.ops.group_advantage import example_inputs, group_advantage
-from maxrl_fast.records import gather_sequences, sequence_sums
+from maxrl_fast.records import sequence_sums
 from maxrl_fast.runtime.device import host_numbers, to_device, to_host
 from maxrl_fast.runtime.loading import place_of
 from maxrl_fast.training.collect import RolloutBatch
@@ -26,20 +26,14 @@ from maxrl_fast.training.objectives.objective import Needs, Objective, Objective
 @dataclass
 class GroupObjective(Objective):
     """The advantages of an estimator, computed once per step, or for every update where it asks for
-    log-ratios of responses.
+    log-ratios of responses."""
 
-    Args:
-        estimator: its name, or the row of a custom function.
-        options: its options, and k or order.
-        per_token: whether it returns an advantage for each token, [T]. The learner gets them as
-            factors of the tokens, and 1 for each response that has one other than 0.
-        stop_at: of stopped_maxrl, which replaces the estimator; 0: not.
-    """
-
-    estimator: str | Estimator
-    options: dict[str, Any]
+    estimator: str | Estimator  # its name, or the row of a custom function
+    options: dict[str, Any]  # of the estimator, and k or order
+    # It returns an advantage for each token, [T]. The learner gets them as factors of the tokens,
+    # and 1 for each response that has one other than 0.
     per_token: bool = False
-    stop_at: int = 0
+    stop_at: int = 0  # of stopped_maxrl, which replaces the estimator; 0: not
     updates_per_step: int = 1
 
     def __post_init__(self) -> None:
@@ -75,9 +69,8 @@ class GroupObjective(Objective):
         if self.row.name in TRAINING_ESTIMATORS:
             return not self.row.centred
         rewards = torch.tensor([[0.0], [1.0]]).expand(2, num_rollouts)  # all wrong, all correct
-        row = self.row.with_examples(rewards.shape)
-        inputs = example_inputs(row, rewards)
-        return bool(group_advantage(rewards, row, **inputs, **self.options).any())
+        inputs = example_inputs(self.row, rewards)
+        return bool(group_advantage(rewards, self.row, **inputs, **self.options).any())
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         if self.stop_at:
@@ -88,22 +81,23 @@ class GroupObjective(Objective):
         if self.ratio:
             step.prepare()
             return step
-        values, known = step.compute(batch), batch.has_reward
+        values, known = step.compute(batch), batch.has_reward.flatten()
         if values.dim() == 1:  # [T]
-            lengths = batch.rollouts.lengths
-            values, known = _of_all(batch, values, self.row.takes_valid), known.flatten()
+            of_tokens = batch.rollouts.by_token(known)
+            if self.row.takes_valid:  # then T counts only the tokens of rollouts with a reward
+                values = values.new_zeros(len(of_tokens)).masked_scatter(of_tokens, values)
+            values = values.masked_fill(~of_tokens, 0.0)
             step.batch = batch.weighted(values)
             # NaN is not 0 either, so that the update reports it
-            values = (sequence_sums(values.abs(), lengths) != 0).to(batch.rewards)
-        step.values = values.masked_fill(~known, 0.0).flatten()
+            values = (sequence_sums(values.abs(), batch.rollouts.lengths) != 0).to(batch.rewards)
+        step.values = values.flatten().masked_fill(~known, 0.0)
         return step
 
 
 @dataclass
 class _Step(ObjectiveStep):
     """With log-ratios every update recomputes the advantages, with one more forward pass over its
-    samples. The gradient equals that of -(1/S) sum_i A_i log pi(y_i), with log pi(y_i) summed over
-    the response."""
+    samples. The gradient equals that of -(1/S) sum_i A_i log pi(y_i)."""
 
     objective: GroupObjective
     learner: Learner
@@ -117,12 +111,10 @@ class _Step(ObjectiveStep):
         """Return the advantages of all or some groups of the step."""
         objective, rewards, rollouts = self.objective, batch.rewards, batch.rollouts
         row, greedy, terms = objective.row, batch.greedy_rewards, batch.reward_terms
-        # a custom function may take failed rewards as 0
-        valid = batch.valid if row.takes_valid else None
+        valid = batch.valid if row.takes_valid else None  # else failed rewards are 0
         state, metrics = self.learner.objective_state if row.state else {}, dict[str, Tensor]()
         self.changed = {name: state[name].clone() for name in row.state}
-        # Computed on demand: an estimator takes few of these, and reading the prompts' indices
-        # waits for the device.
+        # on demand: an estimator takes few, and reading the prompts' indices waits for the device
         known: dict[str, Callable[[], Any]] = {
             "lengths": lambda: rollouts.lengths.view(rewards.shape),
             "logprobs": lambda: rollouts.mean_logprobs.view(rewards.shape),
@@ -144,30 +136,28 @@ class _Step(ObjectiveStep):
             options["reward_weights"] = batch.term_weights
         if batch.valid is not None and options.get("order") == batch.num_rollouts - 1:
             options["order"] = None  # each group's own full order, from its number of known rewards
-        own = {name: inputs.pop(name) for name in (*TRAINING_INPUTS, "state") if name in inputs}
-        estimator = row.bind(**own) if own else objective.estimator
         try:
-            values = group_advantage(rewards, estimator, valid=valid, **inputs, **options)
+            values = group_advantage(rewards, objective.estimator, valid=valid, **inputs, **options)
         except ValueError as error:
             raise InputError(f"step {batch.step}: {error}{place_of(error)}") from error
         self.metrics += [metrics] * bool(metrics)
         return values
 
     def entropies(self, chosen: Tensor) -> Tensor:
-        """Return the entropies, in nats, of the policy's distributions of the tokens of chosen
-        rollouts, bool [G, N], and 0 for other tokens: [T]."""
+        """Return the policy's entropies, in nats, at the tokens of chosen rollouts, bool [G, N],
+        and 0 at others: [T]."""
         batch, sequences = self.batch, chosen.flatten().nonzero()[:, 0].cpu()
         entropies = torch.zeros_like(batch.rollouts.logprobs)
         if len(sequences):
-            index, _ = gather_sequences(batch.rollouts.cu_seqlens.cpu(), sequences)
-            own = self.learner.passes.entropies(self.learner.model, batch, sequences)
-            entropies[index.to(entropies.device)] = own
+            index, _ = batch.rollouts.at(sequences)
+            passes, model = self.learner.passes, self.learner.model
+            own = passes.compute(passes.logprobs_and_entropies, model, batch, sequences)
+            entropies[index] = own[:, 1]
         if batch.valid is None or not self.objective.row.takes_valid:
             return entropies
-        return entropies[batch.valid.flatten().repeat_interleave(batch.rollouts.lengths)]
+        return entropies[batch.rollouts.by_token(batch.valid.flatten())]
 
     def prepare(self) -> None:
-        """Find the log-probs that the log-ratios are to."""
         batch, ratio, learner = self.batch, self.objective.ratio, self.learner
         self.others = batch.rollouts.ref_logprobs
         if ratio == "log_ratios":
@@ -176,9 +166,8 @@ class _Step(ObjectiveStep):
             (self.learns,) = to_host(self.compute(batch, torch.zeros_like(batch.rewards)).any(1))
             self.metrics.clear()
         elif ratio == "old_log_ratios":
-            # By the learner, not the rollout engine: rounding would add up over a response. With
-            # one update the policy is the old one.
-            moves = self.objective.updates_per_step > 1
+            # by the learner, not the rollout engine: rounding would add up over a response
+            moves = self.objective.updates_per_step > 1  # else the policy is the old one
             given = learner.model, batch, batch.sequences
             self.others = learner.passes.logprobs(*given) if moves else None
 
@@ -193,8 +182,7 @@ class _Step(ObjectiveStep):
         log_ratios = torch.zeros_like(values)
         if self.others is not None:
             logprobs = self.learner.passes.logprobs(self.learner.model, batch, sequences)
-            bounds = gather_sequences(batch.rollouts.cu_seqlens.cpu(), sequences)
-            index, cu_seqlens = to_device(values.device, *bounds)
+            index, cu_seqlens = batch.rollouts.at(sequences)
             own = log_ratio_reward(logprobs, self.others[index], cu_seqlens)
             if is_host_readable(own) and bool(own.isnan().any()):
                 # as on a GPU; the update then reports the non-finite value
@@ -203,12 +191,9 @@ class _Step(ObjectiveStep):
             log_ratios[chosen] = own
             self.ratios.append(own.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp())
         ratios = log_ratios.view(batch.rewards.shape)
-        if len(groups) == len(ratios):
-            self.values = self.compute(batch, ratios).flatten()
-        else:
-            part = self.compute(batch.select(groups), ratios[groups])
-            values.view(ratios.shape)[groups] = part
-        return self.values
+        some = batch if len(groups) == len(ratios) else batch.select(groups)
+        values.view(ratios.shape)[groups] = self.compute(some, ratios[groups])
+        return values
 
     def finish(self) -> dict[str, float]:
         learner, interval = self.learner, self.objective.options.get("ref_reset_interval")
@@ -217,10 +202,9 @@ class _Step(ObjectiveStep):
             learner.optimizer.state.clear()  # Adam's moments
         for name, value in self.changed.items():
             learner.objective_state[name].copy_(value)
-        columns = {name: [x[name] for x in self.metrics] for name in (self.metrics or [{}])[0]}
-        means = {
-            name: sum(rest, first) / len(self.metrics) for name, (first, *rest) in columns.items()
-        }
+        means, number = dict[str, Any](), len(self.metrics)
+        for name in self.metrics[0] if number else ():
+            means[name] = sum(x[name] for x in self.metrics) / number
         if self.ratios:
             ratios = torch.cat(self.ratios)
             means["sequence_ratio_mean"] = ratios.mean()
@@ -229,24 +213,12 @@ class _Step(ObjectiveStep):
 
 
 class _OverPrompts(ObjectiveStep):
-    """The loss is averaged over the prompts of an update, which have more rollouts if they are
-    hard: advantages are times the mean number of rollouts, because the loss of M responses is over
-    M, or over their tokens."""
+    """The loss is to be averaged over an update's prompts, of which hard ones have more rollouts,
+    and is averaged over M responses or their tokens: advantages are times the mean number."""
 
     def advantages(self, sequences: Tensor) -> Tensor:
         num_prompts = len((sequences // self.batch.num_rollouts).unique())
         return self.values * (len(self.batch.in_loss(sequences)) / max(num_prompts, 1))
-
-
-def _of_all(batch: RolloutBatch, advantages: Tensor, takes_valid: bool) -> Tensor:
-    """Return advantages [T] of all tokens, 0 for those of rollouts without a reward: a function
-    that gets `valid` sees 0 as their lengths, so its T counts only the tokens of the others."""
-    num_tokens = len(batch.rollouts.tokens)
-    known = batch.has_reward.flatten()
-    known = known.repeat_interleave(batch.rollouts.lengths, output_size=num_tokens)
-    if takes_valid:
-        advantages = advantages.new_zeros(num_tokens).masked_scatter(known, advantages)
-    return advantages.masked_fill(~known, 0.0)
 
 
 def _grouped(values: Sequence[Any], num_rollouts: int) -> list[Sequence[Any]]:

@@ -15,16 +15,12 @@ from maxrl_fast.training.learner import Learner
 @dataclass
 class ObjectiveStep:
     """One step of an objective. Objectives whose advantages change with every update, or that train
-    something of their own, return a class of their own.
+    something of their own, return a class of their own."""
 
-    Args:
-        batch: the samples to train on. An objective with an advantage for every token, of either
-            sign, has batch.weighted(advantages [T]) and gives every response the advantage 1.
-        values: the advantages [S] of all samples.
-    """
-
+    # The samples to train on. An objective with an advantage for every token, of either sign, has
+    # batch.weighted(advantages [T]) and gives every response the advantage 1.
     batch: RolloutBatch
-    values: Tensor
+    values: Tensor  # the advantages [S] of all samples
 
     def advantages(self, sequences: Tensor) -> Tensor:
         """Return the advantages [S] of all samples for an update on `sequences`: whole groups'

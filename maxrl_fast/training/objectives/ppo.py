@@ -39,8 +39,8 @@ class PpoObjective(Objective):
     V_(t+1) - V_t, r at the last token; the critic V: a copy of the policy with a value head,
     trained on A + V.
 
-    Advantages are whitened over the step's tokens whose reward is known. The critic learns the
-    returns A + V, with A before whitening, after the policy updates and on the same minibatches.
+    Whitened are the tokens whose reward is known. The critic learns A + V, with A before whitening,
+    after the policy updates and on the same minibatches.
     """
 
     gae_gamma: Annotated[
@@ -74,9 +74,9 @@ class PpoObjective(Objective):
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         values, rewards = state_values(learner, batch), batch.rewards.flatten()
         _check_finite(values, batch)
-        lengths, bounds = batch.rollouts.lengths, batch.rollouts.cu_seqlens
-        counts = batch.has_reward.flatten().repeat_interleave(lengths, output_size=len(values))
-        advantages = gae_advantages(values, rewards, bounds, self.gae_gamma, self.gae_lambda)
+        counts = batch.rollouts.by_token(batch.has_reward.flatten())
+        given = values, rewards, batch.rollouts.cu_seqlens, self.gae_gamma, self.gae_lambda
+        advantages = gae_advantages(*given)
         weighted = batch.weighted(whitened(advantages, counts).float())
         returns = (advantages + values).float()
         return _Step(weighted, torch.ones_like(rewards), learner, values, returns, counts)
@@ -105,7 +105,7 @@ class _Step(ObjectiveStep):
 
 
 def state_values(learner: Learner, samples: Samples) -> Tensor:
-    """Return the critic's value before each token, float32 [T]; all ranks must call this."""
+    """Return the critic's value before each token, float32 [T]."""
     assert learner.critic is not None
 
     def compute(model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -123,12 +123,9 @@ def update_critic(
     *,
     when: str,
 ) -> tuple[float, float]:
-    """Take one optimizer step of the critic on some of the samples, the same step on all ranks,
-    which must all call this. Return the loss, the mean over their tokens, and the gradient norm
-    before clipping; without tokens there is no step.
-
-    `old_values` and `returns` are [T] of all samples; `sequences`, int64 on the host and ascending,
-    are the samples of this update.
+    """Take one optimizer step of the critic on some of the samples, int64 on the host and
+    ascending, for all of which old values and returns are [T]. Return the loss, the mean over their
+    tokens, and the gradient norm before clipping; without tokens there is no step.
 
     Raises:
         NonFiniteError: if one of them is not finite; the critic's weights are unchanged.
@@ -146,7 +143,7 @@ def update_critic(
         values, at = values_of(hidden, critic.model.output_matrix), batch.target_index
         of_tokens = value_loss(values, old_values[at], returns[at], critic.value_clip)
         part = of_tokens.sum() * (size / num_tokens)  # gradients become means over the ranks
-        return part, part.detach().double() / size
+        return part, part.detach().double().view(1) / size
 
     def refuse(loss: float, norm: float) -> NoReturn:
         raise CriticError(
@@ -155,7 +152,7 @@ def update_critic(
 
     zero_gradients(critic.model)
     done = learner.passes.accumulate(critic.module, packer, sequences, loss_of)
-    total = learner.passes.total(done, returns.new_zeros((), dtype=torch.float64))
+    total = learner.passes.total(done, 1, returns.device)
     how = critic.model, critic.optimizer, critic.lr, CLIP_GRAD, refuse
     norm, (loss,) = take_step(*how, total)
     return float(loss), norm
@@ -177,21 +174,15 @@ def gae_advantages(
     values: Tensor, rewards: Tensor, cu_seqlens: Tensor, gamma: float, gae_lambda: float
 ) -> Tensor:
     """Return the advantage of every token, float64 [T], of values [T] of the states before the
-    tokens, rewards [S] at each response's last token, and cu_seqlens int64 [S+1].
-
-    The value after the last token is 0, also if the response was truncated (Schulman et al. 2016,
-    eqs. 11 and 16):
-
-        delta_t = r_t + gamma V_{t+1} - V_t,  A_t = sum_l (gamma gae_lambda)^l delta_{t+l}
-    """
+    tokens and rewards [S] at each response's last token; the value after it is 0, also if the
+    response was truncated (Schulman et al. 2016, eqs. 11 and 16)."""
     lengths, size = cu_seqlens.diff(), len(values)
     last = (cu_seqlens[1:] - 1).repeat_interleave(lengths, output_size=size)
     tokens_left = last - torch.arange(size, device=values.device)  # in the same response
     values = values.double()
     given = rewards.double().repeat_interleave(lengths, output_size=size)
     sums = torch.where(tokens_left == 0, given, gamma * values.roll(-1)) - values  # [T], delta_t
-    # Each round doubles the terms of a token's sum by adding the sum of the token `shift` places
-    # later.
+    # each round doubles the terms of a token's sum: it adds that of the token `shift` places later
     longest = int(lengths.max()) if size else 0
     shift, factor = 1, gamma * gae_lambda
     while shift < longest:
@@ -201,8 +192,8 @@ def gae_advantages(
 
 
 def whitened(advantages: Tensor, counts: Tensor) -> Tensor:
-    """Scale advantages [T] to mean 0 and sample variance 1 over the tokens in `counts`, bool [T].
-    Other tokens get 0, and so does a single counted token."""
+    """Scale advantages [T] to mean 0 and sample variance 1 over the tokens in `counts`, bool [T];
+    others get 0, and so does a single one."""
     number = counts.sum()
     mean = torch.where(counts, advantages, 0.0).sum() / number.clamp_min(1)
     centred = torch.where(counts, advantages - mean, 0.0)

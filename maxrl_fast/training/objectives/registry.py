@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from maxrl_fast.algorithms.estimator import RATIOS, TRAINING_ESTIMATORS
 from maxrl_fast.algorithms.estimators import ALIASES, ESTIMATORS, Estimator, find_estimator
 from maxrl_fast.algorithms.known import method_hint
@@ -26,7 +24,6 @@ OBJECTIVES = tuple(name for name in METHODS if name not in _BASELINES)
 
 
 def find_code(option: str, name: str, find: Callable[[Any], Any]) -> Any:
-    """Return the method of an option's FILE.py:FUNCTION or package.module:FUNCTION."""
     function = load_code(option, name, "FUNCTION")
     try:
         return find(function)
@@ -37,7 +34,6 @@ def find_code(option: str, name: str, find: Callable[[Any], Any]) -> Any:
 
 
 def find_objective(name: str) -> Method:
-    """Return the objective of --objective: an estimator, built in or your own, or a class."""
     if is_code(name):
         row: Estimator = find_code("objective", name, find_estimator)
         return row
@@ -70,7 +66,6 @@ def objective_presets(name: str) -> Mapping[str, Any]:
 
 
 def objective_class(name: str) -> Any:
-    """Return what has the `loss` and `owns_loss` of all runs of an objective."""
     row = find_objective(name)
     return row if isinstance(row, Estimator) else row.function
 
@@ -108,9 +103,8 @@ def _made(
     check_options(row.name, row.options, own)
     estimator, per_token = row if is_code(name) else name, False
     if not row.state:
-        tried = row.with_examples(torch.Size([4, num_rollouts]))
-        given = name if name in ESTIMATORS | ALIASES and tried is row else tried
-        per_token = try_out(tried, given, num_rollouts, **options).dim() == 1
+        given = name if name in ESTIMATORS | ALIASES else row
+        per_token = try_out(row, given, num_rollouts, **options).dim() == 1
     if per_token and not {*RATIOS}.isdisjoint(row.inputs):
         raise ValueError(f"{row.name} asks for log-ratios of responses, so it must return [G, N]")
     return GroupObjective(estimator, options, per_token, updates_per_step=updates_per_step)

@@ -20,12 +20,8 @@ class VerifreeObjective(Objective):
     """rloo of R = pi(y* | x, z) for the tokens of the reasoning z, R for those of the reference
     answer y* put after it.
 
-    The gradient of E_z pi(y* | x, z) is the mean over responses of
-
-        A grad log pi(z | x) + R grad log pi(y* | x, z),
-
-    where R has no gradient and A is its rloo advantage. The update trains on z + y* instead of the
-    sampled response. A response that does not lead to an answer has R = 0 and counts as z entirely.
+    So the gradient of E_z pi(y* | x, z) is the mean of A grad log pi(z | x) + R grad log pi(y* | x,
+    z). A response that does not lead to an answer has R = 0 and counts as z entirely.
     """
 
     loss = "reinforce"

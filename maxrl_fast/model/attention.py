@@ -43,8 +43,8 @@ class AttentionVariant:
 
 PLAIN_ATTENTION = AttentionVariant()
 
-# Rows of the queries, rows of the keys, both None: all; and their attention.
-Part = tuple[Tensor | None, Tensor | None, VarlenSpec]
+# Rows of the queries and of the keys, Tensors, or None for all; and their attention.
+Part = tuple[Any, Any, VarlenSpec]
 
 
 @dataclass(frozen=True)

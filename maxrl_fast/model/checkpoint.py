@@ -301,8 +301,9 @@ def read_config(path: Path) -> DecoderConfig:
         heads, scaling = fields["num_attention_heads"], None
         if kind == "llama3":
             names = (f"{name}factor" for name in ("", "low_freq_", "high_freq_"))
-            factors = [float(rope[name]) for name in names]
-            scaling = RopeScaling(*factors, int(rope["original_max_position_embeddings"]))
+            factor, low, high = (float(rope[name]) for name in names)
+            original = int(rope["original_max_position_embeddings"])
+            scaling = RopeScaling(factor, low, high, original)
         return DecoderConfig(
             **{name: fields[name] for name in NEEDED},
             num_key_value_heads=fields.get("num_key_value_heads") or heads,

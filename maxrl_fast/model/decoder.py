@@ -5,8 +5,9 @@ dtype; gradients are added in float32 (with FSDP2, in the compute dtype within a
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +111,7 @@ def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tens
 def join(*layers: Linear) -> None:
     """Store the weights of layers that are not trained one below another; theirs become views."""
 
-    def store(parts: list[nn.Parameter]) -> Tensor:
+    def store(parts: Sequence[Tensor]) -> Tensor:
         whole = torch.cat([x.data for x in parts])
         for part, view in zip(parts, whole.split([*map(len, parts)]), strict=True):
             part.data = view
@@ -146,10 +147,10 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        sizes = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(*sizes, bias=False)
-        self.up_proj = Linear(*sizes, bias=False)
-        self.down_proj = Linear(*reversed(sizes), bias=False)
+        size, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(size, inner, bias=False)
+        self.up_proj = Linear(size, inner, bias=False)
+        self.down_proj = Linear(inner, size, bias=False)
 
     def forward(self, x: Tensor, added: Tensor, ops: LayerOps) -> Tensor:
         inner = ops.swiglu(packed((self.gate_proj, self.up_proj), x))
@@ -234,7 +235,8 @@ class Decoder(PolicyModel):
 
     def pack(self) -> None:
         """Prepare a decoder that is not trained for few launches."""
-        for layer in self.model.layers:
+        layers: Any = self.model.layers
+        for layer in layers:
             own, mlp = layer.self_attn, layer.mlp
             join(own.q_proj, own.k_proj, own.v_proj)
             join(mlp.gate_proj, mlp.up_proj)

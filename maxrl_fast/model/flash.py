@@ -160,9 +160,9 @@ def _probe(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]
     found += TORCH_VARLEN.backward(grad, q, k, v, o.to(dtype), lse, spec)
     # as rollout/decode_attention.py: four queries to the first keys of each of three prompts
     counts, starts = torch.tensor([64, 1, 40]), torch.arange(4, dtype=torch.int32, device=device)
-    tiles = wide[0][:12].unflatten(0, (3, 4)), *(x[:192].unflatten(0, (3, 64)) for x in wide[1:])
-    mask = torch.arange(64) < counts[:, None, None]
-    wanted.append(attend(*tiles, mask.to(device))[0].flatten(0, 1))
+    some_k, some_v = (x[:192].unflatten(0, (3, 64)) for x in wide[1:])
+    mask = (torch.arange(64) < counts[:, None, None]).to(device)
+    wanted.append(attend(wide[0][:12].unflatten(0, (3, 4)), some_k, some_v, mask)[0].flatten(0, 1))
     sizes = starts * 4, starts * 64, 4, 64, counts.to(device, torch.int32)
     found.append(attend_prompts(q[:12], k[:192], v[:192], *sizes)[0])
     errors = [(a.float() - b).norm() / b.norm() for a, b in zip(found, wanted, strict=True)]

@@ -346,8 +346,8 @@ def play(
     size, own = turns.given.shape, [tokens[s] for s in turns.own]
     padded = torch.zeros(size, dtype=torch.int64), torch.zeros(size)
     for row, s in enumerate(turns.own):
-        for to, values in zip(padded, (tokens[s], logprobs[s]), strict=True):
-            to[row, : len(values)] = torch.tensor(values)
+        padded[0][row, : len(tokens[s])] = torch.tensor(tokens[s])
+        padded[1][row, : len(tokens[s])] = torch.tensor(logprobs[s])
     _keep_known(padded[1], sampling, mode)
     lengths = torch.tensor([len(x) for x in own], dtype=torch.int64)
     truncated = torch.tensor([x[-1] not in sampling.stop_ids for x in own], dtype=torch.bool)

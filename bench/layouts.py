@@ -80,7 +80,7 @@ def padded_passes(case: Case, advantages: Tensor, dtype: torch.dtype, denominato
 
 def num_pairs(forest: Forest) -> int:
     """Return the number of pairs of a token and a token that it attends to."""
-    levels = (spec for *_, spec in forest.levels)
+    levels = (spec for *_, spec in forest.parts[1:])
     above = sum(int((x.q_lengths * x.k_lengths).sum()) for x in levels)
     return above + int((forest.lengths * (forest.lengths + 1) // 2).sum())
 

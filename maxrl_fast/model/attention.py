@@ -1,10 +1,8 @@
 """Attention over a forest of prefixes, whose keys and values are computed once.
 
-A token attends to the segments above its own and, causally, to its segment: on a CPU in one kernel
-(csrc/cpu/attention.cpp), elsewhere in FlashAttention calls for the segments and for each level,
-whose results merge exactly. With a sliding window, a soft cap or sinks, each segment gets a copy of
-the keys and values above it (docs/prefix_trees.md).
-"""
+On a CPU it is one kernel (csrc/cpu/attention.cpp), elsewhere FlashAttention of the segments and of
+each level, merged exactly. With a sliding window, a soft cap or sinks, each segment gets a copy of
+the keys and values above it (docs/prefix_trees.md)."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,6 +43,9 @@ class AttentionVariant:
 
 PLAIN_ATTENTION = AttentionVariant()
 
+# Rows of the queries and of the keys, Tensors, or None for all; and their attention.
+Part = tuple[Any, Any, VarlenSpec]
+
 
 @dataclass(frozen=True)
 class Forest:
@@ -78,14 +79,9 @@ class Forest:
         return self.lengths.cumsum(0)[self.last]
 
     @cached_property
-    def segments(self) -> VarlenSpec:
-        return VarlenSpec(self.lengths, self.lengths, self.device, causal=True)
-
-    @cached_property
-    def levels(self) -> list[tuple[Tensor, Tensor, VarlenSpec]]:
-        """The queries and keys of each depth, and their attention: all tokens below a segment
-        attend to it. Segments with nothing below are left out: FlashAttention starts blocks for
-        each."""
+    def parts(self) -> list[Part]:
+        """The attention within the segments, and that of all tokens below those of each depth, in
+        which segments with nothing below are left out: FlashAttention starts blocks for each."""
         stops = self.lengths.cumsum(0)
         below = self.ends - stops  # [M] tokens
         # segments before each that have not ended
@@ -98,7 +94,8 @@ class Forest:
         levels = q.split(counts), k.split(counts)
         parts = [x.split([int(n.sum()) for n in y]) for x, y in zip(index, levels, strict=True)]
         specs = [VarlenSpec(*x, self.device) for x in zip(*levels, strict=True)]
-        return list(zip(*parts, specs, strict=True))
+        own = VarlenSpec(self.lengths, self.lengths, self.device, causal=True)
+        return [(None, None, own), *zip(*parts, specs, strict=True)]
 
     @cached_property
     def padded(self) -> Levels:
@@ -125,64 +122,52 @@ class Forest:
 
 class MergedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, forest: Forest) -> Tensor:
-        o, lse = flash.forward(q, k, v, forest.segments)
-        for rows, keys, spec in forest.levels:
-            part = flash.forward(q[rows], k[keys], v[keys], spec)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, parts: list[Part]
+    ) -> Tensor:
+        (_, keys, spec), *levels = parts
+        kernel = flash.kernel_of(q, spec)
+        o, lse = kernel.forward(q, _chosen(k, keys), _chosen(v, keys), spec)
+        for rows, keys, spec in levels:
+            part = kernel.forward(q[rows], _chosen(k, keys), _chosen(v, keys), spec)
             merged = merge(*part, o[rows], lse[rows])
             o.index_copy_(0, rows, merged[0])
             lse.index_copy_(0, rows, merged[1])
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.forest = forest
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        check_first_order("tree_attention")
-        q, k, v, o, lse = ctx.saved_tensors
-        grads = flash.backward(grad, q, k, v, o, lse, ctx.forest.segments)
-        for rows, keys, spec in ctx.forest.levels:
-            part = flash.backward(grad[rows], q[rows], k[keys], v[keys], o[rows], lse[rows], spec)
-            # each row once: in one order
-            for total, index, of_level in zip(grads, (rows, keys, keys), part, strict=True):
-                total.index_add_(0, index, of_level)
-        return *grads, None
-
-
-class _VariantAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        index: Tensor,
-        spec: VarlenSpec,
-    ) -> Tensor:
-        o, lse = flash.forward(q, k[index], v[index], spec)
         if sinks is not None:  # merged as a part of the keys with the value 0
             o = o * torch.sigmoid(lse - sinks)[..., None].to(o.dtype)
             lse = torch.logaddexp(lse, sinks.to(lse.dtype))
-        ctx.save_for_backward(q, k, v, o, lse, sinks, index)
-        ctx.spec = spec
+        ctx.save_for_backward(q, k, v, o, lse, sinks)
+        ctx.parts = parts
         return o
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_first_order("tree_attention")
-        q, k, v, o, lse, sinks, index = ctx.saved_tensors
-        grad_q, *grads = flash.backward(grad, q, k[index], v[index], o, lse, ctx.spec)
-        # The gradients of copies are added in float32 and, on a GPU too, in one order.
-        wide = torch.promote_types(k.dtype, torch.float32)
-        total = [torch.zeros_like(x, dtype=wide) for x in (k, v)]
-        for x, part in zip(total, grads, strict=True):
-            x.index_put_((index,), part.to(x.dtype), accumulate=True)
+        q, k, v, o, lse, sinks = ctx.saved_tensors
+        (_, keys, spec), *levels = ctx.parts
+        kernel = flash.kernel_of(q, spec)
+        grads = kernel.backward(grad, q, _chosen(k, keys), _chosen(v, keys), o, lse, spec)
+        if keys is not None:
+            # The gradients of copies are added in float32 and, on a GPU too, in one order.
+            total = [torch.zeros_like(x, dtype=lse.dtype) for x in (k, v)]
+            for x, part in zip(total, grads[1:], strict=True):
+                x.index_put_((keys,), part.to(x.dtype), accumulate=True)
+            grads = grads[0], total[0].to(k.dtype), total[1].to(v.dtype)
+        for rows, keys, spec in levels:
+            of_rows = grad[rows], q[rows], k[keys], v[keys], o[rows], lse[rows]
+            # each row once: in one order
+            parts = kernel.backward(*of_rows, spec)
+            for x, index, part in zip(grads, (rows, keys, keys), parts, strict=True):
+                x.index_add_(0, index, part)
         grad_sinks = None
         if sinks is not None:
             by_head = (grad.to(lse.dtype) * o.to(lse.dtype)).sum(-1)  # [U, Hq]
             grad_sinks = -((sinks - lse).exp() * by_head).sum(0).to(sinks.dtype)
-        return grad_q, total[0].to(k.dtype), total[1].to(v.dtype), grad_sinks, None, None
+        return *grads, grad_sinks, None
+
+
+def _chosen(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x[index]
 
 
 def tree_attention(
@@ -191,15 +176,15 @@ def tree_attention(
     """Return causal attention of each segment over the segments above it and itself [U, Hq, D], for
     q [U, Hq, D], k and v [U, Hkv, D] of a forest of U tokens. Differentiable in q, k, v and
     sinks."""
+    parts = forest.parts
     if not variant.is_plain:
         index, spec = forest.copied_keys(variant.window, variant.softcap)
         if spec.window or spec.softcap or variant.sinks is not None:
-            out: Tensor = _VariantAttention.apply(q, k, v, variant.sinks, index, spec)
-            return out
-    if has_kernel(q.device, q.dtype, q.shape[-1]):
-        out = _TreeAttention.apply(q, k, v, forest.lengths, forest.parents)
+            parts = [(None, index, spec)]
+    if parts is forest.parts and has_kernel(q.device, q.dtype, q.shape[-1]):
+        out: Tensor = _TreeAttention.apply(q, k, v, forest.lengths, forest.parents)
     else:
-        out = MergedAttention.apply(q, k, v, forest)
+        out = MergedAttention.apply(q, k, v, variant.sinks, parts)
     return out
 
 

@@ -175,9 +175,11 @@ def carried_tensors(directory: Path, model: PolicyModel) -> dict[str, StoredTens
     return others
 
 
-def load_checkpoint(directory: Path) -> Decoder:
-    """Return the decoder of a directory, on the CPU in float32."""
+def load_checkpoint(directory: Path, is_empty: bool = False) -> Decoder:
+    """Return the decoder of a directory, on the CPU in float32, or the meta device."""
     config = read_config(directory / "config.json")
+    if is_empty:
+        return Decoder.empty(config, "meta")
     stored = find_tensors(directory)
     if config.tie_word_embeddings:
         _join_tied(stored)
@@ -299,8 +301,9 @@ def read_config(path: Path) -> DecoderConfig:
         heads, scaling = fields["num_attention_heads"], None
         if kind == "llama3":
             names = (f"{name}factor" for name in ("", "low_freq_", "high_freq_"))
-            factors = [float(rope[name]) for name in names]
-            scaling = RopeScaling(*factors, int(rope["original_max_position_embeddings"]))
+            factor, low, high = (float(rope[name]) for name in names)
+            original = int(rope["original_max_position_embeddings"])
+            scaling = RopeScaling(factor, low, high, original)
         return DecoderConfig(
             **{name: fields[name] for name in NEEDED},
             num_key_value_heads=fields.get("num_key_value_heads") or heads,

@@ -1,18 +1,16 @@
-"""The decoder of Qwen2, Qwen3, Llama 3 and SmolLM2.
+"""The decoder of Qwen2, Qwen3, Llama 3 and SmolLM2, with the names of Hugging Face checkpoints.
 
-Modules have the names of Hugging Face checkpoints. Parameters are the float32 master weights; a
-forward pass casts them layer by layer to the compute dtype, and gradients are accumulated in
-float32 (with FSDP2, in the compute dtype within one backward pass).
-"""
+Parameters are the float32 master weights, which a forward pass casts layer by layer to the compute
+dtype; gradients are added in float32 (with FSDP2, in the compute dtype within a backward pass)."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from maxrl_fast.model.layer_kernels import (
@@ -110,25 +108,20 @@ def rotary_table(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tens
     return angles.cos()[:, None], angles.sin()[:, None]
 
 
-Joint = tuple[Tensor, Tensor | None]  # one matrix and bias of several layers
+def join(*layers: Linear) -> None:
+    """Store the weights of layers that are not trained one below another; theirs become views."""
 
-
-def joint(layers: Sequence[Linear]) -> Joint:
-    """Store the weights of layers one below another; theirs become views."""
-
-    def store(parts: list[nn.Parameter]) -> Tensor:
+    def store(parts: Sequence[Tensor]) -> Tensor:
         whole = torch.cat([x.data for x in parts])
         for part, view in zip(parts, whole.split([*map(len, parts)]), strict=True):
             part.data = view
         return whole
 
     biases = [x.bias for x in layers if x.bias is not None]
-    return store([x.weight for x in layers]), store(biases) if biases else None
+    layers[0].joint = store([x.weight for x in layers]), store(biases) if biases else None
 
 
 class SelfAttention(nn.Module):
-    joint: Joint | None = None
-
     def __init__(self, config: DecoderConfig):
         super().__init__()
         num_kv_heads = config.num_key_value_heads
@@ -147,28 +140,21 @@ class SelfAttention(nn.Module):
         norms = None
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        if self.joint is None:
-            heads = packed((self.q_proj, self.k_proj, self.v_proj), x)
-        else:
-            heads = F.linear(x, *self.joint)
+        heads = packed((self.q_proj, self.k_proj, self.v_proj), x)
         return ops.rotate_heads(heads, self.head_counts, norms, rotary)
 
 
 class MLP(nn.Module):
-    joint: Joint | None = None
-
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+        size, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(size, inner, bias=False)
+        self.up_proj = Linear(size, inner, bias=False)
+        self.down_proj = Linear(inner, size, bias=False)
 
     def forward(self, x: Tensor, added: Tensor, ops: LayerOps) -> Tensor:
-        if self.joint is None:
-            both = packed((self.gate_proj, self.up_proj), x)
-        else:
-            both = F.linear(x, *self.joint)
-        output: Tensor = self.down_proj(ops.swiglu(both), added)
+        inner = ops.swiglu(packed((self.gate_proj, self.up_proj), x))
+        output: Tensor = self.down_proj(inner, added)
         return output
 
 
@@ -249,10 +235,11 @@ class Decoder(PolicyModel):
 
     def pack(self) -> None:
         """Prepare a decoder that is not trained for few launches."""
-        for layer in self.model.layers:
+        layers: Any = self.model.layers
+        for layer in layers:
             own, mlp = layer.self_attn, layer.mlp
-            own.joint = joint((own.q_proj, own.k_proj, own.v_proj))
-            mlp.joint = joint((mlp.gate_proj, mlp.up_proj))
+            join(own.q_proj, own.k_proj, own.v_proj)
+            join(mlp.gate_proj, mlp.up_proj)
         positions = torch.arange(self.config.max_position_embeddings, device=self.device)
         self.tables = rotary_table(self.config, positions)
 
@@ -306,8 +293,7 @@ class Decoder(PolicyModel):
 
     def ops(self, dtype: torch.dtype) -> LayerOps:
         c = self.config
-        sizes = c.hidden_size, c.intermediate_size, c.head_dim
-        return layer_ops(*sizes, dtype, self.device)
+        return layer_ops((c.hidden_size, c.intermediate_size, c.head_dim), dtype, self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return output_product(hidden, self.output_matrix.to(hidden.dtype))

@@ -70,23 +70,14 @@ class VarlenSpec:
         return parts
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spec: VarlenSpec) -> tuple[Tensor, Tensor]:
-    """Return softmax attention with scores scaled by D**-0.5 [Tq, Hq, D], and its log-sum-exp [Tq,
-    Hq], at least float32, for packed q [Tq, Hq, D], k and v [Tk, Hkv, D]."""
-    return kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap).forward(q, k, v, spec)
-
-
-def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: VarlenSpec
-) -> Gradients:
-    """o and lse may be merged with another attention."""
-    kernel = kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap)
-    return kernel.backward(grad, q, k, v, o, lse, spec)
-
-
 class Kernel(NamedTuple):
+    """Softmax attention with scores scaled by D**-0.5."""
+
     name: str  # printed at the start of a run
+    # Of q [Tq, Hq, D], k and v [Tk, Hkv, D], packed as in the spec, where Hq is a multiple of Hkv:
+    # o [Tq, Hq, D] and its log-sum-exp l [Tq, Hq], at least float32.
     forward: Callable[[Tensor, Tensor, Tensor, VarlenSpec], tuple[Tensor, Tensor]]
+    # (grad, q, k, v, o, l, spec): o and l may be merged with another attention
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, VarlenSpec], Gradients]
 
 
@@ -99,6 +90,10 @@ def kernel_for(
     if _flash_attn() and (softcap or registry.current_flash_attention_impl() is None):
         return FLASH_ATTN
     return REFERENCE if softcap else TORCH_VARLEN
+
+
+def kernel_of(q: Tensor, spec: VarlenSpec) -> Kernel:
+    return kernel_for(q.device, q.dtype, q.shape[-1], spec.softcap)
 
 
 @cache
@@ -165,9 +160,9 @@ def _probe(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]
     found += TORCH_VARLEN.backward(grad, q, k, v, o.to(dtype), lse, spec)
     # as rollout/decode_attention.py: four queries to the first keys of each of three prompts
     counts, starts = torch.tensor([64, 1, 40]), torch.arange(4, dtype=torch.int32, device=device)
-    tiles = wide[0][:12].unflatten(0, (3, 4)), *(x[:192].unflatten(0, (3, 64)) for x in wide[1:])
-    mask = torch.arange(64) < counts[:, None, None]
-    wanted.append(attend(*tiles, mask.to(device))[0].flatten(0, 1))
+    some_k, some_v = (x[:192].unflatten(0, (3, 64)) for x in wide[1:])
+    mask = (torch.arange(64) < counts[:, None, None]).to(device)
+    wanted.append(attend(wide[0][:12].unflatten(0, (3, 4)), some_k, some_v, mask)[0].flatten(0, 1))
     sizes = starts * 4, starts * 64, 4, 64, counts.to(device, torch.int32)
     found.append(attend_prompts(q[:12], k[:192], v[:192], *sizes)[0])
     errors = [(a.float() - b).norm() / b.norm() for a, b in zip(found, wanted, strict=True)]

@@ -64,7 +64,7 @@ def find_model(model: str, warn: Callable[[str], None], wanted: str = FOLDER) ->
         missing = "" if model.startswith(HUB) else f"there is no folder {model}, and "
         raise InputError(missing + _sentence(name, error)) from error
     except Exception as error:  # of the network, TLS, a proxy, HTTP, or HF_HUB_OFFLINE
-        cause = _first_line(error)
+        cause = f"{type(error).__name__}: {error}".partition("\n")[0]
     commit = _snapshot(name, SMALL_FILES, cause).name  # which notes the branch's for offline runs
     if cause:
         warn(
@@ -116,25 +116,15 @@ def _snapshot(name: str, files: tuple[str, ...], offline: str = "") -> Path:
     try:
         return Path(hub.snapshot_download(repository, revision=revision, **chosen))
     except Exception as error:  # of the network, HTTP, the disk, or an answer that is not valid
-        raise InputError(_sentence(name, error, offline)) from error
+        said = f"the hub cannot be reached ({offline}), and its cache does not have {name}"
+        raise InputError(said if offline else _sentence(name, error)) from error
 
 
-def _sentence(name: str, error: Exception, offline: str = "") -> str:
-    hub, repository = _hub(), _parts(name)[0]
-    token = (
-        "an access token of an account that may read it must be in the environment variable "
-        f"HF_TOKEN, which {'is not set' if hub.get_token() is None else 'has none'}"
-    )
-    if isinstance(error, hub.errors.LocalEntryNotFoundError):
-        cause = offline or _first_line(error.__cause__ or error)
-        return f"the hub cannot be reached ({cause}), and its cache does not have {name}"
-    if isinstance(error, hub.errors.GatedRepoError):
-        terms = f"{hub.constants.ENDPOINT}/{repository}"
-        return f"{name} is gated: accept its terms at {terms}; {token}"
-    if isinstance(error, hub.errors.RepositoryNotFoundError):
-        return f"the hub has no model {repository}, or it is private; then {token}"
-    return f"cannot download {name}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+def _sentence(name: str, error: Exception) -> str:
+    hub, said = _hub(), f"cannot get {name} from the hub: {' '.join(str(error).split()):.300}"
+    if isinstance(error, hub.errors.RepositoryNotFoundError):  # also for a gated one
+        said += (
+            "; for a private or gated model HF_TOKEN must have the access token of an account that "
+            f"has accepted the terms at {hub.constants.ENDPOINT}/{_parts(name)[0]}"
+        )
+    return said

@@ -1,10 +1,9 @@
 """A policy whose layers are transformers': any decoder that calls the attention function once a
 layer, which calls the policy's, alone or within a model that reads images or sound too.
 
-Scale, sliding window, soft cap and sinks are passed on; anything else that eager attention would
-honour is refused by name. Parameters are the float32 master weights; each layer casts them to the
-compute dtype. Routers of mixtures of experts compute in float32. Dropout is off.
-"""
+Scale, sliding window, soft cap and sinks are passed on; what else eager attention would honour is
+refused by name. Each layer casts the float32 master weights to the compute dtype; routers of
+experts compute in float32. Dropout is off."""
 
 import contextlib
 import inspect

@@ -1,8 +1,5 @@
-"""Loading of a policy that transformers runs, from a Hugging Face checkpoint directory.
-
-transformers gets a configuration without the keys that make it run code, reads only safetensors,
-and downloads nothing.
-"""
+"""Loads policies that transformers runs, from directories. transformers gets a configuration
+without the keys that make it run code, reads only safetensors, and downloads nothing."""
 
 import json
 from collections.abc import Iterator

@@ -1,11 +1,10 @@
 """The parts of a decoder layer between its products: residual addition with RMS norm, rotary
-embedding, SwiGLU. TORCH_OPS has them in PyTorch, KERNELS as operators with kernels.
+embedding, SwiGLU; in PyTorch (TORCH_OPS) and in one launch of csrc/cuda/layer_*.cu or one pass of
+csrc/cpu/layer.cpp (KERNELS).
 
-csrc/cuda/layer_*.cu have one launch for each, csrc/cpu/layer.cpp one pass. They compute in float32
-(float64 for float64) and round once. Gradients of weights are summed over the rows in an order that
-depends only on the shapes. Backward passes write the gradient of q, k and v, or of gate and up, as
-one matrix, so autograd adds and copies nothing.
-"""
+Kernels compute in float32 (float64 for float64), round once, and sum gradients of weights in an
+order that depends only on the shapes. Backward passes write the gradient of q, k and v, or of gate
+and up, as one matrix, so autograd adds and copies nothing."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -86,22 +85,14 @@ def _swiglu(packed: Tensor) -> Tensor:
 TORCH_OPS = LayerOps(_add_rms_norm, _rotate_heads, _swiglu)
 
 
-def layer_ops(
-    hidden_size: int,
-    intermediate_size: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> LayerOps:
-    """Return KERNELS where they support a decoder of these sizes: on a GPU hidden states of at most
-    16 KiB and MLP rows in multiples of 16 bytes, heads in multiples of 32, at most 1 KiB."""
+def layer_ops(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> LayerOps:
+    """Return KERNELS where they support these sizes of hidden states, MLP rows and heads: on a GPU
+    multiples of 16, 16 and 32 bytes, hidden states of at most 16 KiB and heads of 1."""
     if not dispatch.is_gpu(device):
         fits = device.type == "cpu" and dtype in CPU_DTYPES
     else:
         fits = dtype in DEVICE_DTYPES and dispatch.has_kernels(device)
-        hidden, intermediate, head = (
-            size * dtype.itemsize for size in (hidden_size, intermediate_size, head_dim)
-        )
+        hidden, intermediate, head = (size * dtype.itemsize for size in sizes)
         fits &= hidden % 16 == intermediate % 16 == head % 32 == 0
         fits &= hidden <= 16 << 10 and head <= 1 << 10
     return KERNELS if fits else TORCH_OPS
@@ -117,6 +108,10 @@ def _partials(like: Tensor, num_rows: int, width: int) -> int:
     return min(num_rows, _MOST_PARTIALS, max(1, _PARTIAL_NUMBERS // width))
 
 
+def _sizes(x: Tensor) -> dict[str, Any]:
+    return {"dtype": x.dtype, "num_rows": len(x), "size": x.shape[1]}
+
+
 def _empty_sums(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
@@ -128,16 +123,14 @@ class _AddRmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        call, (num_rows, size), rounded = KernelLaunch(x.device), x.shape, weight.to(x.dtype)
-        total, normed = x if delta is None else torch.empty_like(x), torch.empty_like(x)
+        call, rounded, normed = KernelLaunch(x.device), weight.to(x.dtype), torch.empty_like(x)
+        total = x if delta is None else torch.empty_like(x)
         call.launch(
             "add_rms_norm",
-            dtype=x.dtype,
-            num_rows=num_rows,
-            size=size,
+            **_sizes(x),
             eps=eps,
-            **call.addresses(x.dtype, num_rows, size, x=x, delta=delta),
-            weight=call.address("weight", rounded, x.dtype, (size,)),
+            **call.addresses(x.dtype, *x.shape, x=x, delta=delta),
+            **call.addresses(x.dtype, x.shape[1], weight=rounded),
             sum=None if delta is None else total,
             normed=normed,
         )
@@ -154,22 +147,16 @@ class _AddRmsNorm(torch.autograd.Function):
         if grad_normed is None:
             return grad_total, grad_total if ctx.has_delta else None, None, None
         x, weight = ctx.saved_tensors
-        call, (num_rows, size) = KernelLaunch(x.device), x.shape
-        grad_x = torch.empty_like(x)
-        partials = _empty_sums(x, _partials(x, num_rows, size), size)
-        rows = {
-            "sum": x,
-            "grad_sum": None if grad_total is None else grad_total.contiguous(),
-            "grad_normed": grad_normed.contiguous(),
-        }
+        call, grad_x = KernelLaunch(x.device), torch.empty_like(x)
+        partials = _empty_sums(x, _partials(x, *x.shape), x.shape[1])
+        grads = (None if g is None else g.contiguous() for g in (grad_total, grad_normed))
+        rows = dict(zip(("sum", "grad_sum", "grad_normed"), (x, *grads), strict=True))
         call.launch(
             "add_rms_norm_backward",
-            dtype=x.dtype,
-            num_rows=num_rows,
-            size=size,
+            **_sizes(x),
             eps=ctx.eps,
-            **call.addresses(x.dtype, num_rows, size, **rows),
-            weight=call.address("weight", weight, x.dtype, (size,)),
+            **call.addresses(x.dtype, *x.shape, **rows),
+            **call.addresses(x.dtype, x.shape[1], weight=weight),
             grad_x=grad_x,
             num_partials=len(partials),
             grad_weight=partials,
@@ -185,16 +172,14 @@ def _rotation(
     call: KernelLaunch,
     heads: Sequence[Tensor | None],
     norms: Sequence[Tensor | None],
-    tables: tuple[Tensor, Tensor, Tensor | None],
+    rotary: Rotary,
     to: list[Tensor],
 ) -> dict[str, Any]:
     """Rows of all heads [U, heads, D] may have any stride."""
-    q, (cos, sin, positions) = to[0], tables
-    num_rows, _, dim = q.shape
+    q, (cos, sin, positions), (num_rows, _, dim) = to[0], rotary, to[0].shape
 
     def argument(name: str, x: Tensor | None) -> tuple[int, int, int]:
-        """Return address, row stride and number of heads."""
-        if x is None:
+        if x is None:  # address, row stride and number of heads
             return 0, 0, 0
         address = call.address(name, x, q.dtype, (num_rows, x.shape[1], dim), True)
         return address, x.stride(0) if num_rows > 1 else 0, x.shape[1]
@@ -209,8 +194,7 @@ def _rotation(
             call.address(name, x, q.dtype, (dim,))
             for name, x in zip(("q_norm", "k_norm"), norms, strict=True)
         ],
-        "cos": call.address("cos", cos, torch.float32, shape),
-        "sin": call.address("sin", sin, torch.float32, shape),
+        **call.addresses(torch.float32, *shape, cos=cos, sin=sin),
         "positions": call.address("positions", positions, torch.int64, (num_rows,)),
         "num_positions": len(cos),
         "to": [call.keep(x) for x in to],
@@ -243,21 +227,21 @@ class _RotateHeads(torch.autograd.Function):
         call = KernelLaunch(packed.device)
         q, k, v = _parts(packed, counts)
         to = [x.new_empty(x.shape) for x in (q, k, v)]
-        inputs = _rotation(call, (q, k, v), norms, (cos, sin, positions), to)
+        inputs = _rotation(call, (q, k, v), norms, Rotary(cos, sin, positions), to)
         call.launch("rotate_heads", **inputs, eps=eps, direction=1.0)
         return to[0], to[1], to[2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         check_first_order("rotate_heads")
-        packed, q_norm, k_norm, cos, sin, positions = ctx.saved_tensors
-        tables = cos, sin, positions
+        packed, q_norm, k_norm, *tables = ctx.saved_tensors
+        rotary = Rotary(*tables)
         call, given = KernelLaunch(grads[0].device), tuple(x.contiguous() for x in grads)
         counts, (num_rows, _, dim) = tuple(x.shape[1] for x in given), given[0].shape
         grad = given[0].new_empty(num_rows, sum(counts) * dim)
         to = _parts(grad, counts)
         if packed is None:
-            inputs = _rotation(call, given, (None, None), tables, to)
+            inputs = _rotation(call, given, (None, None), rotary, to)
             call.launch("rotate_heads", **inputs, eps=0.0, direction=-1.0)
             return grad, *(None,) * 7
         q, k, _ = _parts(packed, counts)
@@ -269,7 +253,7 @@ class _RotateHeads(torch.autograd.Function):
         heads = q, k, None if is_gpu else given[2]
         call.launch(
             "rotate_heads_backward",
-            **_rotation(call, heads, (q_norm, k_norm), tables, to),
+            **_rotation(call, heads, (q_norm, k_norm), rotary, to),
             eps=ctx.eps,
             direction=1.0,
             grad=[call.address("grad", x, grad.dtype, x.shape) for x in given[:2]],
@@ -357,8 +341,7 @@ class _ChooseRows(torch.autograd.Function):
             num_rows=ctx.num_rows,
             num_chosen=num_chosen,
             size=size,
-            rows=call.address("rows", rows, torch.int64, (num_chosen,)),
-            order=call.address("order", order, torch.int64, (num_chosen,)),
+            **call.addresses(torch.int64, num_chosen, rows=rows, order=order),
             starts=call.address("starts", starts, torch.int64, (ctx.num_rows + 1,)),
             grad=call.address("grad", grad, grad.dtype, grad.shape),
             to=to,

@@ -33,6 +33,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | Non
 
 
 class Linear(nn.Linear):
+    # the weight and bias of several layers, of which this is the first
+    joint: tuple[Tensor, Tensor | None] | None = None
+
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Return x W^T + bias + added, for x [..., in]; `added` [U, out] needs x [U, in]."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -67,6 +70,8 @@ class _Joined(torch.autograd.Function):
 
 def packed(layers: Sequence[Linear], x: Tensor) -> Tensor:
     """Return the layers' outputs next to each other, by one product if they `can_join`."""
+    if layers[0].joint is not None:
+        return F.linear(x, *layers[0].joint)
     if not can_join(layers, x):
         return torch.cat([layer(x) for layer in layers], -1)
     weight = _Joined.apply(x.dtype, *(layer.weight for layer in layers))

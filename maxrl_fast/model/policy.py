@@ -64,15 +64,10 @@ def load_policy(
 ) -> PolicyModel:
     """Return the policy of a checkpoint directory, on the CPU in float32, or the meta device if
     `is_empty`, for which it need not have weights. prompt_length: of the longest prompt."""
-    longest = prompt_length + max_new_tokens
-    model: PolicyModel
     if backend_of(directory, backend) == "native":
-        if is_empty:
-            model = Decoder.empty(read_config(directory / "config.json"), "meta")
-        else:
-            model = load_checkpoint(directory)
+        model: PolicyModel = load_checkpoint(directory, is_empty)
     else:
-        model = load_huggingface(directory, longest, is_empty)
+        model = load_huggingface(directory, prompt_length + max_new_tokens, is_empty)
     if not is_empty and (name := find_nonfinite(dict(model.named_parameters()))):
         raise InputError(f"{directory} has NaN or infinite numbers in the weight {name}")
     if model.config.vocab_size != vocab_size:

@@ -1,11 +1,9 @@
 """Layers with a state (gated delta rule, Mamba, short convolutions) over a forest of prefixes.
 
-Such a layer of transformers reads and writes its states through a cache: the last columns before
-its convolution, and the state of its recurrence. `States` is a cache for one call, whose tensors
-autograd follows. So the segments of one depth run in one batch, and hand the states at their ends
-to the segments below: what several samples begin with is computed once, and no state reaches
-another sample.
-"""
+Such a layer of transformers keeps its states in a cache: the last columns before its convolution,
+and the state of its recurrence. `States` is a cache for one call, whose tensors autograd follows.
+So the segments of one depth run in one batch, and hand their states to the segments below: what
+several samples begin with is computed once, and no state reaches another sample."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,13 +63,14 @@ class States:
         return state
 
     def rows(self, index: Tensor, mask: Tensor | None = None) -> "States":
-        return States(*({k: x[index] for k, x in own.items()} for own in self._parts), mask)
+        conv, recurrent = ({k: x[index] for k, x in own.items()} for own in self._parts)
+        return States(conv, recurrent, mask)
 
     def zeros(self, num_rows: int) -> "States":
-        parts = (
+        conv, recurrent = (
             {k: x.new_zeros(num_rows, *x.shape[1:]) for k, x in own.items()} for own in self._parts
         )
-        return States(*parts, None)
+        return States(conv, recurrent, None)
 
     def store(self, index: Tensor, other: "States", chosen: Tensor | None = None) -> None:
         """Copy the rows of another to the rows `index` [n], or those of them that are `chosen`."""
@@ -83,11 +82,13 @@ class States:
     @classmethod
     def joined(cls, several: list["States"]) -> "States":
         """Return the rows of all, one after another."""
-        parts = (
+        if not several:
+            return cls({}, {}, None)
+        conv, recurrent = (
             {k: torch.cat([x[k] for x in own]) for k in own[0]}
             for own in zip(*(x._parts for x in several), strict=True)
         )
-        return cls(*parts, None) if several else cls({}, {}, None)
+        return cls(conv, recurrent, None)
 
 
 # a layer's forward pass of hidden states [n, L, H] with states before them; mask [n, L]: False
@@ -116,7 +117,7 @@ class Levels:
 class _Segment(NamedTuple):
     reads: Tensor  # tokens of the stream, of which the last `length` are its own
     length: int
-    origin: int  # the segment whose state precedes what it reads; -1: none
+    origin: int  # the segment whose state it continues; -1: none
     depth: int
     keeps: bool  # its state, for segments below
 

@@ -1,5 +1,5 @@
-"""Tokenizers and chat templates of checkpoint directories. A chat template is code of the
-checkpoint, which transformers runs in Jinja's sandbox, without files and commands."""
+"""Tokenizers and chat templates of checkpoints. A template is code, which transformers runs in
+Jinja's sandbox, without files and commands."""
 
 import re
 import tempfile

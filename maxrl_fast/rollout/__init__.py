@@ -102,9 +102,9 @@ class RolloutRequest:
     def check(self, model: PolicySizes) -> None:
         """Raise InputError for what no engine can serve with a policy of these sizes."""
         prompts, sampling, lengths = self.prompts, self.sampling, self.prompts.lengths
-        counts = {"num_samples": self.num_samples, "number of prompts": len(prompts)}
-        counts |= {"max_new_tokens": sampling.max_new_tokens, "max_turns": sampling.max_turns}
-        for name, count in counts.items():
+        counts = len(prompts), self.num_samples, sampling.max_new_tokens, sampling.max_turns
+        names = "number of prompts", "num_samples", "max_new_tokens", "max_turns"
+        for name, count in zip(names, counts, strict=True):
             if count < 1:
                 raise InputError(f"{name} must be at least 1, got {count}")
         if int(lengths.min()) < 1:

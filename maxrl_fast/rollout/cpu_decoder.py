@@ -1,5 +1,4 @@
-"""Decoding on a CPU with the C++ decoder of csrc/cpu/; each thread decodes its part of the
-batch."""
+"""Decoding with the C++ decoder of csrc/cpu/, of which each thread has its part of the batch."""
 
 from dataclasses import replace
 from typing import Any
@@ -113,13 +112,11 @@ class CpuEngine(NativeEngine):
         fitting = int((budget - 2 * prompt) / (own + prompt / num_samples))
         num_slots = min(max(1, fitting), self.max_batch)
         shape = (request.num_sequences, sampling.max_new_tokens)
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        logprobs = torch.zeros(shape)
+        tokens, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
         lengths = torch.zeros(shape[0], dtype=torch.int64)
         truncated = torch.zeros(shape[0], dtype=torch.bool)
-        prompt_tokens, cu_seqlens, keys = (
-            x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, request.keys())
-        )
+        given = (x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, request.keys()))
+        prompt_tokens, cu_seqlens, keys = given
         # keeps the tensors until this function returns, because the generation has their addresses
         call = KernelLaunch(CPU)
         job = {
@@ -160,11 +157,6 @@ class CpuEngine(NativeEngine):
 
             turns.play(sample_on, generation.feed)
         done = generation.statistics
-        self.statistics = RolloutStatistics(
-            prefill_seconds=done["prefill_seconds"],
-            decode_seconds=done["decode_seconds"],
-            decode_steps=done["steps"],
-            cache_bytes=done["peak_cache_bytes"],
-            decoded_rows=done["decoded_rows"],
-        )
+        names = "prefill_seconds", "decode_seconds", "steps", "peak_cache_bytes", "decoded_rows"
+        self.statistics = RolloutStatistics(*(done[name] for name in names))
         return finished(turns, tokens, logprobs, lengths, truncated)

@@ -1,9 +1,8 @@
 """Attention of one decoding step: each newest token attends to its prompt and its response.
 
-On a GPU the prompt part is one FlashAttention launch, with all samples of a group in one sequence;
-the response part and the merge are one launch of csrc/cuda/decode_attention.cu, or two for few
-samples with long responses. Elsewhere both parts are flash.attend with masks.
-"""
+On a GPU the prompt part is one FlashAttention launch, with a group's samples in one sequence; the
+response part and the merge are one launch of csrc/cuda/decode_attention.cu, or two for few samples
+with long responses. Elsewhere both are flash.attend with masks."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -6,12 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from maxrl_fast.model.attention import (
-    PLAIN_ATTENTION,
-    AttentionVariant,
-    Forest,
-    tree_attention,
-)
+from maxrl_fast.model.attention import PLAIN_ATTENTION, AttentionVariant, Forest, tree_attention
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.model.recurrence import Run, States, over_forest

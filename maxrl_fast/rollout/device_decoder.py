@@ -1,11 +1,10 @@
-"""Decoding in plain PyTorch, on any device and in any dtype; on a GPU steps are CUDA graphs.
+"""Decoding in PyTorch, on any device and in any dtype; on a GPU steps are CUDA graphs.
 
-A slot holds one group: a prompt and up to `group_size` of its samples, so that one matrix
-multiplication scores a prompt's keys for all of them. A finished group's slot admits the next one;
-when none is waiting, steps compute half of the rows, a quarter, and so on. Only the device knows
-which samples have finished, and the host asks after every burst of tuning.BURST steps. A sample
-that waits for the reply to its turn keeps its row, and steps compute it in vain.
-"""
+A slot holds a prompt and up to `group_size` of its samples, so that one matrix multiplication
+scores its keys for all of them. A finished group's slot admits the next one; when none is waiting,
+steps compute half of the rows, a quarter, and so on. Only the device knows which samples have
+finished, and the host asks after every tuning.BURST steps. A sample that waits for a reply keeps
+its row."""
 
 import contextlib
 import time
@@ -133,7 +132,7 @@ class DeviceEngine(NativeEngine):
 class _Job:
     def __init__(self, request: RolloutRequest, batch: DecodeSlots, vocab_size: int):
         self.turns = None if request.environments is None else Turns(request, vocab_size)
-        self.waiting: dict[int, int] = {}  # samples that wait for a reply, and their rows
+        self.samples = torch.zeros(0)  # of each row in the newest state
         self.prompts, self.sampling, self.batch = request.prompts, request.sampling, batch
         self.beat, self.keys = request.beat, request.keys()
         count, of_rows = len(self.keys), ("tokens", "logprobs", "length")
@@ -240,15 +239,15 @@ class _Job:
         this waits for the device."""
         batch = self.batch
         done, samples, lengths = state()[:, : batch.rows].clone()
-        active = done == 0
-        held, ended = active, (~active & (samples >= 0)).nonzero()[:, 0]
+        self.samples, active = samples, done == 0
+        held = active
         if self.turns is not None:
-            self._submit(self.turns, ended, samples[ended], lengths[ended])
-            if self.waiting:  # at once, so that an episode that ends leaves its row
+            self._submit(self.turns, active, lengths)
+            if self.turns.waiting:  # at once, so that an episode that ends leaves its row
                 self._feed(self.turns, active, wait=False)
-            rows = torch.tensor([*self.waiting.values()], dtype=torch.int64)
-            held = active.index_fill(0, rows, True)
-            ended = (~held & (samples >= 0)).nonzero()[:, 0]
+            waiting = torch.tensor([*self.turns.waiting], dtype=torch.int64)
+            held = active | torch.isin(samples, waiting)
+        ended = (~held & (samples >= 0)).nonzero()[:, 0]
         ended = ended[~self.is_stored[samples[ended]]]
         if len(ended):
             self.is_stored[samples[ended]] = True
@@ -258,25 +257,23 @@ class _Job:
             batch.forget(rows)
         return active, held, lengths
 
-    def _submit(self, turns: Turns, rows: Tensor, samples: Tensor, lengths: Tensor) -> None:
-        """Submit the turns that have ended in these rows [r] of samples [r]; find the rows that
-        wait."""
-        ended = list(zip(rows.tolist(), samples.tolist(), lengths.tolist(), strict=True))
-        new = [i for i, (_, s, length) in enumerate(ended) if length > turns.lengths[s]]
-        tokens = self.batch.tokens[rows[new].to(self.keys.device)].tolist()
-        still = self.waiting.keys()
-        self.waiting = {s: row for row, s, _ in ended if s in still}
-        for i, row_tokens in zip(new, tokens, strict=True):
-            row, s, length = ended[i]
+    def _submit(self, turns: Turns, active: Tensor, lengths: Tensor) -> None:
+        """Submit the turns that have ended."""
+        rows = (~active & (self.samples >= 0)).nonzero()[:, 0].tolist()
+        ended = [(row, int(self.samples[row]), int(lengths[row])) for row in rows]
+        ended = [(row, s, length) for row, s, length in ended if length > turns.lengths[s]]
+        index = torch.tensor([row for row, _, _ in ended], dtype=torch.int64)
+        tokens = self.batch.tokens[index.to(self.keys.device)].tolist()
+        for (_, s, length), row_tokens in zip(ended, tokens, strict=True):
             turn = row_tokens[turns.lengths[s] : length]
-            if turn[-1] in self.sampling.stop_ids and turns.submit(s, turn):
-                self.waiting[s] = row
+            if turn[-1] in self.sampling.stop_ids:
+                turns.submit(s, turn)
 
     def _feed(self, turns: Turns, active: Tensor, wait: bool) -> None:
         """Carry out replies; rows whose samples have tokens to read become active."""
         for reply in turns.replies(wait):
-            row = self.waiting.pop(reply.sample)
             if not reply.is_last:
+                row = int((self.samples == reply.sample).nonzero())
                 start = turns.lengths[reply.sample] - len(reply.tokens)
                 self.batch.feed(row, start, reply.tokens)
                 active[row] = True

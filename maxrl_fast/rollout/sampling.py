@@ -1,5 +1,5 @@
-"""Sampling of tokens from logits, in plain PyTorch and in one launch of csrc/cuda/decode_sample.cu;
-csrc/cpu/sample.h does the same in C++."""
+"""Sampling from logits, in PyTorch and in csrc/cuda/decode_sample.cu; csrc/cpu/sample.h does the
+same."""
 
 import torch
 from torch import Tensor

@@ -108,7 +108,12 @@ class VllmEngine:
         self._peers = ranks.neighbours(tensor_parallel)  # the ranks of this engine
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        vllm = importlib.import_module("vllm")
+        vllm, launch = importlib.import_module("vllm"), dict[str, Any]()
+        if ranks.size > 1:
+            os.environ["RANK"] = str(ranks.rank)
+            os.environ["LOCAL_RANK"] = str(ranks.rank if is_cpu else own_gpu())
+            launch = {"distributed_executor_backend": "external_launcher"}
+            launch |= {"tensor_parallel_size": tensor_parallel}
         with tempfile.TemporaryDirectory() as folder, _said("vLLM rejects this model or an option"):
             (Path(folder) / "config.json").write_text(json.dumps(_vllm_config(model)))
             self._llm = vllm.LLM(
@@ -127,7 +132,7 @@ class VllmEngine:
                 enable_sleep_mode=self._can_sleep,
                 # a third faster than the default of 128 tokens
                 **({"block_size": 32} if is_cpu else {}),
-                **_launch_options(ranks, tensor_parallel, self._device),
+                **launch,
             )
         if ranks.size > 1:
             # Else vLLM, since 0.32, ends the process group of the run, which it has joined,
@@ -264,17 +269,6 @@ def _vllm_config(model: PolicyModel) -> dict[str, Any]:
     return fields
 
 
-def _launch_options(ranks: Ranks, tensor_parallel: int, device: torch.device) -> dict[str, Any]:
-    if ranks.size == 1:
-        return {}
-    os.environ["RANK"] = str(ranks.rank)
-    os.environ["LOCAL_RANK"] = str(own_gpu() if device.type == "cuda" else ranks.rank)
-    return {
-        "distributed_executor_backend": "external_launcher",
-        "tensor_parallel_size": tensor_parallel,
-    }
-
-
 def check_version(version: str, advice: str = "") -> None:
     numbers = tuple(int(x) if x.isdecimal() else 0 for x in version.split("+")[0].split(".")[:2])
     if not NEEDS[0] <= numbers < NEEDS[1]:
@@ -293,10 +287,7 @@ def sampling_parameters(sampling: Sampling, num_samples: int) -> dict[str, Any]:
     """Greedy samples are equal, so only one is requested."""
     return {
         "n": 1 if sampling.temperature == 0 else num_samples,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
+        **{x: getattr(sampling, x) for x in ("temperature", "top_k", "top_p", "min_p")},
         "max_tokens": sampling.max_new_tokens,
         "stop_token_ids": list(sampling.stop_ids),
         "logprobs": 0,  # only of the sampled token
@@ -355,8 +346,8 @@ def play(
     size, own = turns.given.shape, [tokens[s] for s in turns.own]
     padded = torch.zeros(size, dtype=torch.int64), torch.zeros(size)
     for row, s in enumerate(turns.own):
-        for to, values in zip(padded, (tokens[s], logprobs[s]), strict=True):
-            to[row, : len(values)] = torch.tensor(values)
+        padded[0][row, : len(tokens[s])] = torch.tensor(tokens[s])
+        padded[1][row, : len(tokens[s])] = torch.tensor(logprobs[s])
     _keep_known(padded[1], sampling, mode)
     lengths = torch.tensor([len(x) for x in own], dtype=torch.int64)
     truncated = torch.tensor([x[-1] not in sampling.stop_ids for x in own], dtype=torch.bool)

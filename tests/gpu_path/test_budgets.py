@@ -129,7 +129,7 @@ def test_a_layer_in_training(gpu):
 
 
 def specs(forest):
-    return [forest.segments, *(spec for *_, spec in forest.levels)]
+    return [spec for *_, spec in forest.parts]
 
 
 def test_packing_launches_the_same_for_any_number_of_sequences(gpu):

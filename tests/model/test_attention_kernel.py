@@ -43,7 +43,9 @@ def ours(layout, qkv, grad):
 
 
 def pytorchs(layout, qkv, grad):
-    return results(lambda *x: MergedAttention.apply(*x, Forest(*layout, CPU)), qkv, grad)
+    return results(
+        lambda *x: MergedAttention.apply(*x, None, Forest(*layout, CPU).parts), qkv, grad
+    )
 
 
 def ordinary(layout, qkv, grad):

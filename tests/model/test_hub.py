@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 
 import pytest
@@ -66,8 +67,8 @@ def test_a_commit_stays_what_it_was(hub):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     table("""
-    hf://org/none | the hub has no model org/none, or it is private; then an access token
-    org/gated | org/gated is gated: accept its terms at http://127.0.0.1:
+    hf://org/none | cannot get hf://org/none from the hub: .*; for a private or gated model HF_TOKEN
+    org/gated | cannot get hf://org/gated from the hub: .* accepted the terms at http://127.0.0.1:.*
     org/pickled | org/pickled@0123456789abcdef0123456789abcdef01234567 has no weights in
         safetensors
     """),
@@ -75,7 +76,7 @@ def test_a_commit_stays_what_it_was(hub):
 def test_failures_are_sentences(hub, name, sentence):
     with pytest.raises(InputError) as error:
         directory_of(find_model(name, pytest.fail), with_weights=True)
-    assert sentence in str(error.value)
+    assert re.search(sentence, str(error.value))
     assert "\n" not in str(error.value)
 
 

@@ -11,13 +11,7 @@ import torch
 from hypothesis import given
 
 from maxrl_fast import _C
-from maxrl_fast.model.layer_kernels import (
-    CPU_DTYPES,
-    KERNELS,
-    TORCH_OPS,
-    Rotary,
-    choose_rows,
-)
+from maxrl_fast.model.layer_kernels import CPU_DTYPES, KERNELS, TORCH_OPS, Rotary, choose_rows
 from tests.fuzzing import settings
 from tests.kernels.test_layer import norm_of, numbers, rotation_of, trained, with_gradients
 from tests.models import on_threads, tiny_decoder

@@ -107,11 +107,7 @@ def test_every_family_and_odd_sizes(changes):
 @pytest.mark.usefixtures("instructions")
 def test_both_decoders_draw_the_same_samples():
     model = tiny_decoder()
-    for options in (
-        {},
-        {"min_p": 0.1},
-        {"top_k": 12, "top_p": 0.9, "min_p": 0.05},
-    ):
+    for options in ({}, {"min_p": 0.1}, {"top_k": 12, "top_p": 0.9, "min_p": 0.05}):
         first, second = (generate(model, in_cpp=in_cpp, **options) for in_cpp in (True, False))
         assert torch.equal(first.tokens, second.tokens)
         assert torch.equal(first.truncated, second.truncated)

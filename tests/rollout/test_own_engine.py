@@ -22,11 +22,7 @@ PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7, 12, 13, 14]])
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        Sampling(1.3, 12, (3, 17)),
-        Sampling(0.0, 5, (3,)),
-        Sampling(0.8, 9, (3,), top_p=0.9),
-    ],
+    [Sampling(1.3, 12, (3, 17)), Sampling(0.0, 5, (3,)), Sampling(0.8, 9, (3,), top_p=0.9)],
 )
 def test_it_draws_the_tokens_of_the_native_engine(sampling):
     model = adapted(tiny_decoder(), "q_proj,down_proj")

@@ -52,7 +52,7 @@ def test_logprobs_are_bitwise_the_same_however_much_is_shared():
         learning = learner(model, budget=budget)
         learning.passes = dataclasses.replace(learning.passes, shares_all=shares_all)
         packed = learning.passes.packer(samples).pack(torch.arange(12))
-        assert len(packed.forest.levels) == levels
+        assert len(packed.forest.parts) == 1 + levels
         results.append(learning.passes.logprobs(model, samples, torch.arange(12)))
     assert results[0].std() > 0.5
     for other in results[1:]:

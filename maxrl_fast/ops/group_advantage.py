@@ -95,7 +95,7 @@ def _of_full_groups(
         or not rewards.is_cpu
         or not rewards.is_contiguous()
         or rewards.is_neg()
-        or not options.keys() <= row.options.keys()
+        or (options and not options.keys() <= row.options.keys())
     ):
         return None
     (num_groups, n), address = rewards.shape, rewards.data_ptr()

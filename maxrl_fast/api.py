@@ -89,7 +89,7 @@ def run(
     number of CPU threads are restored.
 
     Args:
-        config: options by name, or the path of a TOML file of them; keyword options override them.
+        config: options by name, or a TOML file of them; keyword options override them.
         task, reward, environment: as on the command line; or a `maxrl_fast.tasks.Task`, functions
             (prompt, response, **columns) -> float, and a class, which live in this process.
         quiet: print only warnings and errors.
@@ -105,10 +105,42 @@ def run(
         given = dict(config)
     options |= {"task": task, "reward": reward, "environment": environment}
     given |= {name: value for name, value in options.items() if value is not None}
-    objects, functions = dict[str, Any](), dict[str, Callable[..., Any]]()
     folder = Path(given.get("out") or given.get("resume") or "runs/run").absolute().parent
     for name in ("data", "test_data", "sft_data"):
         given[name] = _stored(name, given.get(name), folder)
+    objects, functions = _named_objects(given)
+    ranks, is_notebook = Ranks.of_environment(), Console().is_jupyter
+    # a notebook gets plain lines: rich would need widgets for a moving bar
+    plain = False if is_notebook else None
+    is_quiet = quiet or not ranks.is_first
+    console = Console(quiet=is_quiet, force_jupyter=plain, force_terminal=plain)
+    with ExitStack() as held:
+        held.callback(set_random_states, random_states())  # parsing options changes them too
+        parsed = parse_options(given)
+        if parsed.run.dry_run is not None:
+            command = "python -m maxrl_fast.train --dry-run"
+            raise InputError(f"dry_run works only on the command line: {command}")
+        ending = train(
+            parsed,
+            ranks,
+            Screen(console, not ranks.is_first, NOTEBOOK_LINES if is_notebook else None),
+            lambda found: objects.get("task") or build_run_task(found, objects.get("environment")),
+            functions,
+            ends_process=ranks.size > 1,
+        )
+    if ending.error is not None:
+        raise ending.error
+    # SIGTERM or SIGHUP: everything is saved, so let this process handle it
+    if ending.code not in (0, 128 + signal.SIGINT):
+        signal.raise_signal(ending.code - 128)
+    done = ending.run
+    assert done is not None  # None only after an error
+    return Run(done.config.run.out, ending.code, done.task, done.policy.eval(), objects)
+
+
+def _named_objects(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    """Put names in the place of objects; return those by option, and rewards by name."""
+    objects, functions = dict[str, Any](), dict[str, Callable[..., Any]]()
     for name in ("task", "environment"):
         if not isinstance(given.get(name, ""), str):
             objects[name], given[name] = given[name], _name_of(given[name])
@@ -123,38 +155,12 @@ def run(
                 functions[names[-1]], objects["reward"] = one, rewards
     if own := objects.get("task"):
         check_members(f"task {type(own).__name__}", own, Task)
-    ranks = Ranks.of_environment()
-    is_quiet, is_notebook = not ranks.is_first, Console().is_jupyter
-    # a notebook gets plain lines: rich would need widgets for a moving bar
-    plain = False if is_notebook else None
-    console = Console(quiet=quiet or is_quiet, force_jupyter=plain, force_terminal=plain)
-    with ExitStack() as held:
-        held.callback(set_random_states, random_states())  # parsing options changes them too
-        parsed = parse_options(given)
-        if parsed.run.dry_run is not None:
-            command = "python -m maxrl_fast.train --dry-run"
-            raise InputError(f"dry_run works only on the command line: {command}")
-        ending = train(
-            parsed,
-            ranks,
-            Screen(console, is_quiet, NOTEBOOK_LINES if is_notebook else None),
-            lambda found: own or build_run_task(found, objects.get("environment")),
-            functions,
-            ends_process=ranks.size > 1,
-        )
-    if ending.error is not None:
-        raise ending.error
-    # SIGTERM or SIGHUP: everything is saved, so let this process handle it
-    if ending.code not in (0, 128 + signal.SIGINT):
-        signal.raise_signal(ending.code - 128)
-    done = ending.run
-    assert done is not None  # None only after an error
-    return Run(done.config.run.out, ending.code, done.task, done.policy.eval(), objects)
+    return objects, functions
 
 
 def _stored(option: str, value: Any, folder: Path) -> Any:
-    """Return the file of rows that are given in place of one, named by its content, for a resumed
-    run to read again; names of files as they are."""
+    """Return the file of rows that are given in place of one, named by its content; a resumed run
+    reads it again. Names of files stay."""
     if hasattr(value, "to_list"):  # a Dataset, whose images are not decoded
         value = value.to_list()
     elif hasattr(value, "to_dict"):

@@ -33,7 +33,7 @@ from maxrl_fast.rollout import RolloutRequest, check_finite
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.rollout.vllm import VllmOptions
 from maxrl_fast.runtime.device import resolve_device
-from maxrl_fast.runtime.files import CHECKSUMS, read_json, remove, replace_folder, storing
+from maxrl_fast.runtime.files import CHECKSUMS, read_json
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks.dataset import DatasetOptions
@@ -44,10 +44,10 @@ from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 
 _GROUPS = Model, Optimizer, Loss, Decoding, Place, TextOptions, VllmOptions
+_OF_RUNS = "model teacher_prompt prompt_suffix max_prompt_tokens steps warmup_steps lr_schedule"
 _OPTIONS = {x.name for group in _GROUPS for x in fields(group)}
+_OPTIONS -= {"updates_per_step", *_OF_RUNS.split()}
 _OPTIONS |= {"loss", "rollout", "seed", "sharding"}
-_OPTIONS -= {"model", "teacher_prompt", "prompt_suffix", "max_prompt_tokens"}
-_OPTIONS -= {"steps", "warmup_steps", "lr_schedule", "updates_per_step"}
 
 
 class _GivenTexts(TextTask):
@@ -89,13 +89,12 @@ class SessionSamples(Samples):
 
 
 class Session:
-    """A policy, the engine that samples from it and the learner that trains it. A wrong argument
-    raises InputError and changes nothing.
+    """A policy, the engine that samples from it and the learner that trains it (docs/session.md).
+    A wrong argument raises InputError and changes nothing.
 
     Args:
         model: a Hugging Face folder, or hf://ORG/NAME.
-        options: of the model, the loss, the engine and the optimizer, as on the command line.
-    """
+        options: of the model, the loss, the engine and the optimizer, as on the command line."""
 
     def __init__(self, model: str | os.PathLike[str], **options: Any):
         self._start(_parsed(options, task="dataset", model=model), None)
@@ -110,30 +109,31 @@ class Session:
         if not (is_saved and (saved := find_saved(path, Ranks(), warn))):
             raise InputError(f"folder must be of a run with a checkpoint, or of save, got {folder}")
         if "loss" not in options:  # it would follow from the objective, which is the caller's
-            names = [x for x in ("loss", "aggregation") if x in saved.options]
-            options = {x: saved.options[x] for x in names} | options
+            kept = saved.options.keys() & {"loss", "aggregation"}
+            options = {x: saved.options[x] for x in kept} | options
         session = cls.__new__(cls)
         session._start(_parsed(options, resume=saved.directory, objective="maxpo"), saved)
         return session
 
     def _start(self, config: Config, saved: Saved | None) -> None:
-        ranks, start = Ranks.of_environment(), saved and saved.directory
+        ranks = Ranks.of_environment()
         _connect(resolve_device(config.run.device))
         if is_text := is_dataset(config.chosen.task):  # without data, or a teacher's
             config = config.replace(sft_steps=0, eval_prompts=None, teacher_prompt=None)
 
         def make_task(found: Config) -> Any:
-            folder = start or found.model.directory
+            folder = saved.directory if saved else found.model.directory
             if is_text and folder:
                 return _GivenTexts(folder, DatasetOptions(**found.parts["task"]))
             return build_run_task(found)
 
-        config, task = prepare(config, ranks, warn, make_task)
+        self.task: Any
+        config, self.task = prepare(config, ranks, warn, make_task)
         torch.set_num_threads(config.run.threads)
-        self._run = run = RunContext.begin(config, task, ranks, saved)
+        self._run = run = RunContext.begin(config, self.task, ranks, saved)
         run.place()
         self.config, self.engine, self.learner = run.config, run.engine, run.learner
-        self.task: Any = task
+        self._positions = run.policy.config.max_position_embeddings
         self.learner.copy_policy()
         if saved:
             load_learner(saved.directory / "state", self.learner, ranks)
@@ -165,10 +165,10 @@ class Session:
                 if len(rows) != len(read) or len({*map(len, rows)}) > 1:
                     wanted = f"as many to each of {len(read)} prompts"
                     raise InputError(f"responses must be {wanted}, got {responses!r:.80}")
-                pairs = [(x, y) for x, row in zip(read, rows, strict=True) for y in row]
-                for _, text in pairs:
-                    check_utf8(text, "responses")
-                given = [task.encode_demonstration(*x, "responses")[1] for x in pairs]
+                for prompt, row in zip(read, rows, strict=True):
+                    for text in row:
+                        check_utf8(text, "responses")
+                        given.append(task.encode_demonstration(prompt, text, "responses")[1])
         elif responses is not None or not len(prompts):
             raise InputError("prompts must be at least one, of text where responses are given")
         parts = prompts.to(device), Rollouts.given(given).to(device), task
@@ -179,10 +179,6 @@ class Session:
             wanted = f"at most {most} tokens, got {longest}"
             raise InputError(f"a prompt with a response must have {wanted}")
         return samples
-
-    @property
-    def _positions(self) -> int:
-        return self._run.policy.config.max_position_embeddings
 
     def _checked(self, samples: Any) -> SessionSamples:
         if isinstance(samples, SessionSamples) and len(samples.rollouts):
@@ -203,10 +199,10 @@ class Session:
         """Sample n responses to each prompt with the newest weights and new random numbers. None:
         the session's option, or as many tokens as the positions leave."""
         run, own, n = self._run, self.encode(prompts).prompts, _number("n", Count, n)
-        room = self._positions - int(own.lengths.max())
-        limit, heat = max(1, min(run.sampling.max_new_tokens, room)), run.sampling.temperature
+        heat, room = run.sampling.temperature, self._positions - int(own.lengths.max())
         if temperature is not None:
             heat = _number("temperature", NotNegative, temperature)
+        limit = max(1, min(run.sampling.max_new_tokens, room))
         if max_new_tokens is not None:
             limit = _number("max_new_tokens", Count, max_new_tokens)
         sampling = replace(run.sampling, temperature=heat, max_new_tokens=limit)
@@ -286,16 +282,10 @@ class Session:
         read_again = self.config.loss.reference, model.model if model.lora_rank else None
         if str(path) in read_again:
             raise InputError(f"out must not be the model that from_run will read, got {path}")
-        saved, new = Snapshot.of(self.learner, ranks.is_first), path.with_name(f".{path.name}.new")
-        if ranks.is_first:
-            with storing(str(path)):
-                remove(new)  # of a killed process
+        saved = Snapshot.of(self.learner, ranks.is_first)
         if ranks.is_first or saved.is_sharded:
             record = progress_record(self._run, Progress("session", self._draws), {}, {})
-            write_checkpoint(new, self._run, record, saved)
-        if ranks.is_first:
-            with storing(str(path)):
-                replace_folder(new, path)
+            write_checkpoint(path, self._run, record, saved)
         ranks.wait_for_all()
 
 
@@ -312,9 +302,8 @@ def _not_free(path: Path) -> str:
     return f"to which {added[0]} was added: move it away" if added else ""
 
 
-@cache
+@cache  # once in a program
 def _connect(device: torch.device) -> None:
-    """Connect the ranks, once in a program."""
     connection = Ranks.of_environment().connected(device)
     connection.__enter__()
 

@@ -87,5 +87,5 @@ def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:
     with closing_task(task):
         ranks = Ranks(0, machine.processes)
         resolved = resolve(config, task, ranks, warn)
-        run = RunContext.begin(resolved, task, Ranks(), machine=machine, is_empty=True)
+        run = RunContext.begin(resolved, task, Ranks(), machine=machine)
         return estimate(run, machine)

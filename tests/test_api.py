@@ -62,10 +62,12 @@ def test_it_trains_as_the_command_does_and_leaves_the_process_as_it_was(maze_run
 
 
 @pytest.mark.slow
-def test_options_come_from_a_file_a_dict_and_keywords(tmp_path, capsys):
+def test_options_come_from_a_file_and_keywords_in_a_thread_that_is_not_the_main_one(tmp_path):
     text = "".join(f"{name} = {value!r}\n" for name, value in OPTIONS.items())
-    (tmp_path / "run.toml").write_text(text)
-    run = maxrl_fast.run(tmp_path / "run.toml", steps=1, order=None, out=tmp_path / "run")
+    (file := tmp_path / "run.toml").write_text(text)
+    with ThreadPoolExecutor(1) as thread:
+        how = {"steps": 1, "order": None, "out": tmp_path / "run"}
+        run = thread.submit(maxrl_fast.run, file, **how).result(120)
     assert len(run.metrics) == 1
     assert next(iter(run.evaluations[0])) == "step"
 
@@ -152,13 +154,6 @@ def test_interrupting_saves_and_returns_and_resume_ends_as_if_it_had_not_been(tm
     resumed = stopped.resume(reward=score)
     assert (resumed.exit, len(resumed.metrics)) == (0, 3)
     assert_same_run(whole.out, resumed.out)
-
-
-@pytest.mark.slow
-def test_it_trains_outside_of_the_main_thread(tmp_path):
-    with ThreadPoolExecutor(1) as thread:
-        run = thread.submit(maxrl_fast.run, OPTIONS, steps=1, out=tmp_path / "run").result(120)
-    assert len(run.metrics) == 1
 
 
 @pytest.mark.slow

@@ -25,7 +25,6 @@ from maxrl_fast.job.build_policy import (
 from maxrl_fast.job.build_task import build_run_task, build_scorer, closing_task
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.model.flash import choose
-from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.rewards.combined import MajorityVote
 from maxrl_fast.rewards.output import RewardOutput
@@ -93,11 +92,11 @@ class RunContext:
         ranks: Ranks,
         saved: Saved | None = None,
         machine: Machine | None = None,
-        is_empty: bool = False,
         **others: Any,
     ) -> "RunContext":
         """Build the policy and its teacher on the CPU, or without weights for another `machine`;
         the configuration says whether `place` will shard them."""
+        is_empty = machine is not None
         policy = build_policy(config, task, saved, is_empty)
         teacher = build_reference(config, task, is_empty)
         device, needs = torch.device(config.run.device), objective_of(config).needs
@@ -125,10 +124,9 @@ class RunContext:
         lines = [*choose(self.device, self.dtype, *how), check_exact(policy)]
         if self.teacher is not None:
             check_exact(self.teacher)
-        is_users = name not in ("native", "vllm")
-        is_vllm = name == "vllm" and isinstance(policy, HuggingFacePolicy)
-        # weights of a run that resumes are loaded later; tests cover the other engines
-        if (is_users or is_vllm) and (saved is None or saved.decoder is None):
+        is_users, is_native = name not in ("native", "vllm"), policy.backend == "native"
+        # weights of our decoder are loaded later on resuming; tests cover the other engines
+        if (is_users and not (saved and is_native)) or (name == "vllm" and not is_native):
             if is_users:
                 self.engine.load_weights(policy)
             lines.append(check_engine(policy, self.engine, name))
@@ -136,8 +134,7 @@ class RunContext:
 
     @cached_property
     def policy_files(self) -> PolicyFiles:
-        """What checkpoints have besides the policy's weights. A resumed run keeps the configuration
-        of its checkpoint."""
+        # a resumed run keeps the configuration of its checkpoint
         start = self.saved.directory if self.saved else self.config.model.directory
         return build_policy_files(self.task, self.policy, start)
 
@@ -184,8 +181,7 @@ class RunContext:
         return None if source is None else TeacherPrompts(self.task, source, limit)
 
     @cached_property
-    def copies(self) -> tuple[PolicyModel | None, PolicyModel | None]:
-        """The reference policy and the critic's model."""
+    def copies(self) -> tuple[PolicyModel | None, PolicyModel | None]:  # reference, critic
         needs, loss, policy = self.objective.needs, self.config.loss, self.policy
         make: Change = (lambda x: x) if self.config.run.sharding == "full" else None
         reference = self.teacher

@@ -12,17 +12,11 @@ import torch
 from maxrl_fast.config.options import Config, Decoding
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.resume import Saved
-from maxrl_fast.model.checkpoint import (
-    DTYPES,
-    StoredTensor,
-    carried_tensors,
-    kept_files,
-    new_files,
-)
+from maxrl_fast.model import checkpoint
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.hub import HUB, directory_of, find_model
 from maxrl_fast.model.linear import add_adapters
-from maxrl_fast.model.policy import check_positions, load_policy, new_policy
+from maxrl_fast.model.policy import backend_of, check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.rollout import Engine
@@ -34,20 +28,18 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.text_codec import TextTask
 
-PolicyFiles = tuple[dict[str, Any], dict[str, StoredTensor]]
+PolicyFiles = tuple[dict[str, Any], dict[str, checkpoint.StoredTensor]]
 
 
 def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Config:
     """Return the configuration with --model and --reference resolved to a folder or a hub commit,
-    the same on all ranks.
-    """
-    found, wanted = {}, {"model": config.model.model, "reference": config.loss.reference}
-    # a resumed run has its own checkpoints
-    if config.run.resume is not None and not str(wanted["model"]).startswith(HUB):
-        del wanted["model"]
-    if not ranks.is_first:  # only the first rank shows a download's progress
+    the same on all ranks."""
+    if not ranks.is_first:  # which alone shows a download's progress
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    for option, name in wanted.items():
+    found, model = dict[str, str](), config.model.model
+    if config.run.resume is not None and not str(model).startswith(HUB):
+        model = None  # a resumed run has its own checkpoints
+    for option, name in (("model", model), ("reference", config.loss.reference)):
         if name is not None:
             what = f"--{option} must be the folder of a checkpoint"
             found[option] = ranks.values(find_model(name, warn, what) if ranks.is_first else "")[0]
@@ -58,19 +50,11 @@ def build_policy(
     config: Config, task: Task, saved: Saved | None = None, is_empty: bool = False
 ) -> PolicyModel:
     """Build the policy on the CPU, in float32, with adapters if requested; with `is_empty` its
-    weights stay on the meta device. A resumed run loads the weights of `saved` later.
-    """
+    weights stay on the meta device. Of `saved` our decoder loads the weights later."""
     options, limit = config.model, config.sampling.max_new_tokens
     start = saved.directory if saved else options.directory
     model: PolicyModel
-    if saved and saved.decoder:
-        model = Decoder.empty(saved.decoder, torch.device("meta" if is_empty else "cpu"))
-        check_positions(model, saved.directory, task.prompt_length, limit)
-    elif start is not None:
-        if options.model is not None and not (saved or is_empty):
-            start = directory_of(options.model, with_weights=True)
-        model = _load(start, config, task, backend=options.model_backend, is_empty=is_empty)
-    else:
+    if start is None:
         model = new_policy(
             vocab_size=task.vocab_size,
             max_position_embeddings=max(512, task.prompt_length + limit),
@@ -84,11 +68,18 @@ def build_policy(
             seed=config.run.seed,
             is_empty=is_empty,
         )
+    elif saved and backend_of(start, options.model_backend) == "native":
+        model = Decoder.empty(checkpoint.read_config(start / "config.json"))
+        check_positions(model, start, task.prompt_length, limit)
+    else:
+        if options.model is not None and not (saved or is_empty):
+            start = directory_of(options.model, with_weights=True)
+        model = _load(start, config, task, backend=options.model_backend, is_empty=is_empty)
     if options.lora_rank:
         adapters = options.lora_rank, options.lora_alpha, options.lora_targets
         add_adapters(model, *adapters, config.run.seed)
     # checkpoints have the weights that were sampled from, not their rounding to a narrower dtype
-    dtype = torch.promote_types(DTYPES[model.config.dtype], dtype_of(config))
+    dtype = torch.promote_types(checkpoint.DTYPES[model.config.dtype], dtype_of(config))
     model.config = dataclasses.replace(model.config, dtype=str(dtype).removeprefix("torch."))
     model.checkpoint_activations = config.optimizer.checkpoint_activations
     return model
@@ -96,8 +87,7 @@ def build_policy(
 
 def build_reference(config: Config, task: Task, is_empty: bool = False) -> PolicyModel | None:
     """Return the frozen checkpoint of --reference, on the CPU in the compute dtype, if there is
-    one; on the meta device if `is_empty`.
-    """
+    one; on the meta device if `is_empty`."""
     if config.loss.reference is None:
         return None
     directory = directory_of(config.loss.reference, with_weights=not is_empty)
@@ -109,9 +99,8 @@ def build_reference(config: Config, task: Task, is_empty: bool = False) -> Polic
         own = json.loads(own) if isinstance(own, bytes) else own
         tokens = read_json(file) if file.exists() else None
     if tokens != own:
-        raise InputError(
-            f"--reference must have the policy's tokenizer, got other tokens in {directory}"
-        )
+        wanted = "must have the policy's tokenizer, got other tokens in"
+        raise InputError(f"--reference {wanted} {directory}")
     for weight in model.parameters():
         if weight.dim() == 2:  # matrices; norms are computed in float32
             weight.data = weight.data.to(dtype_of(config))
@@ -129,9 +118,9 @@ def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> Po
     of the checkpoint `start`; None: of a new policy."""
     files = task.tokenizer_files()
     if start is None:
-        return {**files, **new_files(model.config, task.stop_ids)}, {}
-    files = {**files, **kept_files(start, task.stop_ids, model.config.dtype)}
-    return files, carried_tensors(start, model) if model.backend != "native" else {}
+        return {**files, **checkpoint.new_files(model.config, task.stop_ids)}, {}
+    files = {**files, **checkpoint.kept_files(start, task.stop_ids, model.config.dtype)}
+    return files, checkpoint.carried_tensors(start, model) if model.backend != "native" else {}
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -166,8 +155,8 @@ def build_engine(
     else:
         from maxrl_fast.rollout import vllm, vllm_server  # of which few runs need anything
 
-        how["filters_tokens"], url = sampling.top_p < 1, own["vllm_url"]
-        if url is not None:
+        how["filters_tokens"] = sampling.top_p < 1
+        if (url := own["vllm_url"]) is not None:
             made = vllm_server.VllmServerEngine(model, dtype, url, **how)
         else:
             how |= {"max_batch": max(max_batch, 256), **cache}

@@ -26,8 +26,6 @@ from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.tools import ToolTask
 
 CPU, NO_REWARDS = torch.device("cpu"), Reward()
-# of --task, which need no model; the others read text
-TASKS: dict[str, Callable[..., Task]] = {"maze": MazeTask}
 
 
 def build_run_task(config: Config, environment: type | None = None) -> Task:
@@ -67,8 +65,8 @@ def build_task(
         offered = {"seed": seed} | ({} if model is None else {"model": model})
         built: Task = build_from_code("task", name, Task, offered, own, "; --model gives model")
         return built
-    if name in TASKS:
-        return TASKS[name](**own, seed=seed)
+    if name == "maze":
+        return MazeTask(**own, seed=seed)
     if model is None:
         raise InputError(f"--task {name} needs --model DIR, whose tokenizer reads text")
     if name.startswith(GYM):
@@ -91,19 +89,17 @@ def build_scorer(
     output: RewardOutput | None = None,
 ) -> Scorer:
     """Build the scorer: the task, functions in worker processes, whose output `output` gets, or of
-    this process (`functions`, by name), or a reward model. Each of `num_ranks` scores a part.
-    """
+    this process (`functions`, by name), or a reward model. Each of `num_ranks` scores a part."""
     names = options.reward or ((task.reward,) if task.reward else ())
     sources, weights = list[RewardSource](), options.reward_weights or (1.0,) * len(names)
     with contextlib.ExitStack() as on_error:
         for name in names:
-            source: RewardSource
             if name.startswith(CLASSIFIER):
-                source = Classifier(name, device, dtype)
+                sources.append(Classifier(name, device, dtype))
             else:
-                source = start_code("reward", name, (functions or {}).get(name), options, output)
-            sources.append(source)
-            on_error.callback(source.close)
+                given = (functions or {}).get(name)
+                sources.append(start_code("reward", name, given, options, output))
+            on_error.callback(sources[-1].close)
         is_sum = weights not in ((), (1.0,))
         whole = WeightedRewards(sources, weights) if is_sum else next(iter(sources), None)
         on_error.pop_all()

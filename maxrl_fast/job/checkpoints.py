@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -41,11 +41,10 @@ START = "step-000000"  # written after the warm start; later policies are compar
 def progress_record(
     run: RunContext, progress: Progress, logs: Mapping[str, int], fingerprints: Mapping[str, str]
 ) -> str:
-    """Return the content of progress.json."""
     parts: dict[str, Any] = {"progress": dataclasses.asdict(progress), "logs": logs}
-    parts |= {"decoder": dataclasses.asdict(run.policy.config), "random": random_states()}
-    parts |= {"options": run.config.flat(), "fingerprints": fingerprints}
-    return json.dumps(parts | {"machine": machine_of(run.ranks)})
+    parts |= {"random": random_states(), "options": run.config.flat()}
+    parts |= {"fingerprints": fingerprints, "machine": machine_of(run.ranks)}
+    return json.dumps(parts, default=lambda array: array.tolist())  # of random states
 
 
 def write_checkpoint(
@@ -98,39 +97,38 @@ class Checkpoints:
         self._run, self._files, self._fingerprints, self._stop = run, files, fingerprints, stop
         self._saved, self._background = run.saved, Background()
         _ = run.policy_files  # which may be refused, or stand in a folder that goes
-        # returns the batches that are sampled and not learned from
-        self.waiting: Callable[[], Sequence[RolloutBatch]] = lambda: ()
+        # with the seconds that the clock counts
+        self.progress = run.saved.progress if run.saved else Progress(seconds=run.clock.seconds)
         # newest complete one; newest started
         self.newest = self._begun = run.saved.directory if run.saved else None
 
-    def restore(self, learner: Learner) -> list[RolloutBatch]:
-        """Load the saved state into the run's first learner, and return the batches that were
-        waiting; later calls do nothing."""
-        saved, self._saved = self._saved, None
+    def begin(self, learner: Learner) -> None:
+        """Save this learner from now on. The run's first one and the batches that were waiting get
+        the saved state."""
+        self._learner, saved, self._saved = learner, self._saved, None
         if saved is None:
-            return []
+            return
         load_learner(saved.directory / "state", learner, self._run.ranks)
-        waiting = load_batches(saved.directory, self._run.device)
+        self._run.trainer.waiting += load_batches(saved.directory, self._run.device)
         set_random_states(saved.random)
         if self._run.ranks.is_first:
             with storing(str(saved.directory.parent)):
                 rename_damaged_after(saved.directory)
-        return waiting
 
-    def safe_point(self, progress: Progress, learner: Learner, is_last: bool = False) -> None:
+    def safe_point(self, is_last: bool = False) -> None:
         """Save after a step if a checkpoint is due or it was the last step; then `stop_point`."""
         every = self._run.config.run.save_every
-        if is_last or (every and progress.step % every == 0):
-            self.save(progress, learner)
-        self.stop_point(progress, learner)
+        if is_last or (every and self.progress.step % every == 0):
+            self.save()
+        self.stop_point()
 
-    def stop_point(self, progress: Progress, learner: Learner) -> None:
+    def stop_point(self) -> None:
         """Save and raise Interrupted if a signal asked for a stop. The weights must be the ones
         after `progress.step`."""
         self._run.clock.beat()
         self._background.check()
         if number := self._stop.number:
-            self.save(progress, learner)
+            self.save()
             self.wait()
             raise Interrupted(number)
 
@@ -140,35 +138,35 @@ class Checkpoints:
             self._background.wait()
 
     @contextmanager
-    def kept(self, progress: Progress, learner: Learner) -> Iterator[None]:
+    def kept(self) -> Iterator[None]:
         """Save if a reward fails inside the block, while the weights are still unchanged."""
         try:
             yield
         except RewardError:
-            self.save(progress, learner)
+            self.save()
             raise
 
-    def _directory(self, progress: Progress) -> Path:
-        return self._files.out / "checkpoints" / progress.name
+    @property
+    def _directory(self) -> Path:
+        return self._files.out / "checkpoints" / self.progress.name
 
-    def save(self, progress: Progress, learner: Learner) -> None:
-        """Start to write a checkpoint, unless this step already has one: a thread writes a copy on
-        the host while training continues. With sharded weights (FSDP2) the ranks write together
-        before this returns. StorageError if this save or the previous one fails; NonFiniteError,
-        and nothing is written, if a weight or a moment is NaN or infinite."""
-        directory, ranks = self._directory(progress), self._run.ranks
+    def save(self) -> None:
+        """Start to write a checkpoint, unless this step has one: a thread writes a copy on the host
+        while training continues; with sharded weights the ranks write before this returns.
+        StorageError if this save or the one before fails; NonFiniteError: nothing is written."""
+        directory, learner, ranks = self._directory, self._learner, self._run.ranks
         if directory == self._begun:
             return
-        batches = [*self.waiting()]
+        batches = [*self._run.trainer.settle()]
         with self._run.clock("checkpoint"):
             self._background.wait()
-            check_weights(learner, f"after {progress}", ranks)
+            check_weights(learner, f"after {self.progress}", ranks)
             self._begun = directory
             record = ""
             if ranks.is_first:
                 with storing(f"the checkpoint {directory}"):
                     logs = self._files.sync()
-                record = progress_record(self._run, progress, logs, self._fingerprints)
+                record = progress_record(self._run, self.progress, logs, self._fingerprints)
             snapshot = Snapshot.of(learner, ranks.is_first)
             write = partial(self._write, directory, record, snapshot, batches)
             if snapshot.is_sharded:
@@ -187,12 +185,12 @@ class Checkpoints:
                 self._files.write_config()  # options may have changed on resuming
             self._remove_old()
 
-    def mark_best(self, progress: Progress, learner: Learner) -> None:
+    def mark_best(self) -> None:
         """Save this step's policy as the best if its evaluation is the best so far."""
-        if progress.is_best(progress.step):
-            self.save(progress, learner)
+        if self.progress.is_best(self.progress.step):
+            self.save()
             if self._run.ranks.is_first:  # after the save
-                self._background.submit(partial(self._link, "best", self._directory(progress)))
+                self._background.submit(partial(self._link, "best", self._directory))
 
     def _link(self, name: str, directory: Path) -> None:
         path = self._files.out / name

@@ -29,15 +29,15 @@ class Interrupted(Exception):
 
 
 class StoppedNow(KeyboardInterrupt):
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.signal = number
+    @property
+    def signal(self) -> int:
+        return int(self.args[0])
 
 
 class StopSignal:
-    """Turns the first Ctrl-C, SIGTERM or SIGHUP into a stop at the next safe point, the same one on
-    all ranks. A second signal stops immediately. A SIGHUP that is ignored, as under nohup, stays
-    ignored. Outside the main thread, where Python allows no handlers, signals keep theirs."""
+    """Turns the first signal into a stop at the next safe point, the same one on all ranks; a
+    second one stops at once. A SIGHUP that is ignored, as under nohup, stays ignored. Outside the
+    main thread, where Python allows no handlers, signals keep theirs."""
 
     def __init__(self, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
         self._asked, self._since, self._before = 0, 0.0, dict[signal.Signals, Any]()
@@ -73,9 +73,8 @@ class StopSignal:
 
 
 class StallWatchdog(threading.Thread):
-    """Writes the stacks of all threads and ends this process, or only writes them unless
-    `ends_process`, when a stage makes no progress for `limit` seconds. Time in which the process
-    itself was stopped does not count."""
+    """Writes the stacks of all threads, and if it `ends_process` ends this process, when a stage
+    makes no progress for `limit` seconds. Time in which the process was stopped does not count."""
 
     def __init__(self, clock: Stopwatch, limit: float, ends_process: bool = True):
         super().__init__(name="watchdog", daemon=True)

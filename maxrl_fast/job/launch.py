@@ -77,18 +77,16 @@ def train(
         held.enter_context(ranks.connected(device))
         held.enter_context(located(config.places))
         config, task = prepare(config, ranks, warn, make_task)
-        own = (isinstance(task, ToolTask) and task.output) or RewardOutput()
-        output = held.enter_context(closing(own))
+        output = (isinstance(task, ToolTask) and task.output) or RewardOutput()
+        held.enter_context(closing(output))
         held.enter_context(closing_task(task))
         held.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(config.run.threads)
         # the same on all ranks: its name may contain the time
         out, is_resumed = Path(ranks.values(str(config.run.out))[0]), config.run.resume is not None
         if ranks.values(is_resumed)[0] != is_resumed:
-            raise InputError(
-                "--resume auto needs a folder that all processes share, but only some of them see "
-                f"a run in {out}"
-            )
+            wanted = "a folder that all processes share, but only some of them see a run in"
+            raise InputError(f"--resume auto needs {wanted} {out}")
         lock, saved = locked(out, ranks.is_first, LOCK_LIMIT, warn), None
         if is_resumed:
             held.enter_context(lock)
@@ -97,10 +95,9 @@ def train(
                 said = f"{out}, which Session.save wrote; --model {out} starts from it"
                 raise InputError(f"--resume must be the folder of a run, got {said}")
         prints, config = fingerprints(config, task, saved), config.replace(out=out)
-        given: dict[str, Any] = {"functions": functions or {}, "output": output}
-        run = RunContext.begin(config, task, ranks, saved, **given)
+        run = RunContext.begin(config, task, ranks, saved, functions=functions or {}, output=output)
         if saved:
-            check_same(saved, run.config.flat(), prints, ranks, warn, config.run.allow_changes)
+            check_same(saved, run.config, prints, ranks, warn)
         found = run.place()
         held.enter_context(closing(run.scorer))
         if not saved:
@@ -128,7 +125,6 @@ def train(
 
 
 def first_lines(run: RunContext, found: list[str]) -> list[str]:
-    """Return what runs on what, with what was `found` out when it was built."""
     lines = describe_run(run)
     lines += [own_options(run.saved.options, run.config.flat())] if run.saved else []
     source = run.scorer.source
@@ -138,18 +134,18 @@ def first_lines(run: RunContext, found: list[str]) -> list[str]:
 def check_rewards(run: RunContext, warn: Callable[[str], None]) -> None:
     """Score two short rollouts of each of the first two prompts; warn if some rewards fail.
     RewardError if all fail. All ranks must call this."""
-    task, source = run.task, run.config.reward.reward_source
+    task, config = run.task, run.config
     # every response is scored, and only if all fail it is an error
     scorer = replace(run.scorer, max_error_rate=1.0, answer_limit=None)
-    answered_task(run.config, task, run.objective)  # or an error
+    answered_task(config, task, run.objective)  # or an error
     # rewards that serve only the evaluation may be any number
-    is_binary = run.objective.needs.binary and source != "vote"
+    is_binary = run.objective.needs.binary and config.reward.reward_source != "vote"
     if not scorer.can_fail and not is_binary:
         return
     prompts = task.prompts("train", 0, NUM_PROMPTS).to(run.device)
     limit = min(run.sampling.max_new_tokens, MAX_TOKENS)
-    sampling, seed = replace(run.sampling, max_new_tokens=limit), run.config.run.seed
-    request = RolloutRequest(prompts, NUM_ROLLOUTS, sampling, seed)
+    sampling = replace(run.sampling, max_new_tokens=limit)
+    request = RolloutRequest(prompts, NUM_ROLLOUTS, sampling, config.run.seed)
     rewards = sample_and_score(run.engine, task, scorer, request).rewards
     if warning := scorer.failures(run.ranks, WHEN)[1]:
         warn(warning)
@@ -178,13 +174,13 @@ def supervised(loop: RunLoop, ending: ExitStatus) -> Iterator[None]:
             checkpoints.wait()  # for a save that started before
         except StorageError as other:
             screen.error(str(other))
-        newest, failed = checkpoints.newest, RuntimeError()
-        is_kept = newest is not None and newest.exists()
-        kept = f"the last good checkpoint is {newest}" if is_kept else "no checkpoint was written"
+        newest, said = checkpoints.newest, "no checkpoint was written"
+        if newest is not None and newest.exists():
+            said = f"the last good checkpoint is {newest}"
         if isinstance(error, FAILURES):
-            failed = type(error)(f"{error}; {kept}. {error.advice}")
+            failed: RuntimeError = type(error)(f"{error}; {said}. {error.advice}")
         elif isinstance(error, UserCodeError | InputError) and loop.progress.step:
-            sentence = f"{error}, after {loop.progress}; {kept}. {UserCodeError.advice}"
+            sentence = f"{error}, after {loop.progress}; {said}. {UserCodeError.advice}"
             failed = UserCodeError(sentence, code=1)
         else:
             raise
@@ -195,18 +191,18 @@ def supervised(loop: RunLoop, ending: ExitStatus) -> Iterator[None]:
 
 
 def close(loop: RunLoop, ending: ExitStatus) -> None:
-    """Close the files, and print what the run has come to."""
     files, screen, seconds = loop.files, loop.screen, loop.clock.seconds
     try:
         files.close(seconds)
     except StorageError as error:
+        failed = StorageError(f"{error}. {error.advice}")
         if ending.error:  # it comes first; the caller prints it
-            screen.error(f"{error}. {error.advice}")
+            screen.error(str(failed))
         else:
-            ending.code, ending.error = 1, StorageError(f"{error}. {error.advice}")
+            ending.code, ending.error = 1, failed
     evaluations = sorted(loop.progress.evaluations.items())
-    num_prompts = max((x["num_prompts"] for _, x in evaluations), default=0)
-    whole = {n: x for n, x in evaluations if x["num_prompts"] == num_prompts}
+    most = max((x["num_prompts"] for _, x in evaluations), default=0)
+    whole = {n: x for n, x in evaluations if x["num_prompts"] == most}
     if len(whole) > 1:
         first, *_, last = whole.values()
         screen.console.print(evaluation_table(first, last))
@@ -215,10 +211,11 @@ def close(loop: RunLoop, ending: ExitStatus) -> None:
     total = sum(seconds.values())
     stages = (f"{x} {s:.1f} s ({s / total:.0%})" for x, s in seconds.items() if s * 99 > total)
     screen.info(f"{total:.1f} s: {', '.join(stages)}")
-    sampled, out = loop.progress.tokens["rollout"], shlex.quote(str(files.out))
+    sampled, listing = loop.progress.tokens["rollout"], files.listing()
     if trained := loop.clock.total(*STEP):
         screen.info(f"{sampled / trained:,.0f} sampled tokens per second of training steps")
-    listing = {**files.listing(), **({"next": f"maxrl-fast report {out}"} if sampled else {})}
+    if sampled:
+        listing["next"] = f"maxrl-fast report {shlex.quote(str(files.out))}"
     for name, text in listing.items():
         screen.info(f"{name:<12}{text}")
 

@@ -1,9 +1,7 @@
 """Random states and the learner's tensors, with which a resumed run is bitwise identical."""
 
-import base64
 import json
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,65 +21,56 @@ from maxrl_fast.training.learner import Learner
 
 OBJECTIVE = "objective."  # prefix of the objective's tensors
 CRITIC = "critic."
+REFERENCE = "reference."
 FILE_BYTES = 2 * 10**9  # largest file of tensors; a file is assembled in memory
 OFFSETS = "DCP_SHARDING_INFO"  # in the metadata of a file, as torch.distributed.checkpoint has it
 
 
 def random_states() -> dict[str, Any]:
     """Return the states of the global generators, which tasks' and rewards' code may use."""
-    numbers: dict[str, Any] = np.random.get_state(legacy=False)
-    state = {**numbers["state"], "key": numbers["state"]["key"].tolist()}
     return {
         "python": random.getstate(),
-        "numpy": {**numbers, "state": state},
-        "torch": _text(torch.get_rng_state()),
-        "cuda": [_text(state) for state in torch.cuda.get_rng_state_all()],
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all(),
     }
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restore what `random_states` returned, after a round trip through JSON."""
+    """Restore what `random_states` returned, as it was or after a round trip through JSON."""
     version, keys, gauss = states["python"]
     random.setstate((version, tuple(keys), gauss))
-    numbers = states["numpy"]["state"]
-    state = {**numbers, "key": np.array(numbers["key"], dtype=np.uint32)}
-    np.random.set_state({**states["numpy"], "state": state})
-    torch.set_rng_state(_bytes(states["torch"]))
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(torch.as_tensor(states["torch"], dtype=torch.uint8))
     if len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([_bytes(state) for state in states["cuda"]])
-
-
-def _text(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _bytes(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        own = [torch.as_tensor(state, dtype=torch.uint8) for state in states["cuda"]]
+        torch.cuda.set_rng_state_all(own)
 
 
 def learner_tensors(learner: Learner) -> dict[str, Tensor]:
     """Return the learner's own tensors by name, this rank's shards if sharded: weights, Adam's
     moments, the objective's state, the critic and the reference policy."""
-    tensors = _with_moments(learner.model.named_parameters(), learner.optimizer)
+    model, critic = learner.model, learner.critic
+    tensors = _with_moments(model, learner.optimizer)
     tensors |= {f"{OBJECTIVE}{name}": tensor for name, tensor in learner.objective_state.items()}
-    if (critic := learner.critic) is not None:  # its frozen weights belong to the policy
-        trained = [(name, p) for name, p in critic.model.named_parameters() if p.requires_grad]
-        own = _with_moments(trained, critic.optimizer)
+    if critic is not None:  # its frozen weights belong to the policy
+        own = _with_moments(critic.model, critic.optimizer, is_trained=True)
         tensors |= {f"{CRITIC}{name}": tensor for name, tensor in own.items()}
     if learner.reference is not None and learner.copies_policy:
-        names = {name for name, p in learner.model.named_parameters() if p.requires_grad}
-        for name, parameter in learner.reference.named_parameters():
-            if name in names:  # the reference shares the other weights with the policy
-                tensors[f"reference.{name}"] = parameter.detach()
+        copied = dict(learner.reference.named_parameters())
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:  # the reference shares the other weights with the policy
+                tensors[f"{REFERENCE}{name}"] = copied[name].detach()
     return tensors
 
 
 def _with_moments(
-    parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
+    model: nn.Module, optimizer: torch.optim.Optimizer, is_trained: bool = False
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for name, parameter in parameters:
-        tensors[f"model.{name}"] = parameter.detach()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or not is_trained:
+            tensors[f"model.{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer.{key}.{name}"] = value
     return tensors
@@ -93,31 +82,29 @@ class Snapshot:
     # the policy's whole weights, from PolicyModel.weights, on the first rank; they share memory
     # with `tensors`, unless sharded, merged or converted
     weights: list[tuple[str, Tensor]]
+    is_sharded: bool  # each rank has its part of `tensors`, which are not copies
     dtype: str  # of the policy's weights in the checkpoint
     adapters: dict[str, Tensor]  # from linear.adapters
     adapter_config: dict[str, Any]
-    is_sharded: bool  # each rank has its part of `tensors`, which are not copies
 
     @classmethod
     def of(cls, learner: Learner, is_first: bool = True) -> "Snapshot":
         """Copy a learner; with sharded weights only whole weights, and all ranks must call this."""
-        model, own = learner.model, learner_tensors(learner)
+        model, tensors, weights = learner.model, learner_tensors(learner), list[Any]()
+        is_sharded, dtype = learner.passes.shares_weights, model.config.dtype
         low_rank = {name: host_copy(weight) for name, weight in adapters(model)}
-        rest = model.config.dtype, low_rank, adapter_config(model)
-        if learner.passes.shares_weights:
-            gathered = (
-                (name, weight.to("cpu", DTYPES[model.config.dtype]) if is_first else weight)
-                for name, weight in model.weights()
-            )
-            return cls(own, [pair for pair in gathered if is_first], *rest, is_sharded=True)
-        tensors = {name: host_copy(tensor) for name, tensor in own.items()}
-        weights = []
+        own = tensors
+        if not is_sharded:
+            tensors = {name: host_copy(tensor) for name, tensor in own.items()}
         for name, weight in model.weights():
-            # a transformers model is the module `hf`; merged or converted weights are not stored
-            names = f"model.{name}", f"model.hf.{name}"
-            copied = [x for x in names if x in own and weight.is_set_to(own[x])]
-            weights.append((name, tensors[copied[0]] if copied else host_copy(weight)))
-        return cls(tensors, weights, *rest, is_sharded=False)
+            if not is_sharded:
+                # a transformers model is the module `hf`; merged or converted ones are not stored
+                names = f"model.{name}", f"model.hf.{name}"
+                copied = [tensors[x] for x in names if x in own and weight.is_set_to(own[x])]
+                weights.append((name, copied[0] if copied else host_copy(weight)))
+            elif is_first:
+                weights.append((name, weight.to("cpu", DTYPES[dtype])))
+        return cls(tensors, weights, is_sharded, dtype, low_rank, adapter_config(model))
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -200,9 +187,9 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
     the first rank reads and broadcasts. An objective other than the checkpoint's, which
     --allow-changes permits, keeps its initial state."""
     names = set(ranks.values([*_names(folder)] if ranks.is_first else [])[0])
-    optimizers = {"optimizer.": learner.optimizer}
-    if learner.critic is not None:
-        optimizers[f"{CRITIC}optimizer."] = learner.critic.optimizer
+    critic, optimizers = learner.critic, {"optimizer.": learner.optimizer}
+    if critic is not None:
+        optimizers[f"{CRITIC}optimizer."] = critic.optimizer
     for prefix, optimizer in optimizers.items():
         if any(name.startswith(prefix) for name in names):
             # the saved ones are read into these
@@ -210,17 +197,16 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
                 first, second = (torch.zeros_like(p, requires_grad=False) for _ in range(2))
                 step = torch.zeros((), device=p.device)
                 optimizer.state[p] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
-    own = learner_tensors(learner)
-    skipped = {name for name in own.keys() ^ names if name.startswith((OBJECTIVE, CRITIC))}
-    # a session has no reference policy of the run's objective
-    skipped |= {name for name in names - own.keys() if name.startswith("reference.")}
-    tensors = {name: tensor for name, tensor in own.items() if name not in skipped}
-    names -= skipped
+    tensors = learner_tensors(learner)
+    for name in tensors.keys() ^ names:
+        # a session has no reference policy of the run's objective
+        if name.startswith((OBJECTIVE, CRITIC)) or (name in names and name.startswith(REFERENCE)):
+            tensors.pop(name, None)
+            names.discard(name)
     if ranks.is_first and (wrong := names ^ tensors.keys()):
-        name = min(wrong)
         raise InputError(
-            f"{folder} {'has' if name in names else 'lacks'} the tensor {name}: it was saved with "
-            "another model or optimizer"
+            f"{folder} {'has' if min(wrong) in names else 'lacks'} the tensor {min(wrong)}: it was "
+            "saved with another model or optimizer"
         )
     if learner.passes.shares_weights:
         load_state(folder, tensors)
@@ -230,20 +216,21 @@ def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
             load_state(folder, tensors)
         for tensor in tensors.values():
             ranks.from_first(tensor)
-    if learner.critic is not None and not any(name.startswith(CRITIC) for name in names):
-        learner.critic.start_from(learner.model)
+    if critic is not None and not any(name.startswith(CRITIC) for name in names):
+        critic.start_from(learner.model)
 
 
 def _share_frozen(learner: Learner) -> None:
     """Copy frozen weights to the reference and the critic, which do not share them if sharded."""
-    weights = dict(learner.model.named_parameters())
-    models = [learner.reference if learner.copies_policy else None]
-    models += [learner.critic.model] if learner.critic else []
+    weights, models = dict(learner.model.named_parameters()), list[nn.Module]()
+    if learner.reference is not None and learner.copies_policy:
+        models.append(learner.reference)
+    if learner.critic is not None:
+        models.append(learner.critic.model)
     with torch.no_grad():
-        for model in filter(None, models):
-            for name, own in model.named_parameters():
-                if not own.requires_grad and not weights[name].requires_grad:
-                    own.copy_(weights[name])
+        for name, own in (pair for model in models for pair in model.named_parameters()):
+            if not own.requires_grad and not weights[name].requires_grad:
+                own.copy_(weights[name])
 
 
 def _names(folder: Path) -> set[str]:

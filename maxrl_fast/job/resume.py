@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.config.changes import ROUNDING, changes, differing
-from maxrl_fast.config.options import SHAPE
+from maxrl_fast.config.options import SHAPE, Config
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.progress import Progress
-from maxrl_fast.model.decoder import DecoderConfig, RopeScaling
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import DamagedError, verify_checksums
 from maxrl_fast.runtime.ranks import Ranks
@@ -20,10 +19,10 @@ from maxrl_fast.runtime.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Saved:
+    """A checkpoint's folder and the content of its progress.json."""
+
     directory: Path
     progress: Progress
-    # None: a transformers policy, whose sizes are read from `directory`
-    decoder: DecoderConfig | None
     logs: dict[str, int]  # bytes of each log when the checkpoint was written
     random: dict[str, Any]
     options: dict[str, Any]
@@ -32,15 +31,7 @@ class Saved:
 
     @classmethod
     def of_json(cls, directory: Path, fields: dict[str, Any]) -> "Saved":
-        """Read the content of progress.json in `directory`."""
-        sizes, decoder = dict(fields["decoder"]), None
-        if "rope_scaling" in sizes:
-            if sizes["rope_scaling"] is not None:
-                sizes["rope_scaling"] = RopeScaling(**sizes["rope_scaling"])
-            decoder = DecoderConfig(**sizes)
-        names = ("logs", "random", "options", "fingerprints", "machine")
-        rest = (fields[name] for name in names)
-        return cls(directory, Progress.of_json(fields["progress"]), decoder, *rest)
+        return cls(directory, **{**fields, "progress": Progress.of_json(fields["progress"])})
 
 
 def rename_damaged_after(directory: Path) -> None:
@@ -54,9 +45,8 @@ def rename_damaged_after(directory: Path) -> None:
 
 def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | None:
     """Return a run's newest intact checkpoint, or what a session has saved in `out`, the same on
-    all ranks; None if there is none yet. All ranks must call this. Warns of each damaged
-    checkpoint."""
-    whole, found = None, list[Path]()
+    all ranks; None if there is none yet. Warns of each damaged one. All ranks must call this."""
+    whole, found, log = None, list[Path](), out / "metrics.jsonl"
     if ranks.is_first:
         found = RunFolder(out).checkpoints or [out] * (out / "progress.json").exists()
     for directory in reversed(found):
@@ -71,56 +61,52 @@ def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | 
             warn(f"{damaged}: {type(error).__name__}: {error}; using the one before it")
     if found and whole is None:
         raise InputError(f"none of the {len(found)} checkpoints in {out / 'checkpoints'} is whole")
-    whole = ranks.values(whole)[0]
-    if whole is None:
-        log = out / "metrics.jsonl"
-        if ranks.is_first and log.exists() and log.stat().st_size:
-            raise InputError(f"{out} has metrics but no checkpoints: choose another --out")
-        warn(f"{out} has no checkpoint yet: the run restarts from the beginning")
-        return None
-    return Saved.of_json(Path(whole[0]), whole[1])
+    if whole := ranks.values(whole)[0]:
+        return Saved.of_json(Path(whole[0]), whole[1])
+    if ranks.is_first and log.exists() and log.stat().st_size:
+        raise InputError(f"{out} has metrics but no checkpoints: choose another --out")
+    warn(f"{out} has no checkpoint yet: the run restarts from the beginning")
+    return None
 
 
 def check_same(
     saved: Saved,
-    options: dict[str, Any],
+    config: Config,
     fingerprints: dict[str, str],
     ranks: Ranks,
     warn: Callable[[str], None],
-    allow_changes: bool,
 ) -> None:
     """Compare the options and files of a resumed run with the checkpoint's. Warns of differences
     that make the numbers not bitwise identical."""
-    said = differing(saved.options, options)
+    options, before, machine = config.flat(), saved.fingerprints, saved.machine
+    said, learned = differing(saved.options, options), changes(saved.options, options)
     if shape := "; ".join(text for name, text in said.items() if name in SHAPE):
-        raise InputError(
-            f"{saved.directory} has another shape ({shape}), which cannot change on resuming"
-        )
-    mathematics = changes(saved.options, options)
-    rounding = [text for name, text in said.items() if name in ROUNDING]
-    before = saved.fingerprints
-    mathematics += [
+        wrong = f"has another shape ({shape}), which cannot change on resuming"
+        raise InputError(f"{saved.directory} {wrong}")
+    learned += [
         f"{x}: {'new' if x not in before else 'changed' if x in fingerprints else 'missing'}"
         for x in sorted({*before, *fingerprints})
         if before.get(x) != fingerprints.get(x)
     ]
-    if mathematics and not allow_changes:
-        differ = f"was trained with other options or files ({'; '.join(mathematics)})"
-        raise InputError(f"{saved.directory} {differ}; --allow-changes resumes with the new ones")
+    rounding = [text for name, text in said.items() if name in ROUNDING]
     rounding += [
-        f"{name}: {saved.machine.get(name)} before, {value} now"
+        f"{name}: {machine.get(name)} before, {value} now"
         for name, value in machine_of(ranks).items()
-        if saved.machine.get(name) != value
+        if machine.get(name) != value
     ]
-    if mathematics:
-        warn(f"the run resumes with other options or files ({'; '.join(mathematics)})")
+    others = f"with other options or files ({'; '.join(learned)})"
+    if learned and not config.run.allow_changes:
+        advice = "--allow-changes resumes with the new ones"
+        raise InputError(f"{saved.directory} was trained {others}; {advice}")
+    if learned:
+        warn(f"the run resumes {others}")
     if rounding:
         warn(f"the run resumes, but will not be bitwise identical ({'; '.join(rounding)})")
-    done, wanted = saved.progress.step, options["steps"]
+    done, wanted = saved.progress.step, config.optimizer.steps
     if wanted < done and saved.progress.phase == "training":
         raise InputError(f"--steps must be at least {done}, the number of steps done, got {wanted}")
 
 
 def machine_of(ranks: Ranks) -> dict[str, Any]:
-    """Return what rounding depends on besides the options."""
+    """What rounding depends on besides the options."""
     return {**versions(), "processes": ranks.size}

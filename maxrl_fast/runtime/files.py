@@ -40,28 +40,30 @@ def atomic_file(path: Path) -> Iterator[Path]:
         yield temporary
         for written in (temporary, *temporary.rglob("*")):
             fsync(written)
-        temporary.rename(path)
+        _rename(temporary, path)
     except BaseException:
         remove(temporary)
         raise
     fsync(path.parent)
 
 
-def replace_folder(new: Path, path: Path) -> None:
-    """Rename a folder to `path`, where another may be, which is removed: a kill leaves one of the
-    two there. Without the kernel's exchange (NFS), a kill in between leaves .NAME.old and .NAME.new
-    beside it."""
+def _rename(new: Path, path: Path) -> None:
+    """Rename a file or folder to `path`. A folder there is exchanged and removed: a kill leaves one
+    of the two. Without the kernel's exchange (NFS), a kill in between leaves it as .NAME.old."""
     old, here, exchange = new, -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if not path.exists():
+    if new.is_symlink() or not (new.is_dir() and path.is_dir()):
         new.rename(path)
-    else:
-        call = getattr(ctypes.CDLL(None), "renameat2", None)
-        if not call or call(here, os.fsencode(new), here, os.fsencode(path), exchange):
-            old = path.with_name(f".{path.name}.old")
-            remove(old)
-            path.rename(old)
+        return
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    if not call or call(here, os.fsencode(new), here, os.fsencode(path), exchange):
+        old = path.with_name(f".{path.name}.old")
+        remove(old)
+        path.rename(old)
+        try:
             new.rename(path)
-    fsync(path.parent)
+        except BaseException:
+            old.rename(path)
+            raise
     remove(old)
 
 

@@ -38,14 +38,11 @@ def test_each_evaluation_counts_the_correct_samples_of_every_prompt(maze_run):
             assert record["num_correct"][i] == sum(kept)
 
 
-def test_the_text_of_the_held_out_prompts_is_written_once(maze_run):
+def test_the_held_out_prompts_are_written_once_and_the_time_of_each_stage(maze_run):
     task = MazeTask(7, seed=4)
     texts = [task.decode(task.prompts("test", i, 1).tokens.tolist()) for i in range(12)]
     lines = [{"id": i, "prompt": text} for i, text in enumerate(texts)]
     assert read(maze_run / "eval_prompts.jsonl") == lines
-
-
-def test_the_time_of_each_stage_is_kept(maze_run):
     timings = json.loads((maze_run / "timings.json").read_text())
     assert {"warm start", "evaluation", "rollout", "update"} <= set(timings)
     assert min(timings.values()) >= 0

@@ -45,7 +45,8 @@ def _names(value: Any) -> Any:
 def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a line on the options that a resumed run takes from its start."""
     others = [x for name, x in differing(before, now).items() if name not in OF_ONE_START]
-    return "; ".join(["options: the run's own, from its config.json", *others])
+    but = f", but for {'; '.join(others)}" if others else ""
+    return f"options: the run's own, from its config.json{but}"
 
 
 def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> bool:

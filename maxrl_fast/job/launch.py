@@ -125,7 +125,6 @@ def train(
 
 
 def first_lines(run: RunContext, found: list[str]) -> list[str]:
-    """Return what runs on what, with what was `found` out when it was built."""
     lines = describe_run(run)
     lines += [own_options(run.saved.options, run.config.flat())] if run.saved else []
     source = run.scorer.source

@@ -28,7 +28,8 @@ def read_demonstrations(path: Path, prompt_key: str) -> list[tuple[str, Any, str
     for place, fields in _read_objects(path, "--sft-data"):
         is_chat = prompt_key not in fields and "messages" in fields
         prompt = _prompt_of(fields, place, "messages" if is_chat else prompt_key)
-        said = response = fields.get("response")
+        said: Any = fields.get("response")
+        response: Any = said
         if said is None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             *prompt, response = prompt
             said = (response["content"] or response.get(REASONING[0])) if prompt else None

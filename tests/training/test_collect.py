@@ -132,7 +132,7 @@ class CountingSource(RewardSource):
 
 
 def test_components_and_greedy_rewards_stay_with_their_groups_when_others_are_replaced():
-    table = [ALL_WRONG, MIXED, ALL_RIGHT, MIXED[::-1], MIXED]
+    table = [ALL_RIGHT, MIXED, ALL_WRONG, MIXED[::-1], MIXED]
     # those of greedy responses have components too, which are not those of the rollouts
     step = collected(table, 5, CountingSource(table), needs=Needs(greedy=True, components=True))
     assert step.prompts.ids.tolist() == [1, 3]

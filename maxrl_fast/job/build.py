@@ -262,18 +262,20 @@ class RunContext:
             self.engine,
             scorer,
             self.sampling,
-            options.prompts,
-            options.rollouts,
-            config.run.seed,
-            self.device,
-            self._schedule(),
-            needs,
-            policy_reward,
-            LengthPenalty(limit, buffer, reward.overlong_penalty) if buffer else None,
-            clock,
-            ranks,
-            self.shares_engine,
-            reward.truncated,
+            num_prompts=options.prompts,
+            num_rollouts=options.rollouts,
+            seed=config.run.seed,
+            device=self.device,
+            schedule=self._schedule(),
+            needs=needs,
+            policy_reward=policy_reward,
+            length_penalty=(
+                LengthPenalty(limit, buffer, reward.overlong_penalty) if buffer else None
+            ),
+            clock=clock,
+            ranks=ranks,
+            shares_engine=self.shares_engine,
+            truncated=reward.truncated,
         )
 
     def _schedule(self) -> Schedule | None:

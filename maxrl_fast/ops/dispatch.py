@@ -180,9 +180,10 @@ class KernelLaunch:
         self._cached += (tensor,)
         return self.keep(tensor)
 
-    def launch(self, kernel: str, dtype: torch.dtype | None = None, **fields: Any) -> Any:
-        """Run a kernel. Tensors among the fields of its record are memory that the caller made for
-        results; None is the address 0."""
+    def launch(self, kernel: str, **fields: Any) -> Any:
+        """Run a kernel, of `dtype` where it has several. Tensors among the other fields are memory
+        that the caller made for results; None is the address 0."""
+        dtype = fields.pop("dtype", None)
         for name, x in fields.items():
             if x is None or isinstance(x, Tensor):
                 fields[name] = 0 if x is None else self.keep(x)

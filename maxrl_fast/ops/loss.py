@@ -135,9 +135,20 @@ def policy_gradient_loss(
     """
     terms = (loss, aggregation, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
     inputs = LossInputs(
-        *(loss_terms(*terms, loss_options), shape_of(logits), logits.device),
-        *(targets, advantages, cu_seqlens, advantages_per_token, old_logprobs, ref_logprobs),
-        *(importance_weights, importance_weights_per_token, temperature, mask, denominator),
+        loss_terms(*terms, loss_options),
+        shape_of(logits),
+        logits.device,
+        targets,
+        advantages,
+        cu_seqlens,
+        advantages_per_token,
+        old_logprobs,
+        ref_logprobs,
+        importance_weights,
+        importance_weights_per_token,
+        temperature,
+        mask,
+        denominator,
     )
     if not has_kernels(logits.device) or not inputs.terms.spec.fused:
         sums = _by_function(logits, inputs)

@@ -18,7 +18,7 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.scorer import MetricAccumulator, Scorer
 from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.policy_reward import PolicyReward
-from maxrl_fast.training.schedule import Schedule
+from maxrl_fast.training.schedule import Carried, Schedule
 from maxrl_fast.training.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
@@ -91,11 +91,12 @@ class RolloutBatch(Samples):
     drawn_by: Annotated[Tensor | None, PROMPT] = None
     masks_truncated: bool = False  # their tokens are not in the loss
     sampled_after: int | None = None  # the step whose weights sampled it
+    num_new: int | None = None  # prompts that are not of an earlier step; None: all
 
     @property
     def num_sampled(self) -> int:
-        """Number of prompts sampled, including replaced ones."""
-        return len(self.all_rewards)
+        """Number of new prompts sampled, including replaced ones."""
+        return len(self.all_rewards) if self.num_new is None else self.num_new
 
     @property
     def has_reward(self) -> Tensor:
@@ -165,6 +166,7 @@ class RolloutCollector:
 
     Args:
         schedule: says how many rollouts each prompt gets; None: N.
+        carried: the prompts that go on from step to step; None: all are new. Not with a schedule.
         policy_reward: scores the responses instead of the scorer; not where the objective needs
             greedy responses or parts.
         length_penalty: added to the rewards that the objective sees.
@@ -179,6 +181,7 @@ class RolloutCollector:
     seed: int = 0
     device: torch.device = CPU
     schedule: Schedule | None = None
+    carried: Carried | None = None
     needs: Needs = Needs()
     policy_reward: PolicyReward | None = None
     length_penalty: LengthPenalty | None = None
@@ -192,14 +195,26 @@ class RolloutCollector:
         schedule says, and their rewards; all ranks must call this."""
         totals, seconds = Totals(), -self.clock.total("rollout")
         if self.schedule is None:
-            prompts = self._prompts(first_prompt, self.num_prompts)
-            drawn = self._sample(step, prompts, 0, self.num_rollouts, totals)
-            batch = self._batch(step, prompts, drawn, totals)
+            batch = self._of_all(step, first_prompt, totals)
         else:
             batch = self._in_rounds(self.schedule, step, first_prompt, totals)
         seconds += self.clock.total("rollout")
         metrics = batch.metrics | totals.rewards.over(self.ranks)
         return self._finished(replace(batch, metrics=metrics, rollout_seconds=seconds))
+
+    def _of_all(self, step: int, first_prompt: int, totals: Totals) -> RolloutBatch:
+        """Sample N rollouts of each prompt."""
+        if self.carried is None:
+            prompts = self._prompts(first_prompt, self.num_prompts)
+            drawn = self._sample(step, prompts, 0, self.num_rollouts, totals)
+            return self._batch(step, prompts, drawn, totals)
+        places, num_new = self.carried.places(first_prompt)
+        prompts = Prompts.concatenate([self._prompts(index, 1) for index in places])
+        drawn = self._sample(step, prompts, 0, self.num_rollouts, totals)
+        batch = self._batch(step, prompts, drawn, totals)
+        metrics = batch.metrics | self.carried.observe(batch.all_rewards)
+        ends = drawn.ends.view(batch.rewards.shape)
+        return replace(batch, metrics=metrics, drawn_by=ends, num_new=num_new)
 
     def _prompts(self, first_prompt: int, count: int) -> Prompts:
         with self.clock("rollout"):

@@ -9,11 +9,13 @@ from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import DONE, UP
 from maxrl_fast.tasks.scorer import Scorer
+from maxrl_fast.train import main
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.schedule import Carried
 from tests.job.test_resume import resumes_bitwise
-from tests.test_train import base, read
+from tests.runs import MAZE, base, read
+from tests.test_session import state
 from tests.training.test_collect import CHAIN, NumberedTask
 
 
@@ -108,6 +110,47 @@ def test_a_round_with_unknown_rewards_is_one_without_success():
     carried.places(7)
     carried.observe(torch.tensor([[torch.nan, 0.0], [torch.nan, 1.0]]))
     assert carried.places(9) == ([7, 9], 1)
+
+
+BY_VERBS = """
+from maxrl_fast import Session
+from maxrl_fast.records import Prompts
+from maxrl_fast.training.optimizer import LearningRate
+
+session = Session.from_run(f"{run}/checkpoints/step-000000", threads=1)
+config, task = session.config, session.task
+rate = LearningRate(config.optimizer.lr, STEPS, config.optimizer.warmup_steps)
+G, N, R = config.sampling.prompts, config.sampling.rollouts, 3
+places, following = [], config.warm_start.sft_steps * config.warm_start.sft_batch
+for step in range(1, STEPS + 1):
+    for i, place in enumerate(places or [None] * G):
+        if place is None:
+            places[i:i + 1], following = [(following, 0)], following + 1
+    prompts = Prompts.concatenate([task.prompts("train", i, 1) for i, _ in places])
+    samples = session.sample(prompts, n=N)
+    r = task.score(samples.prompts, samples.rollouts).view(G, N).double()
+    K = r.sum(1, keepdim=True)
+    A = (K > 0) * (r / K.clamp_min(1) - (K - r >= 1) / N)
+    session.forward_backward(samples, A.float() * N)
+    session.optim_step(lr=rate.at(step))
+    ended = ((K[:, 0] > 0) | (torch.tensor([n for _, n in places]) + 1 >= R)).tolist()
+    places = [None if end else (i, n + 1) for end, (i, n) in zip(ended, places)]
+session.save(out)
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_of_verbs_has_the_weights_of_a_run_with_carried_prompts(tmp_path):
+    run = tmp_path / "run"
+    flags = [*MAZE, "--objective", "maxrl", "--carry", "3", "--lr", "1e-3", "--out", str(run)]
+    del flags[flags.index("--k") : flags.index("--k") + 2]
+    assert main(flags) == 0
+    assert any(record["carried"] for record in read(run / "metrics.jsonl"))
+    exec(BY_VERBS, {"run": run, "out": tmp_path / "out", "STEPS": 6, "torch": torch})
+    of_run, by_verbs = dict(state(run)), dict(state(tmp_path / "out"))
+    assert of_run.pop("objective.carried").any()
+    assert of_run.keys() == by_verbs.keys()
+    assert all(torch.equal(x, of_run[name]) for name, x in by_verbs.items())
 
 
 @pytest.mark.slow

@@ -124,6 +124,9 @@ class Sampling(Decoding):
     N; 0: all."""
     first_rollouts: Count = 8
     """Rollouts of every prompt at first; then as many again, up to --rollouts."""
+    carry: CountOrZero = 0
+    """Keep a prompt without a success for the next step, up to this many steps (R), which is
+    MaxRL of order N R; 0: every step has new prompts."""
     schedule: str | None = None
     """FILE:CLASS, a maxrl_fast.training.schedule.Stopping with another rule."""
     dynamic_sampling: CountOrZero = 0

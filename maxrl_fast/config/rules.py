@@ -46,7 +46,7 @@ def _needs(c: View) -> Iterator[tuple[str, Any, str]]:
     yield "overlong_penalty", c.overlong_buffer, "needs --overlong-buffer"
     yield "vllm_tensor_parallel kv_cache_gb", not c.vllm_url, "cannot be used with --vllm-url"
     biased = f"to stop when some rollouts succeed biases {c.objective}"
-    yield "stop_at", c.objective == "maxrl", f"needs --objective maxrl: {biased}"
+    yield "stop_at carry", c.objective == "maxrl", f"needs --objective maxrl: {biased}"
     yield "first_rollouts schedule", c.stop_at, "needs --stop-at"
     yield "std_filter", (c.dynamic_sampling or 0) > 1, "needs --dynamic-sampling of 2 or more"
     yield "kl teacher_prompt", c.kl_coef, "needs --kl-coef"
@@ -106,7 +106,9 @@ def _fixed(c: View) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     yield needs.binary, "{objective}, of rewards of 0 or 1,", {"overlong_buffer": 0}
     own = {"loss": c.method.loss, "correction": "none", "top_entropy": 1}
     yield c.method.owns_loss, "{objective}, which has a loss of its own,", own
-    yield c.stop_at, "--stop-at", {"dynamic_sampling": 0, **given}
+    alone = {"dynamic_sampling": 0, **given}
+    yield c.stop_at, "--stop-at", alone
+    yield c.carry, "--carry", {**alone, "stop_at": 0}
     # it has no log-probs before top-p at another temperature
     yield c.rollout == "vllm" and c.top_p < 1, "vllm with --top-p {top_p}", {"temperature": 1}
     only = (c.method if c.method.owns_loss else c.token_loss).aggregation
@@ -132,8 +134,9 @@ def _wrong_parts(c: View) -> Iterator[str]:
         yield "{objective} needs rewards of 0 or 1, got --reward-source {reward_source}"
     if c.objective == "hero" and c.reward_weights[:1] not in ((), (1.0,)):
         yield "hero needs 1 as the weight of the verifier, the first reward, got {reward_weights}"
-    if c.stop_at and c.order not in (None, c.rollouts - 1):
-        yield "--stop-at is MaxRL of the order of rollouts, {rollouts}, so order cannot be {order}"
+    if (c.stop_at or c.carry) and c.order not in (None, c.rollouts - 1):
+        what = "--stop-at is MaxRL of order --rollouts" if c.stop_at else "--carry sets the order"
+        yield what + ", so order cannot be {order}"
     if c.ahead and c.rollout == "vllm" and not c.vllm_url:
         yield "--ahead {ahead} needs --rollout native or --vllm-url, to sample while it trains"
     if c.ahead and (reads_policy or needs.answers):
@@ -212,7 +215,7 @@ def objective_of(config: Config) -> Objective:
     sizes = config.sampling.rollouts, config.optimizer.updates_per_step
     with _about(*own, "rollouts"):
         made = make_objective(config.chosen.objective, own, *sizes)
-    stop_at = config.sampling.stop_at
+    stop_at = config.sampling.stop_at or min(config.sampling.carry, 1)
     return replace(made, stop_at=stop_at) if isinstance(made, GroupObjective) and stop_at else made
 
 

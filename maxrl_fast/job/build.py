@@ -44,7 +44,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward, check_answers
-from maxrl_fast.training.schedule import DynamicSampling, Schedule, StdFilter
+from maxrl_fast.training.schedule import Carried, DynamicSampling, Schedule, StdFilter
 from maxrl_fast.training.sharding import distribute, is_sharded, shard
 from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
@@ -203,6 +203,8 @@ class RunContext:
         kept = {"siren_anchor": config.loss.siren, "reward_std": config.sampling.std_filter}
         for name in filter(kept.get, kept):
             state[name] = torch.full((1,), torch.nan, dtype=torch.float64)
+        if config.sampling.carry:
+            state["carried"] = torch.zeros(config.sampling.prompts, 2, dtype=torch.int64)
         return self._learner(
             build_loss_settings(config),
             beta2,
@@ -247,6 +249,7 @@ class RunContext:
         config, needs, scorer = self.config, self.objective.needs, self.scorer
         options, reward, ranks, clock = config.sampling, config.reward, self.ranks, self.clock
         limit, policy_reward = options.max_new_tokens, None
+        table = self.learner.objective_state.get("carried")
         if answered := answered_task(config, self.task, self.objective):
             kind = PROBABILITY if needs.answers else reward.reward_source
             policy_reward = PolicyReward(kind, answered, self.learner, limit)
@@ -267,6 +270,7 @@ class RunContext:
             seed=config.run.seed,
             device=self.device,
             schedule=self._schedule(),
+            carried=None if table is None else Carried(table, options.carry),
             needs=needs,
             policy_reward=policy_reward,
             length_penalty=(

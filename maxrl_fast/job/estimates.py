@@ -23,9 +23,12 @@ def describe_run(run: RunContext) -> list[str]:
     method, counts = explain_name(chosen.objective), f"{sampling.rollouts} rollouts a step"
     for name, value in config.parts["objective"].items():
         if name in ("k", "order", "beta"):
-            method += f" {name}={sampling.rollouts if sampling.stop_at else value}"
+            order = sampling.rollouts * max(sampling.carry, 1)
+            method += f" {name}={order if sampling.stop_at or sampling.carry else value}"
     if most := sampling.stop_at:
         counts = f"{sampling.first_rollouts} to {counts}, until {most} succeed"
+    if sampling.carry:
+        counts += f", carried for up to {sampling.carry} steps until one succeeds"
     where = f"cpu, {config.run.threads} threads, {torch.backends.cpu.get_cpu_capability()},"
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)

@@ -18,7 +18,7 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.scorer import MetricAccumulator, Scorer
 from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.policy_reward import PolicyReward
-from maxrl_fast.training.schedule import Schedule
+from maxrl_fast.training.schedule import Carried, Schedule
 from maxrl_fast.training.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
@@ -83,10 +83,11 @@ class RolloutBatch(Samples):
     drawn_by: Annotated[Tensor | None, PROMPT] = None
     masks_truncated: bool = False  # their tokens are not in the loss
     sampled_after: int | None = None  # the step whose weights sampled it
+    num_new: int | None = None  # prompts that are not of an earlier step; None: all
 
     @property
-    def num_sampled(self) -> int:  # prompts, including replaced ones
-        return len(self.all_rewards)
+    def num_sampled(self) -> int:  # new prompts, including replaced ones
+        return len(self.all_rewards) if self.num_new is None else self.num_new
 
     @property
     def has_reward(self) -> Tensor:  # [G, N] bool
@@ -138,6 +139,8 @@ class RolloutCollector:
     seed: int = 0
     device: torch.device = CPU
     schedule: Schedule | None = None  # how many rollouts each prompt gets; None: N
+    # the prompts that go on from step to step; None: all are new. Not with a schedule
+    carried: Carried | None = None
     needs: Needs = Needs()
     # scores in place of the scorer; not where the objective needs greedy responses or parts
     policy_reward: PolicyReward | None = None
@@ -151,14 +154,26 @@ class RolloutCollector:
         """Return G prompts from index `first_prompt` on, N rollouts of each, or as many as the
         schedule says, and their rewards; all ranks must call this."""
         means, seconds = MetricAccumulator(), -self.clock.total("rollout")
-        if self.schedule is None:
+        if self.schedule is not None:
+            batch = self._in_rounds(self.schedule, step, first_prompt, means)
+        elif self.carried is not None:
+            batch = self._of_carried(self.carried, step, first_prompt, means)
+        else:
             prompts = self._prompts(first_prompt, self.num_prompts)
             batch = self._sample(step, prompts, 0, self.num_rollouts, means)
-        else:
-            batch = self._in_rounds(self.schedule, step, first_prompt, means)
         seconds += self.clock.total("rollout")
         metrics = batch.metrics | means.over(self.ranks)
         return self._finished(replace(batch, metrics=metrics, rollout_seconds=seconds))
+
+    def _of_carried(
+        self, carried: Carried, step: int, first_prompt: int, means: MetricAccumulator
+    ) -> RolloutBatch:
+        places, num_new = carried.places(first_prompt)
+        prompts = Prompts.concatenate([self._prompts(index, 1) for index in places])
+        batch = self._sample(step, prompts, 0, self.num_rollouts, means)
+        ends = torch.full_like(batch.rewards, self.num_rollouts, dtype=torch.int64)
+        metrics = batch.metrics | carried.observe(batch.all_rewards)
+        return replace(batch, metrics=metrics, drawn_by=ends, num_new=num_new)
 
     def _prompts(self, first_prompt: int, count: int) -> Prompts:
         with self.clock("rollout"):

@@ -109,6 +109,36 @@ class Stopping:
         }
 
 
+@dataclass
+class Carried:
+    """The prompts of a step where one without a success keeps its place in the next step, for at
+    most `rounds` rounds of N rollouts (docs/objectives/maxrl.md#carried-prompts).
+
+    table: [G, 2] int64, of each place the prompt's index and its rounds so far; 0: the next prompt
+    comes. It is the same on all ranks, and changes in place: checkpoints keep it.
+    """
+
+    table: Tensor
+    rounds: int
+
+    def places(self, next_prompt: int) -> tuple[list[int], int]:
+        """Return the index of each place's prompt, and how many prompts are new."""
+        index, rounds = self.table.T
+        free = rounds == 0
+        index[free] = next_prompt + torch.arange(int(free.sum()))
+        return index.tolist(), int(free.sum())
+
+    def observe(self, rewards: Tensor) -> dict[str, float]:
+        """Count a round with these rewards [G, N], NaN where not known. Return metrics."""
+        rounds = self.table[:, 1] + 1
+        solved = (rewards > 0.5).any(1).cpu()
+        ends = solved | (rounds >= self.rounds)
+        self.table[:, 1] = rounds.masked_fill(ends, 0)
+        numbers = {"carried": (~ends).sum(), "given_up": (ends & ~solved).sum()}
+        means = {"rounds_mean": rounds[ends].float().mean()} if ends.any() else {}
+        return {name: float(x) for name, x in (numbers | means).items()}
+
+
 Schedule = DynamicSampling | Stopping
 
 

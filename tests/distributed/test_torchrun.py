@@ -182,15 +182,21 @@ def test_episodes_are_the_same_on_four_ranks(tmp_path):
         assert together == alone
 
 
-def test_rounds_ahead_are_the_same_on_several_ranks(tmp_path):
-    """In the last ones fewer prompts are left than ranks, which train meanwhile."""
+@pytest.mark.parametrize(
+    ("flags", "metric"),
+    [
+        ("--rollouts 32 --first-rollouts 4 --stop-at 2 --ahead 1", "draws_mean"),
+        ("--rollouts 4 --carry 3", "carried"),
+    ],
+)
+def test_rounds_are_the_same_on_several_ranks(flags, metric, tmp_path):
+    """In the last ones of a step fewer prompts are left than ranks, which train meanwhile."""
     job = f"--task {CHAIN_TASK} --length 8 --reward-threshold .1 --sft-steps 0 --steps 3".split()
-    job += "--objective maxrl --rollouts 32 --first-rollouts 4 --stop-at 2 --prompts 3".split()
-    job += ["--ahead", "1"]
+    job += f"--objective maxrl --prompts 3 {flags}".split()
     for num_ranks in (1, 3):
         run_job(tmp_path / str(num_ranks), num_ranks, *job)
     assert_same_metrics(tmp_path / "1", tmp_path / "3")
-    assert len({record["draws_mean"] for record in read(tmp_path / "1", "metrics")}) > 1
+    assert len({record[metric] for record in read(tmp_path / "1", "metrics")}) > 1
 
 
 def test_a_run_resumes_with_other_numbers_of_ranks_and_other_sharding(tmp_path):

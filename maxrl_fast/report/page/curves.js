@@ -3,7 +3,7 @@
 const EVALUATED = 'eval ';
 const DEFAULT_CURVES = [
   'reward_mean', 'frac_prompts_solved', 'frac_groups_zero_variance', `${EVALUATED}pass@1`, `${EVALUATED}mean reward`, 'entropy', 'response_length_mean', 'truncated',
-  'grad_norm', 'loss', 'kl', 'logprob_diff', 'tokens_per_second',
+  'grad_norm', 'loss', 'kl', 'logprob_diff', 'tokens_per_second', 'carried', 'rounds_mean', 'given_up',
 ];
 const MEANINGS = {
   reward_mean: 'mean reward of the rollouts',
@@ -13,7 +13,6 @@ const MEANINGS = {
   response_length_mean: 'tokens, including the stop token',
   truncated: 'fraction of responses cut off at the length limit',
   grad_norm: 'gradient norm before clipping',
-  moment_variance: 'proxy for the variance of the gradient',
   ratio: 'mean probability ratio to the sampling policy',
   ratio_clamped: 'fraction of tokens with an extreme probability ratio, which was clamped',
   clipped_low: 'fraction of tokens clipped at the lower bound',
@@ -24,6 +23,9 @@ const MEANINGS = {
   importance_bounded: 'fraction of importance weights that were capped or set to 0',
   importance_sample_size: 'effective sample size of the importance weights, of 1',
   frac_sequences_masked: 'fraction of responses left out as too far from the policy',
+  carried: 'prompts that stay for the next step',
+  rounds_mean: 'mean number of rounds of the prompts that end',
+  given_up: 'prompts that end without a success',
   tokens_per_second: 'sampled tokens per second of rollout and training',
 };
 

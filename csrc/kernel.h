@@ -33,8 +33,8 @@ void visit_fields(Visit& at, std::string_view names, Field&... fields) {
   (at(next(), fields), ...);
 }
 
-// Lists the fields of a record, whose names are those of the arguments. The fields of a record among
-// them are arguments too, or of one with MAXRL_TUPLE one argument, a tuple.
+// Lists the fields of a record, whose names are those of the arguments. The fields of a record
+// among them are arguments too, or of one with MAXRL_TUPLE one argument, a tuple.
 #define MAXRL_RECORD(is_tuple, ...)              \
   static constexpr bool kIsTuple = is_tuple;     \
   template <typename Visit>                      \

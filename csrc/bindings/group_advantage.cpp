@@ -28,8 +28,7 @@ PyObject* full_groups(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (PyErr_Occurred()) return nullptr;
   int64_t are_finite;
   Py_BEGIN_ALLOW_THREADS are_finite = cpu::group_advantage(in, num_threads);
-  Py_END_ALLOW_THREADS
-  return PyBool_FromLong(are_finite);
+  Py_END_ALLOW_THREADS return PyBool_FromLong(are_finite);
 }
 
 PyMethodDef methods[] = {

@@ -52,12 +52,12 @@ void bind_kernels(py::module_& m) {
   for (const Kernel& kernel : kernels()) by_name[kernel.name].push_back(kernel);
   for (const auto& [name, found] : by_name) {
     export_fields(m, name.substr(0, name.rfind('_')), found.front().fields);
-    m.def(name.c_str(), [kernels = found](std::string_view dtype, std::string_view packed,
-                                          int64_t last) {
-      const Kernel& kernel = kernel_for_dtype(dtype, kernels);
-      const py::gil_scoped_release release;
-      return kernel.run(packed, last);
-    });
+    m.def(name.c_str(),
+          [kernels = found](std::string_view dtype, std::string_view packed, int64_t last) {
+            const Kernel& kernel = kernel_for_dtype(dtype, kernels);
+            const py::gil_scoped_release release;
+            return kernel.run(packed, last);
+          });
   }
 }
 

@@ -36,7 +36,7 @@ def test_a_kernel_refuses_arguments_that_are_not_its_fields(change, error, messa
 
 
 def test_a_field_of_an_enumeration_and_a_packed_record_are_checked():
-    names = ("num_groups", "group_size", "num_tables", "ddof", "eps", "rewards", "valid", "tables")
+    names = ("num_groups", "group_size", "ddof", "eps", "rewards", "valid", "tables")
     fields = dict.fromkeys((*names, "advantages"), 0) | {"centred": True, "scale": "mean"}
     record = pack("group_advantage", fields)
     with pytest.raises(ValueError, match=r"scale must be one of one, .*, mean, got 'median'"):

@@ -74,6 +74,9 @@ def test_a_kernel_reads_only_what_it_was_told(wrong, shape):
         ValueError, match=r"x must be a contiguous torch.float32 tensor of shape .* on cpu, got"
     ):
         call.address("x", wrong, torch.float32, shape)
+    if wrong.dim() == 2:
+        with pytest.raises(ValueError, match=r"x must be a contiguous .*, in rows on cpu, got"):
+            call.matrix("x", wrong)
 
 
 class Watched:

@@ -1,4 +1,4 @@
-"""Carried prompts: the cost of MaxRL of order 128 on a prompt, and the variance of its gradient: with 128 rollouts,
+"""The cost of MaxRL of order 128 on a prompt, and the variance of its gradient: with 128 rollouts,
 stopping (--stop-at 4) and carried prompts (--rollouts 16 --carry 8). All outcomes are enumerated,
 for a response that is right with probability p and has no other features.
 

@@ -32,7 +32,7 @@ logprobs, proxies, cu_seqlens = torch.zeros(3), torch.zeros(1), torch.tensor([0,
 fields = {"num_tokens": 4, "num_sequences": 1, "cu_seqlens": cu_seqlens, "mask": 0, "beta": 1.0}
 fields |= {"logprobs": logprobs, "ref_logprobs": logprobs, "proxies": proxies}
 print("loaded", _C.__file__, flush=True)
-KernelLaunch(logprobs.device).launch("log_ratio_reward", torch.float32, **fields)
+KernelLaunch(logprobs.device).launch("log_ratio_reward", dtype=torch.float32, **fields)
 PY
 if [ $status -eq 0 ] || ! grep -q "^loaded $tree" "$build/proof" || ! grep -q "heap-buffer-overflow" "$build/proof"; then
   cat "$build/proof"

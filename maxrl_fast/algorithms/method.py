@@ -8,7 +8,7 @@ corrections. Each is a function, and one of your own has the same form as the bu
 The docstring up to an empty line is the formula, and what follows it a note. Keyword-only
 parameters are options."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import Parameter
@@ -106,11 +106,17 @@ class Registry(Generic[AnyMethod]):
                 f"{self.kind.first}, got {method!r:.80}"
             )
         known = self.methods.get(name_of(method))
-        return known if known and known.function is method else self._of_user(method)
+        if known and known.function is method:
+            return known
+        kind: Any = self.kind
+        make = _of_user if isinstance(method, Hashable) else _of_user.__wrapped__
+        found: AnyMethod = make(kind, method)
+        return found
 
-    @lru_cache(maxsize=256)  # noqa: B019  # registries live as long as the process
-    def _of_user(self, function: Callable[..., Any]) -> AnyMethod:
-        return self.kind.of(function, **self.kind.of_users)
+
+@lru_cache(maxsize=256)
+def _of_user(kind: Any, function: Callable[..., Any]) -> Any:
+    return kind.of(function, **kind.of_users)
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -163,7 +163,7 @@ def notes_of(hint: Any) -> Iterator[Any]:
 
 
 def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
-    """Return the option of a type hint; what is no number, text, path or choice is JSON."""
+    """Return the option of a type hint; anything but a number, text, path or choice is JSON."""
     notes, several, choices = [*notes_of(hint)], False, tuple[str, ...]()
     limit = next((note for note in notes if isinstance(note, Limit)), None)
     text = next((note.text for note in notes if isinstance(note, Help)), text)

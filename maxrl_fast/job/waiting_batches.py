@@ -1,5 +1,5 @@
 """Batches in a checkpoint that are sampled and not learned from: waiting/0.safetensors and, for
-what is no tensor, waiting/0.json of the next step, 1 of the one after it, ..."""
+all but tensors, waiting/0.json of the next step, 1 of the one after it, ..."""
 
 import json
 from collections.abc import Sequence

@@ -132,7 +132,7 @@ def _name(options: Record, keys: list[str]) -> str:
 
 
 def _value(value: Any) -> Any:
-    """Return what is no number as shortened text."""
+    """Return anything but a number as shortened text."""
     if value is None or (isinstance(value, int | float) and abs(value) < 2**53):
         return value
     text = value if isinstance(value, str) else json.dumps(value)

@@ -280,8 +280,9 @@ class RolloutCollector:
         means.merge(scorer.pop_metrics())
         if needs.greedy:
             one = replace(request, num_samples=1, sampling=self.sampling.greedy, first_sample=0)
-            greedy = ranks.concatenate(self._sample_and_score(one).rewards)
-            greedy = greedy[:, None].repeat(1, count)
+            greedy = ranks.concatenate(self._sample_and_score(one).rewards)[:, None].repeat(
+                1, count
+            )
             rewards = rewards.masked_fill(greedy.isnan(), torch.nan)  # as if all had failed
         failed, warning = scorer.failures(ranks, f"step {step}")
         known = rewards.nan_to_num() if warning else rewards

@@ -1,4 +1,5 @@
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -117,3 +118,18 @@ def test_ops_are_pickled_by_name():
         assert name in ("ESTIMATORS", "LOSSES") or pickle.loads(
             pickle.dumps(getattr(ops, name))
         ) is getattr(ops, name)
+
+
+@dataclass
+class Scaled:
+    scale: float
+
+    def __call__(self, rewards):
+        return self.scale * (rewards - rewards.mean(1, keepdim=True))
+
+
+def test_an_object_that_cannot_be_a_key_is_a_function_too():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 3.0]])
+    for scale in (2.0, -1.0):  # not taken for the one before
+        found = ops.group_advantage(rewards, Scaled(scale))
+        assert torch.equal(found, scale * torch.tensor([[0.0, -1.0, -1.0, 2.0]]))

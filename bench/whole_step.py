@@ -20,10 +20,8 @@ from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.collect import RolloutBatch
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.objective import ObjectiveStep
-from maxrl_fast.training.optimizer import LearningRate
+from maxrl_fast.training.learner import Learner, LearningRate
+from maxrl_fast.training.objectives.group import GroupObjective, ObjectiveStep
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.trainer import StepRecord, Trainer
 

@@ -14,14 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from maxrl_fast.algorithms.estimators import ALIASES
-from maxrl_fast.algorithms.known import explain_name, method_hint
 from maxrl_fast.algorithms.losses import ALIASES as LOSS_ALIASES
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.method import Method
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.output import command, show_help
 from maxrl_fast.training.correction import CORRECTIONS
-from maxrl_fast.training.objectives.registry import METHODS
+from maxrl_fast.training.objectives.registry import METHODS, explain_name, method_hint
 
 # of each kind: the methods, other names of them, the title of the formula, and the notation
 KINDS: dict[str, tuple[Mapping[str, Method], Mapping[str, Method], str, str]] = {

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.losses.registry import find_loss
+from maxrl_fast.algorithms.losses import find_loss
 from maxrl_fast.algorithms.options import REQUIRED, Count, NotNegative, make_option
 from maxrl_fast.config.options import Config, Decoding, Loss, Model, Optimizer, Place
 from maxrl_fast.config.read import hint, parse_options

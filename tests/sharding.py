@@ -17,10 +17,8 @@ from maxrl_fast.records import Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.runtime.ranks import Ranks, exit_process
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.optimizer import make_optimizer
-from maxrl_fast.training.sharding import shard
+from maxrl_fast.training.learner import Learner, LossSettings, make_optimizer
+from maxrl_fast.training.passes import shard
 from tests.batches import THREE_PROMPTS as PROMPTS
 from tests.models import tiny_decoder, updated
 

@@ -10,7 +10,7 @@ from maxrl_fast.config.read import parse
 from maxrl_fast.config.rules import correction_of
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.optimizer import LearningRate
+from maxrl_fast.training.learner import LearningRate
 from tests.models import save_checkpoint, tiny_decoder
 from tests.runs import SMALL, TIMINGS, base, copied, read
 from tests.tables import table

@@ -6,9 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from maxrl_fast.algorithms.known import method_hint
-from maxrl_fast.algorithms.losses import ALIASES, LOSSES
-from maxrl_fast.algorithms.losses.registry import Clips, TokenLoss, find_loss
+from maxrl_fast.algorithms.losses import ALIASES, LOSSES, Clips, TokenLoss, find_loss
 from maxrl_fast.algorithms.method import Method
 from maxrl_fast.algorithms.options import Option, make_option, options_of, parameters_of
 from maxrl_fast.config.options import Config, EvaluationConfig
@@ -25,6 +23,7 @@ from maxrl_fast.training.objectives.registry import (
     OBJECTIVES,
     find_code,
     find_objective,
+    method_hint,
     objective_class,
 )
 

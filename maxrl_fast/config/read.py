@@ -21,7 +21,7 @@ from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular
 from maxrl_fast.runtime.loading import is_file
 from maxrl_fast.runtime.run_folder import RunFolder
-from maxrl_fast.training.objectives.registry import objective_presets
+from maxrl_fast.training.objectives.registry import METHODS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -221,7 +221,7 @@ def _values(
 ) -> dict[str, Any]:
     """Return the options as given, else as the objective presets them, or their defaults."""
     values = {name: option.default for name, option in options.items()}
-    values |= objective_presets(chosen.get("objective", ""))
+    values |= getattr(METHODS.get(chosen.get("objective", "")), "presets", {})
     for name, x in given.items():
         positive = options.get(name.removeprefix("no_"))
         if name in options:

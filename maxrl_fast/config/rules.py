@@ -8,15 +8,15 @@ from dataclasses import replace
 from string import Formatter
 from typing import Any
 
-from maxrl_fast.algorithms.losses.registry import CLIPS
+from maxrl_fast.algorithms.estimators.of_training import has_teacher
+from maxrl_fast.algorithms.losses import CLIPS
 from maxrl_fast.config.options import Config, Options
 from maxrl_fast.config.parts import loss_of
 from maxrl_fast.errors import InputError
 from maxrl_fast.tasks.names import is_reward, spec_of
-from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.objective import Objective, has_teacher
+from maxrl_fast.training.answers import LIKELIHOODS
+from maxrl_fast.training.objectives.group import GroupObjective, Objective
 from maxrl_fast.training.objectives.registry import find_objective, make_objective
-from maxrl_fast.training.policy_reward import LIKELIHOODS
 
 
 class View(dict[str, Any]):

@@ -35,21 +35,28 @@ from maxrl_fast.tasks import AnsweredTask, Task, held_out_sets
 from maxrl_fast.tasks.episode import EpisodeTask
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.text_codec import end_of
+from maxrl_fast.training.answers import (
+    LIKELIHOODS,
+    PROBABILITY,
+    PolicyReward,
+    TeacherPrompts,
+    check_answers,
+)
 from maxrl_fast.training.collect import LengthPenalty, RolloutCollector
 from maxrl_fast.training.correction import make_correction
-from maxrl_fast.training.critic import Critic, critic_model
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.logprob_parity import check_engine, check_exact
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objectives.objective import Objective
-from maxrl_fast.training.optimizer import LearningRate, make_optimizer
-from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward, check_answers
+from maxrl_fast.training.learner import (
+    Critic,
+    Learner,
+    LearningRate,
+    LossSettings,
+    critic_model,
+    make_optimizer,
+)
+from maxrl_fast.training.objectives.group import Objective
+from maxrl_fast.training.passes import check_engine, check_exact, distribute, is_sharded, shard
 from maxrl_fast.training.schedule import Carried, DynamicSampling, Schedule, StdFilter
-from maxrl_fast.training.sharding import distribute, is_sharded, shard
 from maxrl_fast.training.stopwatch import Stopwatch
-from maxrl_fast.training.teacher_prompts import TeacherPrompts
-from maxrl_fast.training.trainer import Trainer
-from maxrl_fast.training.warm_start import WarmStart
+from maxrl_fast.training.trainer import Trainer, WarmStart
 
 
 def prepare(
@@ -227,7 +234,7 @@ class RunContext:
         learner = self._learner(loss, options.sft_beta2, module=self.learner.module)
         rate = LearningRate(options.sft_lr, options.sft_steps, warmup_steps=10)
         takes_prompts = not self.config.parts["task"].get("sft_data")
-        return WarmStart(self.task, learner, rate, options.sft_batch, self.device, takes_prompts)
+        return WarmStart(self.task, learner, rate, options.sft_batch, takes_prompts)
 
     @cached_property
     def trainer(self) -> Trainer:

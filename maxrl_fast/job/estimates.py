@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from maxrl_fast.algorithms.known import explain_name
 from maxrl_fast.config.resolve import evaluation_schedule, tensor_parallel
 from maxrl_fast.job.build import RunContext
 from maxrl_fast.model.attention import kernel_name
@@ -13,7 +12,8 @@ from maxrl_fast.rollout.vllm import MAX_SEQUENCES
 from maxrl_fast.runtime.device import Machine, versions
 from maxrl_fast.runtime.tuning import chunk_bytes
 from maxrl_fast.tasks import describe_task
-from maxrl_fast.training.critic import num_critic_weights
+from maxrl_fast.training.objectives.registry import explain_name
+from maxrl_fast.training.passes import num_critic_weights
 
 
 def describe_run(run: RunContext) -> list[str]:

@@ -44,7 +44,7 @@ from maxrl_fast.runtime.files import atomic_file, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.text_codec import end_of
-from maxrl_fast.training.logprob_parity import check_exact
+from maxrl_fast.training.passes import check_exact
 from maxrl_fast.training.stopwatch import Stopwatch
 
 # keys of eval.json and what the table calls them

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from maxrl_fast.algorithms.estimators.of_training import has_teacher
 from maxrl_fast.config.resolve import evaluation_schedule
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator, over_sets
 from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records, sample_lines
@@ -16,9 +17,7 @@ from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.run_folder import RunFolder
-from maxrl_fast.training.metrics import summary
-from maxrl_fast.training.objectives.objective import has_teacher
-from maxrl_fast.training.trainer import StepRecord
+from maxrl_fast.training.trainer import StepRecord, summary
 
 
 @dataclass

@@ -18,7 +18,7 @@ from maxrl_fast.job.trackers import Tracker
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, fsync, remove, storing, write_json
 from maxrl_fast.runtime.run_folder import RunFolder
-from maxrl_fast.training.objectives.weight import weight_of
+from maxrl_fast.training.objectives.registry import weight_of
 
 LOGS = "metrics", "eval", "eval_prompts", "pass_rates", "warnings", "samples", "rollouts"
 

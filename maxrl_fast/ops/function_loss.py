@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from maxrl_fast.algorithms.losses.registry import checked
+from maxrl_fast.algorithms.losses import checked
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO, Tokens, limited
 from maxrl_fast.ops.logit_chunks import capped_logits, default_chunk, logits_dtype
 from maxrl_fast.ops.loss_kernel import LossSums, LossTerms, TokenBatch, real_dtype

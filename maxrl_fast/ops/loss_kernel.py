@@ -22,7 +22,7 @@ from maxrl_fast.algorithms.arguments import (
     check_tensor,
     is_host_readable,
 )
-from maxrl_fast.algorithms.losses.registry import (
+from maxrl_fast.algorithms.losses import (
     LOSSES,
     TokenLoss,
     find_loss,

@@ -17,7 +17,7 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.scorer import MetricAccumulator, Scorer
 from maxrl_fast.tasks.texts import response_texts
-from maxrl_fast.training.policy_reward import PolicyReward
+from maxrl_fast.training.answers import PolicyReward
 from maxrl_fast.training.schedule import Carried, Schedule
 from maxrl_fast.training.stopwatch import Stopwatch
 
@@ -28,7 +28,7 @@ Components = tuple[dict[str, float], ...]
 @dataclass(frozen=True)
 class Needs:
     reference: bool = False  # a frozen copy of the policy from the start of reinforcement learning
-    greedy: bool = False  # the reward of the greedy response to each prompt
+    greedy: bool = False  # rewards of greedy responses
     binary: bool = False  # rewards of 0 or 1
     expects_binary: bool = False  # the same, but others are computable and only a warning
     parts: bool = False  # each of several rewards, not only their sum
@@ -98,7 +98,7 @@ class RolloutBatch(Samples):
         return 1.0 if self.drawn_by is None else float((self.drawn_by > 0).float().mean())
 
     def in_loss(self, sequences: Tensor) -> Tensor:
-        """Return those of the samples, int64 on the host, whose tokens are in the loss."""
+        """Return the samples, int64 on the host, whose tokens are in the loss."""
         if not self.masks_truncated:
             return sequences
         return sequences[~self.raw_rollouts.truncated.cpu()[sequences]]
@@ -111,10 +111,9 @@ class RolloutBatch(Samples):
 
     def grouped(self, prompts: Prompts, num_rollouts: int) -> "RolloutBatch":
         """Return the same samples as `num_rollouts` to each of these prompts."""
-        own, shape = dict[str, Any](), (len(prompts), num_rollouts)
-        for name in ("task_rewards", "rewards", "greedy_rewards", "reward_terms", "drawn_by"):
-            if (x := getattr(self, name)) is not None:
-                own[name] = x.reshape(*shape, *x.shape[2:])
+        names = ("task_rewards", "rewards", "greedy_rewards", "reward_terms", "drawn_by")
+        own: dict[str, Any] = {n: x for n in names if (x := getattr(self, n)) is not None}
+        own = {n: x.reshape(len(prompts), num_rollouts, *x.shape[2:]) for n, x in own.items()}
         return replace(self, prompts=prompts, **own)
 
     def nothing(self) -> "RolloutBatch":
@@ -128,8 +127,6 @@ class RolloutBatch(Samples):
 
 @dataclass(frozen=True)
 class RolloutCollector:
-    """Samples and scores a step's rollouts."""
-
     task: Task
     engine: Engine
     scorer: Scorer
@@ -151,8 +148,8 @@ class RolloutCollector:
     truncated: str = "keep"  # or "zero" or "mask"
 
     def collect(self, step: int, first_prompt: int) -> RolloutBatch:
-        """Return G prompts from index `first_prompt` on, N rollouts of each, or as many as the
-        schedule says, and their rewards; all ranks must call this."""
+        """Return G prompts from index `first_prompt` on, their rollouts and rewards; all ranks must
+        call this."""
         means, seconds = MetricAccumulator(), -self.clock.total("rollout")
         if self.schedule is not None:
             batch = self._in_rounds(self.schedule, step, first_prompt, means)
@@ -171,9 +168,8 @@ class RolloutCollector:
         places, num_new = carried.places(first_prompt)
         prompts = Prompts.concatenate([self._prompts(index, 1) for index in places])
         batch = self._sample(step, prompts, 0, self.num_rollouts, means)
-        ends = torch.full_like(batch.rewards, self.num_rollouts, dtype=torch.int64)
         metrics = batch.metrics | carried.observe(batch.all_rewards)
-        return replace(batch, metrics=metrics, drawn_by=ends, num_new=num_new)
+        return replace(batch, metrics=metrics, num_new=num_new)
 
     def _prompts(self, first_prompt: int, count: int) -> Prompts:
         with self.clock("rollout"):
@@ -225,8 +221,8 @@ class RolloutCollector:
         )
 
     def _finished(self, batch: RolloutBatch) -> RolloutBatch:
-        """Replace unknown rewards, and add what only the objective sees, unlike metrics, kept
-        rollouts and the schedule: the length penalty, the texts, and all ranks' components."""
+        """Replace unknown rewards, and add what only the objective sees: the length penalty, the
+        texts, and all ranks' components."""
         valid, rewards, own = ~batch.rewards.isnan(), batch.rewards.nan_to_num(), dict[str, Any]()
         # a GPU is read only where rewards can be unknown
         if batch.warning or (self.schedule is not None and not bool(valid.all())):
@@ -274,8 +270,8 @@ class RolloutCollector:
                     means.add(f"reward/{name}", value)
         rewards = rewards.view(shape)
         if needs.parts:  # NaN where one does not apply
-            own_terms = [[x.get(name, torch.nan) for name in scorer.weights] for x in components]
-            terms = torch.tensor(own_terms, dtype=torch.float32).to(rewards.device)
+            of_own = [[x.get(name, torch.nan) for name in scorer.weights] for x in components]
+            terms = torch.tensor(of_own, dtype=torch.float32).to(rewards.device)
             terms = ranks.concatenate(terms).view(*shape, -1)
         means.merge(scorer.pop_metrics())
         if needs.greedy:
@@ -291,7 +287,8 @@ class RolloutCollector:
             check_binary(known, prompts, f"step {step}")
         parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
         parts[of_rank] = components
-        ends = None if self.schedule is None else rollouts.lengths.new_full(shape, begun + count)
+        is_plain = self.schedule is None and self.carried is None
+        ends = None if is_plain else rollouts.lengths.new_full(shape, begun + count)
         return RolloutBatch(
             prompts=prompts,
             rollouts=learned,
@@ -319,7 +316,7 @@ class RolloutCollector:
 
 
 def check_binary(rewards: Tensor, prompts: Prompts, when: str) -> None:
-    """Raise InputError naming the first prompt with a reward [G, N] other than 0 and 1."""
+    """Raise InputError for the first reward [G, N] other than 0 and 1."""
     broken = ((rewards != 0) & (rewards != 1)).nonzero()
     if len(broken):
         group, rollout = broken[0].tolist()

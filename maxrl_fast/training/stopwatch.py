@@ -10,9 +10,8 @@ class Lap:
 
 
 class Stopwatch:
-    """Measures wall time by stage, of nested ones for the inner one only, and counts the signs of
-    progress, which the watchdog reads; a beat is one of `parent` too, which waits for this one.
-    `seconds` is updated in place."""
+    """Measures wall time by stage, of nested ones for the inner one only, in `seconds`, and counts
+    signs of progress for the watchdog; a beat is one of `parent` too, which waits for this one."""
 
     def __init__(
         self, seconds: dict[str, float] | None = None, parent: "Stopwatch | None" = None

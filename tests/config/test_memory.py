@@ -17,9 +17,7 @@ from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.optimizer import make_optimizer
+from maxrl_fast.training.learner import Learner, LossSettings, make_optimizer
 from tests.batches import make_prompts
 from tests.model.test_huggingface import tiny_policy
 from tests.models import updated

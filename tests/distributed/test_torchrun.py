@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from maxrl_fast import train
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.training.sharding import gradients_fit, is_sharded
+from maxrl_fast.training.passes import gradients_fit, is_sharded
 from tests.job.test_resume import assert_same
 from tests.models import tiny_decoder
 from tests.ranks import RUNS, one_update

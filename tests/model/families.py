@@ -13,7 +13,7 @@ from typing import Any
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.huggingface_checkpoint import check_supported, has_parts, policy_of, sizes_of
-from maxrl_fast.training.logprob_parity import check_exact
+from maxrl_fast.training.passes import check_exact
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

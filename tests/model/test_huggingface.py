@@ -18,11 +18,8 @@ from maxrl_fast.model.huggingface_checkpoint import (
 from maxrl_fast.model.policy import backend_of, load_policy, read_sizes
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.logprob_parity import check_exact, check_head
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.optimizer import make_optimizer
-from maxrl_fast.training.passes import run_batch
+from maxrl_fast.training.learner import Learner, LossSettings, make_optimizer
+from maxrl_fast.training.passes import check_exact, check_head, run_batch
 from tests.batches import make_prompts, one_batch
 from tests.families import FAMILIES, IMAGES, tiny_config, tiny_model
 from tests.models import updated

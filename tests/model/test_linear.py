@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout.device_decoder import DeviceEngine
-from maxrl_fast.training.optimizer import make_optimizer
+from maxrl_fast.training.learner import make_optimizer
 from tests.batches import make_prompts, one_batch
 from tests.models import adapted, response_logits, save_checkpoint, tiny_decoder
 from tests.tables import refused

@@ -10,7 +10,7 @@ import torch
 from examples.naive_engine import NaiveEngine
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.training.logprob_parity import check_engine
+from maxrl_fast.training.passes import check_engine
 from tests.batches import make_prompts
 from tests.models import adapted, tiny_decoder
 from tests.tables import refused

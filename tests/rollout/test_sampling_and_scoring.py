@@ -11,8 +11,8 @@ from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.collect import Needs, RolloutCollector
+from maxrl_fast.training.objectives.classes import VerifreeObjective
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.verifree import VerifreeObjective
 from tests.random_episodes import CountingEngine, CountingTask, num_turns, played
 
 G, N = 3, 2

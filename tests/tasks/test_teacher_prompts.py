@@ -2,7 +2,7 @@ import pytest
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build_task import build_task
-from maxrl_fast.training.teacher_prompts import TeacherPrompts
+from maxrl_fast.training.answers import TeacherPrompts
 from tests.tasks.test_dataset import texts_of, written
 
 LINES = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "word": "apple"} for i in range(40)]
@@ -20,8 +20,9 @@ def test_the_teacher_reads_the_answer_or_what_a_function_returns(tmp_path, task)
     (tmp_path / "teacher.py").write_text(code)
     made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 100)
     wanted = [f"apple: {line['prompt']}" for line in prompts.columns]
-    assert texts_of(task, made(prompts)) == wanted
-    assert made(prompts).ids.tolist() == [3, 4, 5, 6, 7]
+    read = made([*range(3, 8)])
+    assert texts_of(task, read) == wanted
+    assert read.ids.tolist() == [3, 4, 5, 6, 7]
     made.check()
     with pytest.raises(InputError, match="1 to 4 tokens, which leave room for the response"):
         TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4).check()

@@ -115,7 +115,7 @@ def test_a_round_with_unknown_rewards_is_one_without_success():
 BY_VERBS = """
 from maxrl_fast import Session
 from maxrl_fast.records import Prompts
-from maxrl_fast.training.optimizer import LearningRate
+from maxrl_fast.training.learner import LearningRate
 
 session = Session.from_run(f"{run}/checkpoints/step-000000", threads=1)
 config, task = session.config, session.task

@@ -9,9 +9,8 @@ from maxrl_fast import ops
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.correction import make_correction
-from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.learner import LearningRate, LossSettings
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.trainer import Trainer
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
@@ -132,7 +131,7 @@ def test_the_sequence_mask_leaves_out_negative_responses_far_from_the_policy():
     samples = Samples(PROMPTS, rollouts)
     learning = learner(model, LossSettings("ppo", "token_mean", sequence_mask=delta))
     for chosen in (samples.sequences, torch.tensor([2, 3, 4, 5])):
-        plan = learning.plan(samples, advantages, chosen)
+        plan = learning.plan(samples, advantages, chosen, (0, 0))
         kept = [s for s in chosen.tolist() if advantages[s] != 0 and not is_masked[s]]
         assert plan.sequences.tolist() == kept
         share = int(is_masked[chosen].sum()) / len(chosen)

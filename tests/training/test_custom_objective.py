@@ -14,7 +14,7 @@ from maxrl_fast.config.resolve import resolve
 from maxrl_fast.config.rules import objective_of
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives.group import Needs
 from tests.batches import collected, make_prompts
 from tests.models import tiny_decoder
 from tests.tables import refused

@@ -10,8 +10,7 @@ from maxrl_fast.job.build import RunContext
 from maxrl_fast.job.build_policy import build_policy
 from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.learner import Learner, LossSettings
 from tests.batches import THREE_PROMPTS as PROMPTS
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder, updated

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from maxrl_fast.records import Samples
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.learner import Learner, LossSettings
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.passes import run_batch
 from tests.batches import make_prompts

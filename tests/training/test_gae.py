@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from maxrl_fast.training.objectives.ppo import explained_variance, gae_advantages, whitened
+from maxrl_fast.training.objectives.classes import explained_variance, gae_advantages, whitened
 
 LENGTHS = [3, 1, 0, 7, 16, 2, 33, 0, 1]
 CU_SEQLENS = torch.tensor([0, *LENGTHS]).cumsum(0)

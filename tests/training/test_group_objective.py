@@ -3,9 +3,8 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.training.objectives import ppo
-from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.objective import Needs
+from maxrl_fast.training.objectives import classes
+from maxrl_fast.training.objectives.group import GroupObjective, Needs
 from tests.batches import collected, make_prompts
 from tests.training.test_ahead import build
 
@@ -47,7 +46,7 @@ def test_an_estimator_gets_its_inputs_from_the_rollouts():
 def test_mask_leaves_out_tokens_of_truncated_responses_of_groups(objective, monkeypatch):
     learned = []
     monkeypatch.setattr(
-        ppo, "update_critic", lambda *given, when: (learned.append(given[-1]), (0.0, 0.0))[1]
+        classes, "update_critic", lambda *given, when: (learned.append(given[-1]), (0.0, 0.0))[1]
     )
     flags = "--loss reinforce --truncated mask --max-new-tokens 5 --rollouts 8 --objective"
     trainer, _ = build(*flags.split(), objective)

@@ -5,9 +5,8 @@ from maxrl_fast.job.build import RunContext
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.collect import LengthPenalty
+from maxrl_fast.training.objectives.classes import PpoObjective, VerifreeObjective
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.ppo import PpoObjective
-from maxrl_fast.training.objectives.verifree import VerifreeObjective
 from tests.tables import refused
 
 

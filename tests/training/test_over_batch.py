@@ -4,12 +4,11 @@ import math
 import pytest
 import torch
 
-from maxrl_fast.algorithms.losses.registry import find_loss
+from maxrl_fast.algorithms.losses import find_loss
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.records import Samples
-from maxrl_fast.training.learner import Learner, _seed
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.metrics import step_metrics
+from maxrl_fast.training.learner import Learner, LossSettings, _seed
+from maxrl_fast.training.trainer import step_metrics
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder, updated
 from tests.training.test_learner import PROMPTS, sampled

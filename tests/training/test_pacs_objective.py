@@ -3,11 +3,10 @@ import copy
 import pytest
 import torch
 
-from maxrl_fast.algorithms.estimators import TRAINING_ESTIMATORS
+from maxrl_fast.algorithms.estimators import ESTIMATORS
 from maxrl_fast.ops import group_advantage, log_ratio_reward, pacs_loss, token_logprobs
 from maxrl_fast.records import Samples
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.learner import Learner, LossSettings
 from maxrl_fast.training.objectives.registry import make_objective
 from tests.batches import collected, make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder, updated
@@ -107,7 +106,7 @@ def test_the_closed_form_is_the_slope_of_the_loss(score):
     valid = torch.rand(groups, n, generator=generator) < 0.8
     ratios[2] = 0.5  # all alike
     for weight in ("balanced", "none"):
-        row, metrics = TRAINING_ESTIMATORS["pacs"], {}
+        row, metrics = ESTIMATORS["pacs"], {}
         options = {"beta": 0.7, "score": score, "class_weight": weight}
         options |= {"old_log_ratios": ratios, "metrics": metrics}
         actual = group_advantage(labels, row, valid=valid, **options)

@@ -10,10 +10,9 @@ from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.job.estimates import count
 from maxrl_fast.model.linear import LoraLinear, add_adapters
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.training.critic import Critic, critic_model, num_critic_weights
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objectives.ppo import PpoObjective, state_values, update_critic
-from maxrl_fast.training.optimizer import make_optimizer
+from maxrl_fast.training.learner import Critic, LossSettings, critic_model, make_optimizer
+from maxrl_fast.training.objectives.classes import PpoObjective, state_values, update_critic
+from maxrl_fast.training.passes import num_critic_weights
 from tests.batches import collected
 from tests.models import tiny_decoder
 from tests.training.test_gae import by_definition

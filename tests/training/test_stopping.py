@@ -5,7 +5,7 @@ from math import comb
 import pytest
 import torch
 
-from maxrl_fast.algorithms.stopping import stopped_maxrl
+from maxrl_fast.algorithms.estimators.max_at_k import stopped_maxrl
 from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import RolloutRequest, Sampling

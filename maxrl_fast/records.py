@@ -55,7 +55,7 @@ PROMPT, SEQUENCE, TOKEN, INSERTED, BOUNDS = "prompt", "sequence", "token", "inse
 
 @cache
 def _fields(record: type) -> dict[str, tuple[str, torch.dtype | None, bool]]:
-    """Return the index space of each field, its dtype, and whether it may be None."""
+    """Return each field's index space, its dtype, and whether it may be None."""
     fields = {}
     for name, hint in get_type_hints(record, include_extras=True).items():
         if get_origin(hint) is Annotated:
@@ -71,7 +71,7 @@ class Ragged(ABC):
 
     @abstractmethod
     def positions(self, items: Tensor) -> dict[str, Tensor]:
-        """Return the indices, in each index space, of what belongs to the items."""
+        """Return the indices of what belongs to the items, by index space."""
 
     def select(self, items: Tensor) -> Self:
         """Return the items (prompts or sequences) at int64 indices, in this order."""
@@ -140,8 +140,8 @@ class Packed(Ragged):
         return of_items.repeat_interleave(self.lengths, output_size=len(self.tokens))
 
     def at(self, items: Tensor) -> list[Tensor]:
-        """Return the positions of the tokens of items, int64 on the host, their cu_seqlens, and the
-        items, on the device."""
+        """Return the positions of the tokens of items, their cu_seqlens, and the items, all on the
+        device."""
         items = items.cpu()
         return to_device(self.tokens.device, *gather_sequences(self.cu_seqlens.cpu(), items), items)
 
@@ -150,7 +150,7 @@ class Packed(Ragged):
         return dict(zip(self.SPACES, (items, slots), strict=True))
 
     def find_wrong(self, num_items: int, device: torch.device) -> str:
-        """Return what is wrong with a field's type, dtype, device or size; "" if nothing is."""
+        """Return what is wrong with a field; "" if nothing is."""
         sizes = {self.SPACES[0]: num_items, BOUNDS: num_items + 1}
         for name, (space, dtype, is_optional) in _fields(type(self)).items():
             value = getattr(self, name)
@@ -272,7 +272,7 @@ class Rollouts(Packed):
     def concatenate(
         cls, parts: Sequence[Self], across: Callable[[Tensor], Tensor] | None = None
     ) -> Self:
-        """Concatenate as `Ragged` does; a part of one turn has no insertions beside episodes."""
+        """As `Ragged`; a part of one turn has no insertions beside episodes."""
         has_turns = torch.tensor([part.inserted is not None for part in parts])
         if (across(has_turns) if across else has_turns).any():
             nothing = (Inserted(x.tokens[:0], cumulative(0 * x.tokens)) for x in parts)

@@ -140,10 +140,10 @@ def ratio(x: Tensor, y: Tensor) -> Tensor:
 
 # What estimators take besides the rewards, and an example of each by the numbers of the rollouts
 # [G, N] from 1 on. Tensors are [G, N], reward_parts [R, G, N]; prompts is a sequence of G, texts
-# and components are one of G sequences of N. Only a run has the last five: two log-ratios of
-# responses, to the policy before the step and to the reference policy; a function that returns the
-# entropies [T] of the tokens of chosen rollouts, bool [G, N], and 0 for other tokens; the update's
-# metrics, a dict to which it adds scalars; and the tensors of `Estimator.state`.
+# and components are G sequences of N. Only a run has the last five: log-ratios of responses to the
+# policy before the step and to the reference policy; a function from chosen rollouts, bool [G, N],
+# to the entropies [T] of their tokens, 0 for others; a dict, to which it adds metrics of the
+# update; and the tensors of `Estimator.state`.
 INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
     "lengths": lambda number: 1 + number % 7,
     "logprobs": lambda number: -number / number.numel(),
@@ -165,7 +165,7 @@ INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
 # as groups have them: a function may ask for them, and nothing checks them
 OBJECTS = {"prompts", "texts", "components", "old_log_ratios", "ref_log_ratios", "entropies"}
 OBJECTS |= {"metrics", "state"}
-# They change with every update, so the advantages do: factors of log pi(y_i) of whole responses.
+# They change with every update, so the advantages do.
 RATIOS = ("log_ratios", "old_log_ratios", "ref_log_ratios")
 ENUMERATED = "no closed form"
 SCALES = ("one", "leave_one_out", "std", "mean")  # in the order of Scale of csrc/group_advantage.h
@@ -245,7 +245,7 @@ class Estimator(Method):
     loss: str = "ppo"  # of a run without --loss
     aggregation: str = "token_mean"  # of a run without --aggregation
     owns_loss: bool = False  # whether these two cannot be changed
-    of_run: bool = False  # whether it is of use only in a run, which has what it learns from
+    of_run: bool = False  # whether only a run has what it learns from
     # tensors by name that the input `state` has at first; the function changes them in place
     state: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     presets: Mapping[str, Any] = field(default_factory=dict)  # defaults of a run's other options

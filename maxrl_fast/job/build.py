@@ -29,6 +29,7 @@ from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.rewards.combined import MajorityVote
 from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.runtime.background import Stopwatch
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import AnsweredTask, Task, held_out_sets
@@ -55,7 +56,6 @@ from maxrl_fast.training.learner import (
 from maxrl_fast.training.objectives.group import Objective
 from maxrl_fast.training.passes import check_engine, check_exact, distribute, is_sharded, shard
 from maxrl_fast.training.schedule import Carried, DynamicSampling, Schedule, StdFilter
-from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.training.trainer import Trainer, WarmStart
 
 

@@ -39,13 +39,13 @@ from maxrl_fast.job.build_task import build_scorer, build_task, closing_task
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy import load_policy
 from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.runtime.background import Stopwatch
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.text_codec import end_of
 from maxrl_fast.training.passes import check_exact
-from maxrl_fast.training.stopwatch import Stopwatch
 
 # keys of eval.json and what the table calls them
 SHOWN = {

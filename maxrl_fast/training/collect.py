@@ -13,16 +13,15 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.records import PROMPT, SEQUENCE, Prompts, Rollouts, Samples
 from maxrl_fast.rollout import Engine, RolloutRequest, Sampling, check_finite, check_rewards
 from maxrl_fast.rollout.sampling_and_scoring import ScoredSamples, sample_and_score
+from maxrl_fast.runtime.background import Stopwatch
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.scorer import MetricAccumulator, Scorer
 from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.answers import PolicyReward
 from maxrl_fast.training.schedule import Carried, Schedule
-from maxrl_fast.training.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
-Components = tuple[dict[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -58,15 +57,15 @@ class RolloutBatch(Samples):
     """The training data of a step, the same on all ranks."""
 
     step: int
-    # S, from the engine; `rollouts` may have other log-probs, weights or reference answers
+    # as the engine sampled them; `rollouts` may have other log-probs, weights or answers
     raw_rollouts: Annotated[Rollouts, SEQUENCE]
     task_rewards: Annotated[Tensor, PROMPT]  # [G, N] float32; 0 if not known
     rewards: Annotated[Tensor, PROMPT]  # [G, N] float32, which the objective sees
-    # [any number, N] of all sampled groups, including replaced ones; NaN if not known or not drawn
+    # [any number, N] of all sampled groups, also replaced ones; NaN if not known or not drawn
     all_rewards: Tensor
     num_tokens: int  # of all sampled responses, not counting greedy ones
-    # [S], of this rank's rewards; {} for other ranks' samples, unless the objective needs them
-    components: Annotated[Components, SEQUENCE]
+    # [S], {} for other ranks' samples, unless the objective needs them
+    components: Annotated[tuple[dict[str, float], ...], SEQUENCE]
     # [G, N] bool, whose reward is known; None: all. A rollout that was not drawn has no tokens
     valid: Annotated[Tensor | None, PROMPT] = None
     greedy_rewards: Annotated[Tensor | None, PROMPT] = None  # [G], of greedy responses
@@ -117,7 +116,7 @@ class RolloutBatch(Samples):
         return replace(self, prompts=prompts, **own)
 
     def nothing(self) -> "RolloutBatch":
-        """Return a sample that was not drawn, without tokens, of a batch of one to each prompt."""
+        """Return a sample that was not drawn, of a batch of one to each prompt."""
         one = self.select(torch.zeros(1, dtype=torch.int64, device=self.rewards.device))
         none, rewards = Rollouts.given([[]]).to(self.rewards.device), one.rewards * torch.nan
         own: dict[str, Any] = {"raw_rollouts": none, "rollouts": none, "components": ({},)}
@@ -136,10 +135,10 @@ class RolloutCollector:
     seed: int = 0
     device: torch.device = CPU
     schedule: Schedule | None = None  # how many rollouts each prompt gets; None: N
-    # the prompts that go on from step to step; None: all are new. Not with a schedule
+    # not with a schedule
     carried: Carried | None = None
     needs: Needs = Needs()
-    # scores in place of the scorer; not where the objective needs greedy responses or parts
+    # in place of the scorer; not where the objective needs greedy responses or parts
     policy_reward: PolicyReward | None = None
     length_penalty: LengthPenalty | None = None  # added to the rewards that the objective sees
     clock: Stopwatch = field(default_factory=Stopwatch)

@@ -1,11 +1,7 @@
-"""Corrections for a rollout engine whose probabilities differ from the trainer's: token weights,
-before the first update.
-
-The ratio w_t of a sampled token is its probability under the policy before the step's first update,
-over its probability in the rollout engine, both of the full distribution at the sampling
-temperature; W is the product over its response. sequence_mask belongs to the loss
-(algorithms/losses.py), because it depends on the policy of each update.
-"""
+"""Corrections for a rollout engine whose probabilities differ from the trainer's: token weights, of
+the ratio w_t of a token's probability under the policy before the step's first update over that in
+the engine, both of the full distribution at the sampling temperature. sequence_mask belongs to the
+loss (algorithms/losses.py): it depends on the policy of each update."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -121,7 +121,6 @@ class Critic:
 
     @torch.no_grad()
     def start_from(self, policy: PolicyModel) -> None:
-        """Copy the policy's current weights, except the value head."""
         weights = dict(policy.named_parameters())
         for name, own in self.model.named_parameters():
             if own is not self.model.lm_head.weight and own is not weights[name]:
@@ -130,8 +129,6 @@ class Critic:
 
 @dataclass(frozen=True)
 class LossSettings(LossTerms):
-    """The terms of the loss of a run, and what the learner adds to them."""
-
     temperature: float = 1.0  # of the policy whose log-probs the loss is about
     max_new_tokens: int = 1  # the constant of seq_sum_constant
     divergence: str = "reverse"  # of linear_divergence, with its beta
@@ -198,8 +195,6 @@ class UpdateMetrics:
 
 @dataclass
 class Plan:
-    """What the micro-batches of an update share."""
-
     packer: Packer
     sequences: Tensor  # int64, ascending, on the host: those with a gradient
     denominator: float
@@ -263,8 +258,8 @@ class Learner:
         self.accumulated = [*earlier, plan]
 
     def optim_step(self, *, when: str, lr: float) -> UpdateMetrics:
-        """Clip the sum of the gradients and take the optimizer's step; `when` is for messages, such
-        as NonFiniteError's, which names the prompts and leaves the weights unchanged."""
+        """Clip the sum of the gradients and take the optimizer's step. NonFiniteError says `when`,
+        names the prompts and leaves the weights unchanged."""
         plans, self.accumulated = self.accumulated, []
         done = [done for x in plans for done in x.done]
         sums = self.passes.total(done, 1 + len(LossSums._fields), self.device)
@@ -312,8 +307,8 @@ class Learner:
     def _compare(
         self, samples: Samples, advantages: Tensor, sequences: Tensor, draw: Draw
     ) -> tuple[Samples, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Compare the tokens of an update in a first pass. Return samples and advantages after the
-        masks, what the loss reads of the tokens, and metrics."""
+        """Return samples and advantages after the masks, what the loss reads of the tokens, and
+        metrics, by a first pass."""
         settings, rollouts = self.settings, samples.rollouts
         index, cu_seqlens, chosen = rollouts.at(sequences)  # [T'] of the rollouts' T tokens
         if not len(index):  # which keeps SIREN's anchor
@@ -356,8 +351,8 @@ class Learner:
         return torch.cat(by_chunks(*given, scaling["softcap"]))
 
     def loss(self, plan: Plan, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return this micro-batch's share of the loss times the number of ranks, over which
-        gradients are averaged; and [11] float64: the LossSums, and the tokens computed."""
+        """Return the micro-batch's loss times the number of ranks, over which gradients are
+        averaged; and [11] float64: the LossSums, and the tokens computed."""
         settings, num_ranks = plan.settings, self.ranks.size
         teacher_hidden = self._teacher_hidden(batch) if settings.divergence_coef else None
         hidden = run_batch(self._module, batch, self.dtype)  # [T, H]
@@ -464,7 +459,6 @@ class Learner:
 
 
 def _wrong_loss(plan: Plan) -> str:
-    """Say which micro-batch of this rank has a loss that is not finite, or ""."""
     for sequences, sums in plan.done:
         of_batch = LossSums(*sums[:-1].tolist())
         if not math.isfinite(of_batch.loss):

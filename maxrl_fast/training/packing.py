@@ -82,7 +82,7 @@ class SortedRows:
         return self._sorted[0].argsort()
 
     def common(self, rows: Integers) -> Integers:
-        """Return with how many tokens each row begins like the one before it, of a lower rank."""
+        """Return with how many tokens each row begins like the one before it."""
         between = np.repeat(self.ranks[rows] + 1, 2)[1:-1]
         least = np.minimum.reduceat(np.append(self._sorted[1], 0), between)[::2]
         return np.append(0, least)[: len(rows)]
@@ -120,8 +120,8 @@ class SortedRows:
 
 
 def find(common: Integers, rows: Integers, positions: Integers) -> tuple[Integers, Integers]:
-    """Return which row adds the last token that each row shares, itself if it shares none; and
-    which adds the tokens [T] at `positions` of `rows`."""
+    """Return which row adds the last token that each row shares, itself if it shares none; and the
+    tokens [T] at `positions` of `rows`."""
     above, left = np.arange(len(common)) - (common > 0), np.flatnonzero(common)
     while len(left := left[common[above[left]] >= common[left]]):
         above[left] = above[above[left]]
@@ -269,8 +269,8 @@ class Packer:
         return to_device(self.rollouts.tokens.device, positions)[0]
 
     def _groups(self, sequences: Tensor) -> tuple[Integers, Integers, Integers]:
-        """Return sequences by group, sorted by their tokens; how many tokens each adds to its
-        group's tree; and where the groups begin and end."""
+        """Return sequences by group, sorted by tokens; how many tokens each adds to its group's
+        tree; and where the groups begin and end."""
         chosen, group = sequences.numpy(), sequences.numpy() // self.num_rollouts
         rows = chosen[(group * len(self.rollouts) + self.rows.ranks[chosen]).argsort()]
         firsts, common = np.flatnonzero(np.diff(group, prepend=-1)), self.rows.common(rows)

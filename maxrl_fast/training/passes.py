@@ -225,7 +225,7 @@ def check_exact(policy: PolicyModel) -> str:
     lengths = first, first // 2 + 1, longest // 4 - 1, longest // 5, longest // 6, longest // 4 - 2
     drawn = [words[torch.randint(len(words), (n,), generator=generator)].tolist() for n in lengths]
     try:
-        ours = _logprobs(policy, drawn[:2], drawn[2:], device)
+        ours = _logprobs(policy, drawn[:2], drawn[2:])
     except InputError:
         raise
     # raised by third-party code
@@ -260,12 +260,11 @@ def check_exact(policy: PolicyModel) -> str:
 def check_engine(policy: PolicyModel, engine: Engine, name: str) -> str:
     """Compare a third-party engine's log-probs with the policy's, as `check_exact`. All ranks must
     call this."""
-    device, sizes = policy.lm_head.weight.device, policy.config
-    generator = torch.Generator().manual_seed(0)
+    sizes, generator = policy.config, torch.Generator().manual_seed(0)
     prompt = torch.randint(sizes.vocab_size, (8,), generator=generator).tolist()
-    prompts = Prompts(*pack([prompt]), torch.zeros(1, dtype=torch.int64)).to(device)
+    prompts = Prompts(*pack([prompt]), torch.arange(1)).to(policy.lm_head.weight.device)
     rollouts = engine.generate(RolloutRequest(prompts, 2, Sampling(1.0, 8, ())))
-    own = _logprobs(policy, [prompt], unpack(rollouts.tokens, rollouts.lengths), device)
+    own = _logprobs(policy, [prompt], unpack(rollouts.tokens, rollouts.lengths))
     policy.reshard()
     difference = float((rollouts.logprobs - own).abs().mean().nan_to_num(float("inf")))
     if difference > ENGINE_LIMIT:
@@ -316,10 +315,8 @@ def _batch_of(
 
 
 @torch.no_grad()
-def _logprobs(
-    policy: PolicyModel, prompts: list[list[int]], responses: list[list[int]], device: torch.device
-) -> Tensor:
-    batch = _batch_of(prompts, responses, device)
+def _logprobs(policy: PolicyModel, prompts: list[list[int]], responses: list[list[int]]) -> Tensor:
+    batch = _batch_of(prompts, responses, policy.lm_head.weight.device)
     hidden = run_batch(policy, batch, torch.float32)
     matrix = policy.output_matrix.float()  # sharded weights are gathered in the compute dtype
     return linear_token_logprobs(hidden, matrix, batch.targets, **policy.scaling())[0]

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.rollout import Engine
-from maxrl_fast.runtime.background import in_thread
+from maxrl_fast.runtime.background import Stopwatch, in_thread
 from maxrl_fast.runtime.device import host_numbers
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.collect import RolloutBatch, RolloutCollector
 from maxrl_fast.training.learner import TOKEN_METRICS, Learner, LearningRate, UpdateMetrics
 from maxrl_fast.training.objectives.group import Objective
-from maxrl_fast.training.stopwatch import Stopwatch
 
 EXIT_SECONDS = 10.0  # how long the exit of the process waits for a batch that is being sampled
 
@@ -61,7 +60,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         # Python would kill the thread at exit, which aborts the process if it is inside PyTorch.
-        # The thread keeps its trainer; others are freed.
+        # Trainers without a thread are freed.
         own = weakref.ref(self)
         atexit.register(lambda: (x := own()) and x._coming and wait([x._coming], EXIT_SECONDS))
 
@@ -153,13 +152,13 @@ class Trainer:
 
 def step_metrics(
     batch: RolloutBatch,
-    advantages: Tensor,
+    advantages: Tensor,  # [S]
     updates: Sequence[UpdateMetrics],
     lr: float,
     train_seconds: float,
 ) -> dict[str, float]:
-    """Return the metrics of a step (docs/metrics.md), given its advantages [S]. A loss's own are
-    summed over the updates if they are integers, else averaged."""
+    """Return the metrics of a step (docs/metrics.md). A loss's own are summed over the updates if
+    they are integers, else averaged."""
     rewards, rollouts = batch.all_rewards, batch.raw_rollouts
     known = rewards if batch.valid is None else rewards[~rewards.isnan()]
     is_zero = advantages.view(batch.rewards.shape) == 0

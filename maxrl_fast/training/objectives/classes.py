@@ -130,8 +130,8 @@ def update_critic(
     when: str,
 ) -> tuple[float, float]:
     """Take one optimizer step of the critic on some of the samples, int64 on the host and
-    ascending; old values and returns are [T] of all. Return the mean loss of their tokens and the
-    gradient norm before clipping, 0 without tokens. CriticError leaves the weights unchanged."""
+    ascending; old values and returns are [T] of all. Return the mean loss and the gradient norm
+    before clipping, 0 without tokens. CriticError leaves the weights unchanged."""
     critic = learner.critic
     assert critic is not None
     packer, size = learner.passes.packer(samples), learner.ranks.size
@@ -172,9 +172,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 def gae_advantages(
     values: Tensor, rewards: Tensor, cu_seqlens: Tensor, gamma: float, gae_lambda: float
 ) -> Tensor:
-    """Return the advantage of every token, float64 [T], of values [T] of the states before the
-    tokens and rewards [S] at each response's last token; the value after it is 0, also if the
-    response was truncated (Schulman et al. 2016, eqs. 11 and 16)."""
+    """Return advantages, float64 [T], of values [T] of the states before the tokens and rewards [S]
+    at each response's last token; the value after it is 0, also if the response was truncated
+    (Schulman et al. 2016, eqs. 11 and 16)."""
     lengths, size = cu_seqlens.diff(), len(values)
     last = (cu_seqlens[1:] - 1).repeat_interleave(lengths, output_size=size)
     tokens_left = last - torch.arange(size, device=values.device)  # in the same response

@@ -28,8 +28,8 @@ from maxrl_fast.training.learner import Learner
 
 @dataclass
 class ObjectiveStep:
-    # The samples to train on. An objective with an advantage for every token, of either sign, has
-    # batch.weighted(advantages [T]) and gives every response the advantage 1.
+    # The samples to train on. An objective with advantages [T] of tokens has
+    # batch.weighted(advantages) and gives every response the advantage 1.
     batch: RolloutBatch
     values: Tensor  # the advantages [S] of all samples
 
@@ -39,13 +39,13 @@ class ObjectiveStep:
         return self.values
 
     def finish(self) -> dict[str, float]:
-        """After the last update, train what else is trained, and return metrics of the step."""
+        """After the last update, train what else is trained; return metrics of the step."""
         return {}
 
 
 class Objective(ABC):
-    """Chooses A_i: the learner minimises -sum_i A_i sum_t log pi(y_it | x_i, y_i<t) over a
-    denominator, or another loss of the log-prob ratios with the same A_i."""
+    """Chooses the A_i of the loss -sum_i A_i sum_t log pi(y_it | x_i, y_i<t) over a denominator, or
+    of another loss of the log-prob ratios."""
 
     loss: str = "ppo"  # a name of ops.policy_gradient_loss; default of --loss
     aggregation: str = "token_mean"  # how token losses are averaged; default of --aggregation
@@ -63,7 +63,7 @@ class Objective(ABC):
         return {}
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
-        """Return whether a group of all-0 or all-1 rewards has nonzero advantages."""
+        """Whether a group of all-0 or all-1 rewards has nonzero advantages."""
         return True
 
     @abstractmethod
@@ -146,8 +146,8 @@ class GroupObjective(Objective):
 
 @dataclass
 class _Step(ObjectiveStep):
-    """With log-ratios every update recomputes the advantages, with one more forward pass over its
-    samples. The gradient equals that of -(1/S) sum_i A_i log pi(y_i)."""
+    """With log-ratios every update recomputes the advantages, by one more forward pass over its
+    samples, for the gradient of -(1/S) sum_i A_i log pi(y_i)."""
 
     objective: GroupObjective
     learner: Learner

@@ -29,7 +29,7 @@ OBJECTIVES = tuple(name for name in METHODS if name not in _BASELINES)
 
 
 def explain_name(name: str) -> str:
-    """Return the name of an objective or a loss, and what it stands for where it is an alias."""
+    """Return the name of a method, and what it stands for where it is an alias."""
     row: Any = (LOSS_ALIASES | ALIASES).get(name)
     if row is None:
         return name
@@ -45,8 +45,8 @@ def explain_name(name: str) -> str:
 
 
 def method_hint(name: str, names: Iterable[str]) -> str:
-    """Return "; did you mean ...?" for what is not one of these objectives or losses: the name in
-    other letters, the option that has it, or the most similar name."""
+    """Return "; did you mean ...?": the name in other letters, the option that has it, or the most
+    similar of these names."""
     plain = re.sub(r"[-. @]+", "_", name.lower())
     if plain in names:
         return f"; did you mean {plain!r}?"
@@ -71,7 +71,7 @@ def find_objective(name: str) -> Method:
     if is_code(name):
         own: Estimator = find_code("objective", name, find_estimator)
         return own
-    if name not in _BASELINES and (row := ALIASES.get(name) or METHODS.get(name)):
+    if name not in _BASELINES and (row := METHODS.get(name) or ALIASES.get(name)):
         return row
     raise InputError(
         "objective must be one that `python -m maxrl_fast.objectives` lists, such as maxpo, maxrl, "
@@ -82,8 +82,8 @@ def find_objective(name: str) -> Method:
 
 
 def objective_defaults(name: str, num_rollouts: int) -> dict[str, Any]:
-    """Return the defaults of an objective's options at N rollouts; None where one must be given or
-    the configuration works it out."""
+    """Return the defaults of options at N rollouts; None where one must be given or the
+    configuration works it out."""
     row = find_objective(name)
     defaults = {option: x.default for option, x in row.options.items()}
     if isinstance(row, Estimator) and (size := row.size) is not None:
@@ -102,12 +102,8 @@ def objective_class(name: str) -> Any:
 def make_objective(
     name: str, given: Mapping[str, Any], num_rollouts: int, updates_per_step: int = 1
 ) -> Objective:
-    """Return the objective of a run, which is built and tried once; options that are not `given`
-    take their defaults.
-
-    Raises:
-        ValueError: if an option does not fit the objective or N.
-    """
+    """Return the objective of a run, which is built and tried once. Raise ValueError if an option
+    does not fit it or N."""
     options = objective_defaults(name, num_rollouts) | dict(given)
     return _made(name, tuple(options.items()), num_rollouts, updates_per_step)
 
@@ -139,8 +135,7 @@ def _made(
 
 def weight_of(options: dict[str, Any], pass_rates: Sequence[float]) -> dict[str, Any]:
     """Return {"values": W_N(p) at these pass rates}, exact at the N of these options, or {"reason":
-    why there is none}. A run writes it into its folder, so that the report need not import
-    PyTorch."""
+    why there is none}, for the report, which imports no PyTorch."""
     name, n = options["objective"], options["rollouts"]
     if is_code(name):
         return {"reason": f"{name} is a custom objective, whose W_N(p) is not known"}

@@ -20,6 +20,8 @@ from maxrl_fast.training.learner import Learner
 
 LIKELIHOODS = ("logprob", "mean_logprob", "rlpr")  # of --reward-source
 PROBABILITY = "probability"
+ANSWER = "answer"  # the value of --teacher-prompt
+NUM_TRIED = 64  # prompts that are checked before the first step, of a task that makes them
 _FORMAT_SHARE = 0.1  # weight of the format term in RLPR's reward, as the authors set it
 
 
@@ -130,10 +132,6 @@ def check_answers(task: Task, who: str) -> AnsweredTask:
 def _components(parts: dict[str, Tensor]) -> list[dict[str, float]]:
     rows = torch.stack([*parts.values()], 1).tolist()
     return [{name: x for name, x in zip(parts, row, strict=True) if x > -inf} for row in rows]
-
-
-ANSWER = "answer"  # the value of --teacher-prompt
-NUM_TRIED = 64  # prompts that are checked before the first step, of a task that makes them
 
 
 @dataclass(frozen=True)

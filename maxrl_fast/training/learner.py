@@ -111,7 +111,7 @@ def critic_model(policy: PolicyModel, make: Change = None) -> PolicyModel:
 
 @dataclass
 class Critic:
-    """Trained in place; `module` (sharding.distribute) runs its training passes."""
+    """Trained in place; `module` (passes.distribute) runs its training passes."""
 
     model: PolicyModel
     optimizer: torch.optim.Optimizer
@@ -219,7 +219,7 @@ class Learner:
     dtype: torch.dtype
     reference: PolicyModel | None = None
     ranks: Ranks = field(default_factory=Ranks)
-    module: nn.Module | None = None  # of sharding.distribute; None: the model
+    module: nn.Module | None = None  # of passes.distribute; None: the model
     objective_state: dict[str, Tensor] = field(default_factory=dict)
     critic: Critic | None = None
     copies_policy: bool = True  # the reference is the policy at an earlier time, not a teacher

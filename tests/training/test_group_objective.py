@@ -105,6 +105,20 @@ def with_all_of_a_run(rewards, lengths, old_log_ratios, metrics):
 
 def by_entropy(rewards, lengths, entropies):
     return entropies(rewards > 0)
+
+def alternating(rewards, lengths):
+    t = torch.cat([torch.arange(n) for n in lengths.flatten().tolist()])
+    return rewards.flatten().repeat_interleave(lengths.flatten()) * (1.0 - t % 2 * 3)
+
+def of_valid(rewards, lengths, valid):
+    assert not lengths[~valid].any()
+    return alternating(rewards, lengths)
+
+def one_short(rewards, lengths):
+    return alternating(rewards, lengths)[1:]
+
+def with_ratios(rewards, log_ratios, lengths):
+    return alternating(rewards * log_ratios, lengths)
 """
 
 
@@ -189,35 +203,15 @@ def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path):
         parse(["--objective", name, "--sharpness", "0"])
 
 
-PER_TOKEN = """
-import torch
-
-def alternating(rewards, lengths):
-    t = torch.cat([torch.arange(n) for n in lengths.flatten().tolist()])
-    return rewards.flatten().repeat_interleave(lengths.flatten()) * (1.0 - t % 2 * 3)
-
-def of_valid(rewards, lengths, valid):
-    assert not lengths[~valid].any()
-    return alternating(rewards, lengths)
-
-def one_short(rewards, lengths):
-    return alternating(rewards, lengths)[1:]
-
-def with_ratios(rewards, log_ratios, lengths):
-    return alternating(rewards * log_ratios, lengths)
-"""
-
-
-def per_token_objective(tmp_path, name, *flags):
-    (tmp_path / "mine.py").write_text(PER_TOKEN)
-    return objective_of(parse(["--objective", f"{tmp_path}/mine.py:{name}", *flags]))
+def per_token_objective(file, name, *flags):
+    return objective_of(parse(["--objective", f"{file}:{name}", *flags]))
 
 
 TOKEN_REWARDS = torch.tensor([[1.0, 0, 2, 1], [0, 0, 0, 0], [-1, 0, 0, 0.5]])
 
 
 @pytest.mark.parametrize(("name", "is_corrected"), [("alternating", False), ("of_valid", True)])
-def test_advantages_of_tokens_become_weights_of_tokens(tmp_path, name, is_corrected):
+def test_advantages_of_tokens_become_weights_of_tokens(file, name, is_corrected):
     rollouts, valid = sampled(tiny_decoder()), torch.ones(3, 4, dtype=torch.bool)
     valid[0, 1] = valid[0, 2] = valid[2, 3] = False
     weights = torch.ones(len(rollouts.tokens))
@@ -225,7 +219,7 @@ def test_advantages_of_tokens_become_weights_of_tokens(tmp_path, name, is_correc
     if is_corrected:
         weights = torch.linspace(0.2, 1.5, len(weights))
         samples = samples.weighted(weights)
-    objective = per_token_objective(tmp_path, name, "--loss", "reinforce")
+    objective = per_token_objective(file, name, "--loss", "reinforce")
     assert objective.needs.token_weights
     step = objective.begin(samples, None)
     advantages = step.advantages(samples.minibatches(1)[0])
@@ -269,9 +263,9 @@ def test_a_function_may_ask_for_what_only_a_run_has(file):
     torch.testing.assert_close(weights, entropies * is_right, rtol=1e-4, atol=1e-5)
 
 
-def test_advantages_of_another_shape_are_refused_in_a_sentence(tmp_path):
+def test_advantages_of_another_shape_are_refused_in_a_sentence(file):
     wanted = r"one_short must return a floating tensor of shape \(4, 16\) or, for the tokens of its"
     with refused(wanted + r" lengths, \(\d+,\) on cpu, got torch.float32 of shape \(\d+,\) on cpu"):
-        per_token_objective(tmp_path, "one_short")
+        per_token_objective(file, "one_short")
     with refused("asks for log-ratios of responses, so it must return"):
-        per_token_objective(tmp_path, "with_ratios")
+        per_token_objective(file, "with_ratios")

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import numpy as np
 from rich.console import Console
 
 from maxrl_fast.config.read import parse_options
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.build_parts import build_run_task
 from maxrl_fast.job.launch import train
 from maxrl_fast.job.learner_state import random_states, set_random_states
-from maxrl_fast.job.log import Log, flat
+from maxrl_fast.job.run_files import flat
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.runtime.files import atomic_file
@@ -30,6 +31,23 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.names import OBJECT
+
+
+class Log(list[dict[str, Any]]):
+    """Rows are dicts; `log["reward_mean"]` is a column, a NumPy array of numbers with NaN where a
+    row has none, or a list; `pandas.DataFrame(log)` is a table."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        values = [row.get(key) for row in self]
+        if not any(key in row for row in self):
+            names = dict.fromkeys(name for row in self for name in row)
+            raise KeyError(f"the log has no column {key!r}, only {', '.join(names)}")
+        if all(value is None or isinstance(value, int | float) for value in values):
+            return np.array([np.nan if value is None else value for value in values])
+        return values
+
 
 NOTEBOOK_LINES = 20  # progress lines per stage; a terminal shows one moving line
 

@@ -13,16 +13,18 @@ from maxrl_fast.config.resolve import resolve, tensor_parallel
 from maxrl_fast.config.rules import correction_of, loss_options, objective_of, own_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.job.build_policy import (
+from maxrl_fast.job.build_parts import (
     PolicyFiles,
     build_engine,
     build_policy,
     build_policy_files,
     build_reference,
+    build_run_task,
+    build_scorer,
+    closing_task,
     dtype_of,
     find_policy,
 )
-from maxrl_fast.job.build_task import build_run_task, build_scorer, closing_task
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.model.flash import choose
 from maxrl_fast.model.policy_model import Change, PolicyModel

@@ -16,15 +16,15 @@ from maxrl_fast.job.learner_state import (
     OBJECTIVE,
     Snapshot,
     learner_tensors,
+    load_batches,
     load_learner,
     random_states,
+    save_batches,
     save_state,
     set_random_states,
 )
-from maxrl_fast.job.progress import Progress
-from maxrl_fast.job.resume import machine_of, rename_damaged_after
+from maxrl_fast.job.resume import Progress, machine_of, rename_damaged_after
 from maxrl_fast.job.run_files import RunFiles
-from maxrl_fast.job.waiting_batches import load_batches, save_batches
 from maxrl_fast.model.checkpoint import write_policy
 from maxrl_fast.model.linear import save_adapters
 from maxrl_fast.model.policy_model import find_nonfinite

@@ -34,8 +34,7 @@ from maxrl_fast.evaluation.outcome import (
 from maxrl_fast.evaluation.scores import MAX, PASS
 from maxrl_fast.evaluation.source import Source
 from maxrl_fast.evaluation.tables import add_scores, new_table, shown, summary_table
-from maxrl_fast.job.build_policy import build_engine
-from maxrl_fast.job.build_task import build_scorer, build_task, closing_task
+from maxrl_fast.job.build_parts import build_engine, build_scorer, build_task, closing_task
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy import load_policy
 from maxrl_fast.rollout import Engine, Sampling

@@ -24,14 +24,13 @@ from maxrl_fast.errors import (
 from maxrl_fast.evaluation.scores import score_of
 from maxrl_fast.evaluation.tables import add_scores, new_table
 from maxrl_fast.job.build import RunContext, answered_task, prepare
-from maxrl_fast.job.build_task import build_run_task, closing_task
+from maxrl_fast.job.build_parts import build_run_task, closing_task
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
 from maxrl_fast.job.estimates import describe_run
-from maxrl_fast.job.fingerprints import fingerprints
 from maxrl_fast.job.health import verdict
 from maxrl_fast.job.loop import RunLoop
-from maxrl_fast.job.resume import check_same, find_saved
+from maxrl_fast.job.resume import check_same, find_saved, fingerprints
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.rewards.output import RewardOutput

@@ -1,24 +1,128 @@
 """The files of a run: config.json, logs, curves.png and timings.json; trackers get its numbers."""
 
+import importlib
 import json
 import os
 import sys
+import textwrap
 import warnings
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from maxrl_fast.config.changes import ended_before_first_step
 from maxrl_fast.config.names import PASS_RATES
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.log import flat
-from maxrl_fast.job.plots import draw_curves
+from maxrl_fast.evaluation.scores import PASS, score_of
 from maxrl_fast.job.resume import Saved
-from maxrl_fast.job.trackers import Tracker
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, fsync, remove, storing, write_json
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.training.objectives.weight import weight_of
+
+
+class Tracker:
+    """A tracker's run, which continues after `step`. After a failure, a warning, nothing is
+    sent."""
+
+    def __init__(
+        self, name: str, out: Path, options: dict[str, Any], step: int, warn: Callable[[str], None]
+    ):
+        self._warn = warn
+        try:
+            if name == "tensorboard":
+                self._target: Any = _TensorBoard(out / name, step)
+                return
+            own = {"project": "maxrl_fast", "name": out.name, "resume": "allow"}
+            if name == "wandb":  # folders of the same name in different places are different runs
+                identity = f"{out.name}-{zlib.crc32(str(out).encode()):08x}"
+                own |= {"id": identity, "dir": str(out)}
+            self._target = importlib.import_module(name)
+            self._target.init(config=options, **own)
+        except Exception as error:  # no API key, no network, bad settings
+            why = f"{type(error).__name__}: {error}"
+            raise InputError(f"--log-to {name} could not be started: {why}") from error
+
+    def call(self, name: str, *arguments: Any, **options: Any) -> None:
+        """Call a function of the tracker, if it has it."""
+        try:
+            getattr(self._target, name, lambda *_, **__: None)(*arguments, **options)
+        except Exception as error:  # of the network, a full disk, or a process that has ended
+            self._target = None
+            lost = "the tracker, which gets no more numbers (the logs have all)"
+            self._warn(f"{type(error).__name__} of {lost}: {error}")
+
+
+class _TensorBoard:
+    """A new event file; TensorBoard drops what earlier files have of later steps."""
+
+    def __init__(self, folder: Path, step: int):
+        from torch.utils.tensorboard import SummaryWriter  # an extra
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, step)
+        self._writer.flush()
+
+    def log_samples(self, records: Iterable[Mapping[str, Any]], step: int) -> None:
+        texts = list[str]()
+        for x in records:
+            shown = (f"{name} {x[name]}" for name in ("id", "reward", "tokens", "truncated"))
+            text = f"{x['prompt']}\n--- response:\n{x['response']}"
+            # an indented block of Markdown, which no text can end
+            block = textwrap.indent(text, "    ", lambda line: True)
+            texts.append(f"##### {', '.join(shown)}\n\n{block}")
+        whole = "\n\n".join(texts).encode(errors="backslashreplace").decode()
+        self._writer.add_text("samples", whole, step)
+        self._writer.flush()
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+def draw_curves(
+    metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path, title: str = ""
+) -> None:
+    """Plot metrics, as means of a twentieth of the steps too, and the first and last evaluation."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    figure.suptitle(title, parse_math=False)
+    steps, width = [record["step"] for record in metrics], max(1, len(metrics) // 20)
+    reward, passes, entropy, length = figure.subplots(2, 2).flat
+    for axes, key, title, unit in (
+        (reward, "reward_mean", "reward in training", "mean over rollouts"),
+        (entropy, "entropy", "entropy of the sampling policy", "nats per token"),
+        (length, "response_length_mean", "response length", "tokens"),
+    ):
+        values = [record[key] for record in metrics]
+        means = [fmean(values[max(0, i + 1 - width) : i + 1]) for i in range(len(values))]
+        axes.plot(steps, values, color="tab:blue", alpha=0.25)
+        axes.plot(steps, means, color="tab:blue")
+        axes.set(title=title, xlabel="step", ylabel=unit)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    # those on a part of the prompts are not comparable
+    whole = [x for x in evaluations if x["num_prompts"] == evaluations[0]["num_prompts"]]
+    score = score_of(whole)
+    for record, shade in zip([*whole[:1], *whole[1:][-1:]], ("0.65", "tab:blue"), strict=False):
+        ks = [*map(int, record[score])]
+        label = f"step {record['step']}"
+        passes.plot(ks, [*record[score].values()], marker="o", color=shade, label=label)
+        passes.set_xscale("log", base=2)
+        passes.set_xticks(ks, [str(k) for k in ks])
+    name = "pass@k" if score == PASS else "max@k"
+    passes.set(title=f"{name} on held-out prompts", xlabel="k", ylabel=name)
+    if evaluations:
+        passes.legend(loc="lower right")
+    for axes in (reward, passes, entropy, length):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120, format="png")
+
 
 LOGS = "metrics", "eval", "eval_prompts", "pass_rates", "warnings", "samples", "rollouts"
 
@@ -129,3 +233,14 @@ class RunFiles:
                 objective, seed = self.options["objective"], self.options["seed"]
                 title, logs = f"{self.out.name}: {objective}, seed {seed}", RunFolder(self.out)
                 draw_curves(logs.log("metrics"), logs.log("eval"), path, title)
+
+
+def flat(record: dict[str, Any]) -> dict[str, Any]:
+    """Spread dicts: pass_at_k becomes pass_at_1, pass_at_2, ..."""
+    spread: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            spread |= {f"{name.removesuffix('_k')}_{key}": x for key, x in value.items()}
+        else:
+            spread[name] = value
+    return spread

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from maxrl_fast.job.log import Log, flat
+from maxrl_fast.api import Log
+from maxrl_fast.job.run_files import flat
 
 ROWS = [
     {"step": 1, "reward_mean": 0.5, "pass_at_k": {"1": 0.25, "2": 0.5}},

@@ -15,7 +15,7 @@ from maxrl_fast import train
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.job import launch
 from maxrl_fast.job import learner_state as state
-from maxrl_fast.job.progress import Progress
+from maxrl_fast.job.resume import Progress
 from maxrl_fast.runtime.files import DamagedError, locked, verify_checksums
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks.maze import MazeTask

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.plugins.text.text_plugin import TextPlugin
 from werkzeug.test import Client
 
-from maxrl_fast.job.trackers import _TensorBoard
+from maxrl_fast.job.run_files import _TensorBoard
 
 
 def shown_samples(logdir):

@@ -210,8 +210,7 @@ class Session:
             self._is_new = False
         part, seed = own.take(*run.ranks.part(len(own))), run.config.run.seed
         request = RolloutRequest(part, n, sampling, seed, self._draws + 1)
-        shared = run.shares_engine
-        found = sample_and_score(self.engine, self.task, None, request, shares_engine=shared)
+        found = sample_and_score(self.engine, self.task, None, request)
         rollouts = run.ranks.gather(found.rollouts)
         self._draws += 1
         check_finite(rollouts, own, self._draws)

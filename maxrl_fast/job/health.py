@@ -1,6 +1,6 @@
 """Warnings about training that goes wrong although all numbers are finite."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -8,23 +8,6 @@ from typing import Any
 from maxrl_fast.evaluation.scores import PASS, label_of, score_of
 
 STEPS = 10  # a condition must hold over this many steps
-OF_REWARDS = ("no_reward", "all_solved", "zero_variance_groups", "equal_rewards")
-SENTENCES = {  # by kind, of the value and the number that it is compared with
-    "equal_rewards": "all rewards in each group of 3 steps were equal: look at some responses",
-    "no_reward": "every reward of 10 steps was 0: raise --rollouts, or use easier prompts",
-    "all_solved": "every rollout of 10 steps was correct: use harder prompts",
-    "truncated": "{:.0%} of the responses of 10 steps were truncated: raise --max-new-tokens",
-    "zero_variance_groups": "{:.0%} of the groups of 10 steps had equal rewards and zero "
-    "advantage: raise --rollouts, or use prompts that are neither too easy nor too hard",
-    "entropy": "the entropy fell to {:.3g} nats per token from {:.3g}: lower --lr, or set "
-    "--entropy-coef or --kl-coef",
-    "logprob_diff": "log-probs of rollout and training differ by {:.3g} nats per token, {:.3g} at "
-    "first: set --correction tis, or --dtype float32",
-    "grad_norm": "the gradient norm is {:.3g}, the median of the steps before is {:.3g}: if this "
-    "happens often, lower --lr",
-    "grad_clipped": "in 10 steps the gradient norm was at least {:.0f} times --clip-grad {:g}: "
-    "lower --lr, or raise --clip-grad",
-}
 Record = dict[str, float]
 
 
@@ -45,47 +28,52 @@ class Health:
         self._step += 1
         self._records.append(record)
         del self._records[STEPS : -2 * STEPS]
-        present = broken_rules(self._records[:STEPS], self._records[-2 * STEPS :], self.clip_grad)
-        if self.needs_no_rewards:
-            present = [x for x in present if x["kind"] not in OF_REWARDS]
-        begun = [x for x in present if self._step - self._held.get(x["kind"], -STEPS) > STEPS]
-        self._held |= {x["kind"]: self._step for x in present}
+        begun, records = (
+            list[dict[str, Any]](),
+            (self._records[:STEPS], self._records[-2 * STEPS :]),
+        )
+        for kind, holds, value, message in conditions(*records, self.clip_grad):
+            if holds and not (self.needs_no_rewards and kind == "zero_variance_groups"):
+                if self._step - self._held.get(kind, -STEPS) > STEPS:
+                    begun.append({"kind": kind, "value": value, "message": message})
+                self._held[kind] = self._step
         return begun
 
 
-def broken_rules(
-    first: list[Record], recent: list[Record], clip_grad: float = float("inf")
-) -> list[dict[str, Any]]:
-    """Return the warnings whose conditions hold at the last of the recent steps."""
+def conditions(
+    first: list[Record], recent: list[Record], clip_grad: float
+) -> Iterator[tuple[str, bool, float, str]]:
+    """Yield the kind of each warning, whether it holds at the last of the recent steps, its value
+    and its sentence."""
     last, norms = recent[-STEPS:], [record["grad_norm"] for record in recent]
 
     def mean(name: str, records: list[Record] = last) -> float:
         return fmean(record[name] for record in records)
 
-    equal = mean("frac_groups_zero_variance")
-    if len(last) < STEPS:
-        rules = [("equal_rewards", equal == 1 and len(last) == 3, mean("reward_mean"), 0.0)]
-    else:
-        failed = equal == 1 and not any(record["reward_mean"] for record in last)
-        solved = equal == 1 and mean("pass_at_1") == 1
-        truncated, usual, clipped = mean("truncated"), median(norms[:-1]), min(norms[-STEPS:])
-        entropy, at_first = mean("entropy"), mean("entropy", first)
-        difference, before = mean("logprob_diff"), mean("logprob_diff", first)
-        rules = [  # the kind, the condition, the value, the number that it is compared with
-            ("no_reward", failed, 0.0, 0.0),
-            ("all_solved", solved, 1.0, 0.0),
-            ("truncated", truncated > 0.5, truncated, 0.5),
-            ("zero_variance_groups", equal > 0.9 and not (failed or solved), equal, 0.9),
-            ("entropy", entropy < 0.1 * at_first, entropy, at_first),
-            ("logprob_diff", difference > max(0.02, 3 * before), difference, before),
-            ("grad_norm", norms[-1] > 10 * usual > 0, norms[-1], usual),
-            ("grad_clipped", clipped > 50 * clip_grad, clipped / clip_grad, clip_grad),
-        ]
-    return [
-        {"kind": kind, "value": value, "message": SENTENCES[kind].format(value, other)}
-        for kind, holds, value, other in rules
-        if holds
-    ]
+    count, equal = len(last), mean("frac_groups_zero_variance")
+    said = f"{equal:.0%} of the groups of {count} steps had equal rewards, of mean "
+    said += f"{mean('reward_mean'):.3g}, and zero advantage: look at some responses; raise "
+    said += "--rollouts, or use prompts that are neither too easy nor too hard"
+    is_start = equal == 1 and count == 3
+    yield "zero_variance_groups", is_start or (equal > 0.9 and count == STEPS), equal, said
+    if count < STEPS:
+        return
+    cut = mean("truncated")
+    said = f"{cut:.0%} of the responses of 10 steps were truncated: raise --max-new-tokens"
+    yield "truncated", cut > 0.5, cut, said
+    now, then = mean("entropy"), mean("entropy", first)
+    said = f"the entropy fell to {now:.3g} nats per token from {then:.3g}: lower --lr, or set "
+    yield "entropy", now < 0.1 * then, now, said + "--entropy-coef or --kl-coef"
+    now, then = mean("logprob_diff"), mean("logprob_diff", first)
+    said = f"log-probs of rollout and training differ by {now:.3g} nats per token, {then:.3g} at "
+    said += "first: set --correction tis, or --dtype float32"
+    yield "logprob_diff", now > max(0.02, 3 * then), now, said
+    now, usual, clipped = norms[-1], median(norms[:-1]), min(norms[-STEPS:]) / clip_grad
+    said = f"the gradient norm is {now:.3g}, the median of the steps before is {usual:.3g}: if "
+    yield "grad_norm", now > 10 * usual > 0, now, said + "this happens often, lower --lr"
+    said = f"in 10 steps the gradient norm was at least {clipped:.0f} times --clip-grad "
+    said += f"{clip_grad:g}: lower --lr, or raise --clip-grad"
+    yield "grad_clipped", clipped > 50, clipped, said
 
 
 def verdict(evaluations: Mapping[int, Mapping[str, Any]]) -> str:

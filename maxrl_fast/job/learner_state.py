@@ -3,6 +3,7 @@ tensors, and batches that are sampled and not learned from."""
 
 import json
 import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
@@ -11,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -164,33 +164,34 @@ def save_state(folder: Path, tensors: dict[str, Tensor], rank: int = 0) -> None:
 
 def load_state(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Read this rank's rows of the tensors, whatever number of ranks wrote them."""
-    num_rows = dict.fromkeys(tensors, 0)
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            offsets = json.loads(file.metadata()[OFFSETS])
-            for name in file.keys() & tensors.keys():
-                saved, (own, start) = file.get_slice(name), own_rows(tensors[name])
-                shape, wanted = saved.get_shape(), [*tensors[name].shape]
-                if len(shape) != len(wanted) or shape[1:] != wanted[1:]:
-                    raise InputError(f"{path}: {name} must have shape {wanted}, got {shape}")
-                if not shape:
-                    own.copy_(file.get_tensor(name))
-                    continue
-                first = offsets[name]["saved_offsets"][0]
-                num_rows[name] += shape[0]
-                low, high = max(first, start), min(first + shape[0], start + len(own))
-                if low < high:
-                    own[low - start : high - start].copy_(saved[low - first : high - first])
-    for name, count in num_rows.items():
-        if tensors[name].dim() and count != len(tensors[name]):
-            raise InputError(f"{folder}: {name} must have {len(tensors[name])} rows, got {count}")
+    from torch.distributed.checkpoint.state_dict_loader import load  # as the reader below
+
+    reader, saved = _reader(folder)
+    for name, tensor in tensors.items():
+        rows, shape = sum(x.sizes[:1].numel() for x in saved[name].chunks), [*saved[name].size]
+        if shape != [*tensor.shape]:
+            raise InputError(f"{folder}: {name} must have shape {[*tensor.shape]}, got {shape}")
+        if rows != tensor.shape[:1].numel():
+            raise InputError(f"{folder}: {name} must have {len(tensor)} rows, got {rows}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no other rank takes part
+        load({**tensors}, storage_reader=reader, no_dist=True)
+
+
+def _reader(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Return PyTorch's reader of the files, and by name the size and the parts of each tensor."""
+    # imported here: it takes most of a second
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    reader = HuggingFaceStorageReader(str(folder))
+    return reader, reader.read_metadata().state_dict_metadata
 
 
 def load_learner(folder: Path, learner: Learner, ranks: Ranks) -> None:
     """Read the learner's tensors, whatever number of ranks wrote them; unless weights are sharded,
     the first rank reads and broadcasts. An objective other than the checkpoint's, which
     --allow-changes permits, keeps its initial state."""
-    names = set(ranks.values([*_names(folder)] if ranks.is_first else [])[0])
+    names = set(ranks.values([*_reader(folder)[1]] if ranks.is_first else [])[0])
     critic, optimizers = learner.critic, {"optimizer.": learner.optimizer}
     if critic is not None:
         optimizers[f"{CRITIC}optimizer."] = critic.optimizer
@@ -235,11 +236,6 @@ def _share_frozen(learner: Learner) -> None:
         for name, own in (pair for model in models for pair in model.named_parameters()):
             if not own.requires_grad and not weights[name].requires_grad:
                 own.copy_(weights[name])
-
-
-def _names(folder: Path) -> set[str]:
-    files = (safe_open(path, framework="pt") for path in folder.glob("*.safetensors"))
-    return {name for file in files for name in file.keys()}  # noqa: SIM118
 
 
 # holds 0.safetensors and, for all but tensors, 0.json of the next step, 1 of the one after it, ...

@@ -158,16 +158,12 @@ class RunContext:
         limits = options.temperature, options.max_new_tokens, task.stop_ids
         return Sampling(*limits, top_p=options.top_p, end_of=end_of(task))
 
-    @property
-    def shares_engine(self) -> bool:
-        return tensor_parallel(self.config) > 1
-
     @cached_property
     def engine(self) -> Engine:
-        config, ranks, number = self.config, self.ranks, tensor_parallel(self.config)
-        own = own_options(config, "rollout"), config.sampling, self.policy, self.task, self.dtype
-        batch = config.sampling.samples_of_engine(ranks.size, number)
-        return build_engine(config.chosen.rollout, *own, batch, ranks)
+        config, ranks, own = self.config, self.ranks, own_options(self.config, "rollout")
+        batch = config.sampling.samples_of_engine(ranks.size, tensor_parallel(config))
+        given = config.sampling, self.policy, self.task, self.dtype, batch, ranks
+        return build_engine(config.chosen.rollout, own, *given)
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -248,17 +244,25 @@ class RunContext:
         )
 
     def _collector(self) -> RolloutCollector:
-        config, needs, scorer = self.config, self.objective.needs, self.scorer
-        options, reward, ranks, clock = config.sampling, config.reward, self.ranks, self.clock
-        limit, policy_reward = options.max_new_tokens, None
-        table = self.learner.objective_state.get("carried")
+        config, needs, scorer, clock = self.config, self.objective.needs, self.scorer, self.clock
+        options, reward, ranks = config.sampling, config.reward, self.ranks
+        limit, state = options.max_new_tokens, self.learner.objective_state
+        sizes, policy_reward, penalty = (options.prompts, options.rollouts), None, None
+        schedule: Schedule | None = options.stopping()
         if answered := answered_task(config, self.task, self.objective):
             kind = PROBABILITY if needs.answers else reward.reward_source
             policy_reward = PolicyReward(kind, answered, self.learner, limit)
             scorer = Scorer(self.task, None)
         elif reward.reward_source == "vote":
             scorer = Scorer(self.task, MajorityVote(self.task.answer))
-        buffer = reward.overlong_buffer
+        if buffer := reward.overlong_buffer:
+            penalty = LengthPenalty(limit, buffer, reward.overlong_penalty)
+        if options.dynamic_sampling > 1:
+            average = state.get("reward_std")
+            own = None if average is None else StdFilter(options.std_filter, average)
+            schedule = DynamicSampling(*sizes, options.dynamic_sampling, own)
+        elif schedule is not None:
+            state |= schedule.state
         if options.ahead:  # its collective operations and its time are its own
             ranks, clock = ranks.copied(), Stopwatch(parent=clock)
             needs = replace(needs, components=True)  # of all ranks, for checkpoints
@@ -267,51 +271,28 @@ class RunContext:
             self.engine,
             scorer,
             self.sampling,
-            num_prompts=options.prompts,
-            num_rollouts=options.rollouts,
-            seed=config.run.seed,
-            device=self.device,
-            schedule=self._schedule(),
-            carried=None if table is None else Carried(table, options.carry),
-            needs=needs,
-            policy_reward=policy_reward,
-            length_penalty=(
-                LengthPenalty(limit, buffer, reward.overlong_penalty) if buffer else None
-            ),
-            clock=clock,
-            ranks=ranks,
-            shares_engine=self.shares_engine,
-            truncated=reward.truncated,
+            *sizes,
+            config.run.seed,
+            self.device,
+            schedule,
+            Carried(state["carried"], options.carry) if options.carry else None,
+            needs,
+            policy_reward,
+            penalty,
+            clock,
+            ranks,
+            reward.truncated,
         )
-
-    def _schedule(self) -> Schedule | None:
-        options, state = self.config.sampling, self.learner.objective_state
-        if options.dynamic_sampling > 1:
-            average = state.get("reward_std")
-            own = None if average is None else StdFilter(options.std_filter, average)
-            limits = options.prompts, options.rollouts, options.dynamic_sampling
-            return DynamicSampling(*limits, own)
-        if stopping := options.stopping():
-            state |= stopping.state
-        return stopping
 
     @cached_property
     def evaluators(self) -> dict[str, Evaluator]:
-        options, parts = self.config.evaluation, (self.engine, self.task, self.scorer)
+        options, seed = self.config.evaluation, self.config.run.seed
+        parts = self.engine, self.task, self.scorer, self.sampling
+        how: dict[str, Any] = {"ranks": self.ranks, "beat": self.clock.beat}
         sets = held_out_sets(self.task, options.eval_prompts, options.eval_samples)
         return {
-            name: Evaluator(
-                *parts,
-                self.sampling,
-                *sizes,  # prompts and samples
-                self.config.run.seed,
-                self.device,
-                name,
-                ranks=self.ranks,
-                shares_engine=self.shares_engine,
-                beat=self.clock.beat,
-            )
-            for name, sizes in sets.items()
+            name: Evaluator(*parts, *sizes, seed, self.device, name, **how)
+            for name, sizes in sets.items()  # prompts and samples
         }
 
 

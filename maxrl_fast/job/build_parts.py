@@ -153,7 +153,7 @@ def build_engine(
 ) -> Engine:
     """Build the engine `name`, with its own options and the model's weights. vLLM samples
     `max_batch` responses at once."""
-    cache = dict[str, Any]()
+    cache, number = dict[str, Any](), 1
     if sampling.kv_cache_gb is not None:  # an engine of the user's may refuse it
         cache["cache_bytes"] = int(sampling.kv_cache_gb * 1e9)
     how: dict[str, Any] = {"ranks": ranks or Ranks()}
@@ -176,7 +176,7 @@ def build_engine(
             how |= {"max_batch": max(max_batch, 256), **cache}
             number = own["vllm_tensor_parallel"]
             made = vllm.VllmEngine(model, dtype, tensor_parallel=number, **how)
-    return CheckedEngine(made, name, model.config.vocab_size)
+    return CheckedEngine(made, name, model.config.vocab_size, number > 1)
 
 
 CPU, NO_REWARDS = torch.device("cpu"), Reward()

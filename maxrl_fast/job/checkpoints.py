@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.errors import NonFiniteError, RewardError, StorageError
+from maxrl_fast.errors import NonFiniteError, StorageError
 from maxrl_fast.job.build import RunContext
 from maxrl_fast.job.control import Interrupted, StopSignal
 from maxrl_fast.job.learner_state import (
@@ -136,15 +136,6 @@ class Checkpoints:
         """Raise StorageError if the last save failed."""
         with self._run.clock("checkpoint"):
             self._background.wait()
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Save if a reward fails inside the block, while the weights are still unchanged."""
-        try:
-            yield
-        except RewardError:
-            self.save()
-            raise
 
     @property
     def _directory(self) -> Path:

@@ -18,8 +18,8 @@ from maxrl_fast.training.critic import num_critic_weights
 
 def describe_run(run: RunContext) -> list[str]:
     """Return what runs on what, for the start of a run."""
-    config, device, task, options = run.config, run.device, run.task, run.config.optimizer
-    chosen, sampling, warm = config.chosen, config.sampling, config.warm_start
+    config, device, seed = run.config, run.device, run.config.run.seed
+    chosen, sampling = config.chosen, config.sampling
     method, counts = explain_name(chosen.objective), f"{sampling.rollouts} rollouts a step"
     for name, value in config.parts["objective"].items():
         if name in ("k", "order", "beta"):
@@ -36,27 +36,23 @@ def describe_run(run: RunContext) -> list[str]:
         where += f", one of {run.ranks.size} processes, with --sharding {config.run.sharding},"
     attention = kernel_name(device, run.dtype, run.policy.config.head_dim)
     how = f"ops: {kernels_for(device)}; attention: {attention}"
-    how += "; checkpointed activations" * options.checkpoint_activations
+    how += "; checkpointed activations" * config.optimizer.checkpoint_activations
+    what = f"{method}, loss {chosen.loss}, task {run.task.name}, seed {seed}"
     start = run.saved.directory if run.saved else config.model.model
     lines = [
-        f"maxrl_fast {versions()['maxrl_fast']}: {method}, loss {chosen.loss}, task {task.name}, "
-        f"seed {config.run.seed}",
+        f"maxrl_fast {versions()['maxrl_fast']}: {what}",
         f"on {where} in {config.run.dtype}; {how}",
-        *_models(run, f", {f'from {start}' if start else 'new'}"),
+        *_models(run, f", from {start}" if start else ", new"),
         f"{sampling.prompts} prompts x {counts}; results in {config.run.out}",
-        *describe_task(task),
+        *describe_task(run.task),
     ]
     if sampling.ahead:
         lag = f"step n is sampled with the weights after step n - {sampling.ahead + 1}"
         lines.append(f"{lag}; correction: {chosen.correction}")
-    every, number = evaluation_schedule(config, task)
+    every, number = evaluation_schedule(config, run.task)
     between = f", and every {every} steps on {number} prompts" if every else ""
     lines.append(f"evaluations before the first step and after the last{between}")
-    rates = f"learning rate {options.lr:g} after {options.warmup_steps} steps of warm-up, then "
-    rates += f"a cosine to {options.lr / 10:g}" if options.lr_schedule == "cosine" else "constant"
-    if run.saved is None and warm.sft_steps:
-        rates += f"; warm start: {warm.sft_steps} steps at {warm.sft_lr:g}"
-    return [*lines, rates, _files(run)]
+    return [*lines, _files(run)]
 
 
 def _models(run: RunContext, start: str = "") -> list[str]:
@@ -66,16 +62,14 @@ def _models(run: RunContext, start: str = "") -> list[str]:
     adapters = f", {trained:,} of them trained (LoRA)" * (trained < number)
     lines = [f"policy: {layers}, {number:,} parameters{adapters}{start}"]
     if run.objective.needs.critic:
-        rate = f"learning rate {run.config.parts['objective']['critic_lr']:g}"
-        weights = f"{num_critic_weights(model):,} parameters trained, {rate}"
-        lines.append(f"critic: a copy of the policy with a value head, {weights}")
+        lines.append(f"critic: a value head on {num_critic_weights(model):,} trained parameters")
     return lines
 
 
 def _files(run: RunContext) -> str:
     keep, every = run.config.run.keep_checkpoints, run.config.run.save_every
     number = 2 + (run.config.optimizer.steps // every if every else 0)
-    number = min(number, keep + 2) if keep else number
+    number = min(number, keep + 2 if keep else number)
     weight = getattr(torch, run.policy.config.dtype).itemsize
     # weights in float32 and two moments; of the critic too
     state = 12 * (1 + run.objective.needs.critic)
@@ -129,24 +123,22 @@ def estimate_memory(run: RunContext, machine: Machine) -> dict[str, float]:
     # the output matrix and its gradient are float32; the exact divergence needs both twice
     logits = min(chunk_bytes(machine.device, machine.memory), tokens * sizes.vocab_size * 4)
     logits += 4 * sizes.vocab_size * sizes.hidden_size * model.lm_head.weight.requires_grad
-    critic = 16 * num_critic_weights(model) * part if needs.critic else 0
+    copies = sum(map(count, model.blocks)) * (width < 4)
     memory = {
         "weights (float32)": 4 * count(model) * part,
         "gradients (float32)": 4 * trained,
         "Adam moments (float32)": 8 * trained,
         "reference policy (float32)": 4 * trained * bool(is_copied),
         "teacher": width * count(run.teacher) * part if run.teacher else 0,
-        "critic with gradients and moments (float32)": critic,
+        "critic with gradients and moments (float32)": (
+            16 * num_critic_weights(model) * part * needs.critic
+        ),
         # every process has all of them: of a token its id in int64 and its log-prob in float32
         "rollouts of a step": 12 * responses * sampling.max_new_tokens * (1 + sampling.ahead),
         **_of_engine(run, machine),
-        f"copies of weights ({config.run.dtype})": (
-            width * sum(map(count, model.blocks)) * (width < 4)
-        ),
+        f"copies of weights ({config.run.dtype})": width * copies,
         f"activations of {tokens} tokens": tokens * width * (kept + layer / 2),
-        "logits of a chunk, output matrix": (
-            logits * (2 if loss.kl_coef and loss.kl == "full" else 1)
-        ),
+        "logits of a chunk, output matrix": logits * (1 + bool(loss.kl_coef and loss.kl == "full")),
     }
     return {name: size for name, size in memory.items() if size}
 
@@ -154,22 +146,20 @@ def estimate_memory(run: RunContext, machine: Machine) -> dict[str, float]:
 def _of_engine(run: RunContext, machine: Machine) -> dict[str, float]:
     """Weights and KV cache; nothing of a vLLM server or a custom engine."""
     config, sampling, sizes = run.config, run.config.sampling, run.policy.config
-    is_vllm, width = config.chosen.rollout == "vllm", run.dtype.itemsize
-    if config.parts["rollout"].get("vllm_url") or config.chosen.rollout not in ENGINES:
+    name, width, number = config.chosen.rollout, run.dtype.itemsize, tensor_parallel(config)
+    if config.parts["rollout"].get("vllm_url") or name not in ENGINES:
         return {}
-    number = tensor_parallel(config)
-    most = MAX_SEQUENCES if is_vllm else MAX_BATCH[machine.device]
+    most = MAX_SEQUENCES if name == "vllm" else MAX_BATCH[machine.device]
     rows = min(sampling.samples_of_engine(machine.processes, number), most)
     prompts = -(-rows // min(sampling.rollouts, rows))
     tokens = rows * sampling.max_new_tokens + prompts * run.task.prompt_length
     keys = sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim
     limit = (sampling.kv_cache_gb or 0) * 1e9
     limit = limit or machine.memory / (4 if machine.device == "cuda" else 8)
-    return {
-        f"rollout weights ({config.run.dtype})": width * count(run.policy) / number,
-        # vLLM allocates all of it at once
-        f"KV cache of {rows} samples": limit if is_vllm else min(limit, 2 * keys * width * tokens),
-    }
+    # vLLM allocates all of it at once
+    cache = limit if name == "vllm" else min(limit, 2 * keys * width * tokens)
+    weights = f"rollout weights ({config.run.dtype})"
+    return {weights: width * count(run.policy) / number, f"KV cache of {rows} samples": cache}
 
 
 def count(module: nn.Module, is_trained: bool = False) -> int:

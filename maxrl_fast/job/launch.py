@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from maxrl_fast.config.changes import own_options
 from maxrl_fast.config.options import Config
@@ -81,9 +80,11 @@ def train(
         held.enter_context(closing_task(task))
         held.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(config.run.threads)
-        # the same on all ranks: its name may contain the time
-        out, is_resumed = Path(ranks.values(str(config.run.out))[0]), config.run.resume is not None
-        if ranks.values(is_resumed)[0] != is_resumed:
+        is_resumed = config.run.resume is not None
+        # the folder is the same on all ranks: its name may contain the time
+        folder, is_first_resumed = ranks.values([str(config.run.out), is_resumed])[0]
+        out = Path(folder)
+        if is_first_resumed != is_resumed:
             wanted = "a folder that all processes share, but only some of them see a run in"
             raise InputError(f"--resume auto needs {wanted} {out}")
         lock, saved = locked(out, ranks.is_first, LOCK_LIMIT, warn), None
@@ -111,7 +112,9 @@ def train(
         files = RunFiles(out, options, log_to, ranks.is_first, is_resumed, saved, warn)
         if ranks.is_first:
             output.open(out, is_resumed)
-        for line in first_lines(run, found):
+        said, source = describe_run(run), run.scorer.source
+        said += [own_options(saved.options, options)] if saved else []
+        for line in filter(None, (*said, *found, *(source.lines() if source else ()))):
             screen.info(line)
         run.clock.beat()
         ending, limit = ExitStatus(run=run), config.run.stall_limit
@@ -121,13 +124,6 @@ def train(
                 loop.run()
         close(loop, ending)
         return ending
-
-
-def first_lines(run: RunContext, found: list[str]) -> list[str]:
-    lines = describe_run(run)
-    lines += [own_options(run.saved.options, run.config.flat())] if run.saved else []
-    source = run.scorer.source
-    return [*lines, *filter(None, (*found, *(source.lines() if source else ())))]
 
 
 def check_rewards(run: RunContext, warn: Callable[[str], None]) -> None:
@@ -170,8 +166,10 @@ def supervised(loop: RunLoop, ending: ExitStatus) -> Iterator[None]:
         raise
     except BaseException as error:
         try:
+            if isinstance(error, RewardError):  # the weights are unchanged
+                checkpoints.save()
             checkpoints.wait()  # for a save that started before
-        except StorageError as other:
+        except FAILURES as other:
             screen.error(str(other))
         newest, said = checkpoints.newest, "no checkpoint was written"
         if newest is not None and newest.exists():
@@ -203,8 +201,11 @@ def close(loop: RunLoop, ending: ExitStatus) -> None:
     most = max((x["num_prompts"] for _, x in evaluations), default=0)
     whole = {n: x for n, x in evaluations if x["num_prompts"] == most}
     if len(whole) > 1:
-        first, *_, last = whole.values()
-        screen.console.print(evaluation_table(first, last))
+        (before, *_, after), score = whole.values(), score_of(whole.values())
+        table = new_table("held-out prompts", "before", "after", "change")
+        gains = {k: {"mean": x - before[score].get(k, x)} for k, x in after[score].items()}
+        add_scores(table, score, (before[score], after[score]), [gains])
+        screen.console.print(table)
         if said := verdict(whole):
             screen.warning(said)
     total = sum(seconds.values())
@@ -217,16 +218,3 @@ def close(loop: RunLoop, ending: ExitStatus) -> None:
         listing["next"] = f"maxrl-fast report {shlex.quote(str(files.out))}"
     for name, text in listing.items():
         screen.info(f"{name:<12}{text}")
-
-
-def evaluation_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    score = score_of([before, after])
-    table = new_table("held-out prompts", "before", "after", "change")
-    means = before[score], after[score]
-    change = {k: {"mean": y - before[score].get(k, y)} for k, y in after[score].items()}
-    add_scores(table, score, means, [change])
-    rows = ("response length, tokens", "response_length_mean", 1), ("truncated", "truncated", 3)
-    for title, name, digits in rows:
-        x, y = before[name], after[name]
-        table.add_row(title, f"{x:.{digits}f}", f"{y:.{digits}f}", f"{y - x:+.{digits}f}")
-    return table

@@ -40,8 +40,7 @@ def rollout_records(
     not on the first rank. All ranks must call this. `advantages` [S] are the update's."""
     samples = Samples(batch.prompts, batch.raw_rollouts).to(CPU)
     num, lengths = batch.num_rollouts, samples.rollouts.lengths.tolist()
-    groups = first_groups(samples.prompts, len(samples.prompts)).tolist()
-    sequences = [g * num + i for g in groups for i in range(num)]
+    sequences = [g * num + i for g in first_groups(samples.prompts) for i in range(num)]
     if batch.frac_drawn < 1:
         sequences = [s for s in sequences if lengths[s]]
     del sequences[count:]
@@ -58,12 +57,12 @@ def rollout_records(
     return [{"step": batch.step, **record} for record in records]
 
 
-def first_groups(prompts: Prompts, count: int) -> Tensor:
-    """Return the indices of `count` prompts on the host: those with the smallest checksums of their
-    tokens."""
+def first_groups(prompts: Prompts) -> list[int]:
+    """Return the indices of prompts on the host, by checksums of their tokens, which are the same
+    in every epoch."""
     parts = prompts.tokens.split(prompts.lengths.tolist())
     checksums = [zlib.crc32(tokens.numpy().tobytes()) for tokens in parts]
-    return torch.tensor(sorted(range(len(checksums)), key=checksums.__getitem__)[:count])
+    return sorted(range(len(checksums)), key=checksums.__getitem__)
 
 
 @dataclass
@@ -103,16 +102,15 @@ class RunLoop:
         trainer.engine.load_weights(learner.model)
         if progress.step == 0:
             checkpoints.save()
-        with checkpoints.kept():
-            self._evaluate_if_due()
-            with self.screen.stage("train", self.num_steps, done=progress.step) as stage:
-                for n in range(progress.step + 1, self.num_steps + 1):
-                    record = trainer.step(n, progress.next_prompt)
-                    stage.advance(n, summary(record.metrics))
-                    self._keep(n, record)
-                    checkpoints.safe_point(is_last=n == self.num_steps)
-                    self._evaluate_if_due()
-                checkpoints.wait()
+        self._evaluate_if_due()
+        with self.screen.stage("train", self.num_steps, done=progress.step) as stage:
+            for n in range(progress.step + 1, self.num_steps + 1):
+                record = trainer.step(n, progress.next_prompt)
+                stage.advance(n, summary(record.metrics))
+                self._keep(n, record)
+                checkpoints.safe_point(is_last=n == self.num_steps)
+                self._evaluate_if_due()
+            checkpoints.wait()
 
     def _warm_start(self) -> None:
         warm_start, progress = self.context.warm_start, self.progress
@@ -181,7 +179,8 @@ class RunLoop:
             # those of a part are not compared by prompt
             joined = Evaluation.joined(done.values())
             self.files.write("pass_rates", {"step": step, **joined.pass_counts()})
-        self.files.write_samples(samples, step)
+        for sample in samples:
+            self.files.write("samples", sample)
         self._show(step, done, samples)
         self.checkpoints.mark_best()
 

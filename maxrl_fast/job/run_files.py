@@ -4,10 +4,9 @@ import importlib
 import json
 import os
 import sys
-import textwrap
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -46,9 +45,9 @@ class Tracker:
             raise InputError(f"--log-to {name} could not be started: {why}") from error
 
     def call(self, name: str, *arguments: Any, **options: Any) -> None:
-        """Call a function of the tracker, if it has it."""
         try:
-            getattr(self._target, name, lambda *_, **__: None)(*arguments, **options)
+            if self._target is not None:
+                getattr(self._target, name)(*arguments, **options)
         except Exception as error:  # of the network, a full disk, or a process that has ended
             self._target = None
             lost = "the tracker, which gets no more numbers (the logs have all)"
@@ -66,18 +65,6 @@ class _TensorBoard:
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         for name, number in numbers.items():
             self._writer.add_scalar(name, number, step)
-        self._writer.flush()
-
-    def log_samples(self, records: Iterable[Mapping[str, Any]], step: int) -> None:
-        texts = list[str]()
-        for x in records:
-            shown = (f"{name} {x[name]}" for name in ("id", "reward", "tokens", "truncated"))
-            text = f"{x['prompt']}\n--- response:\n{x['response']}"
-            # an indented block of Markdown, which no text can end
-            block = textwrap.indent(text, "    ", lambda line: True)
-            texts.append(f"##### {', '.join(shown)}\n\n{block}")
-        whole = "\n\n".join(texts).encode(errors="backslashreplace").decode()
-        self._writer.add_text("samples", whole, step)
         self._writer.flush()
 
     def finish(self) -> None:
@@ -199,12 +186,6 @@ class RunFiles:
         if self._tracker is not None and log in ("metrics", "eval"):
             numbers = {f"{log}/{k}": x for k, x in flat(record).items() if x is not None}
             self._tracker.call("log", numbers, step=record["step"])
-
-    def write_samples(self, records: list[dict[str, Any]], step: int) -> None:
-        for record in records:
-            self.write("samples", record)
-        if self._tracker is not None:
-            self._tracker.call("log_samples", records, step)
 
     def sync(self) -> dict[str, int]:
         """Wait until the logs are on the disk; return the size of each in bytes."""

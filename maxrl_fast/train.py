@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     of the user's; 2 on bad input, or if such code fails before step 1; 129 on SIGHUP, 130 on Ctrl-C
     and 143 on SIGTERM. A process of torchrun ends instead of returning."""
     ranks, code = Ranks.of_environment(), 0
-    screen = Screen(is_quiet=not ranks.is_first)
+    screen = Screen(not ranks.is_first)
     try:
         ending = run_job(arguments, ranks, screen)
         if ending.error:

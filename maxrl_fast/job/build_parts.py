@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.config.options import Config, Decoding, Reward
+from maxrl_fast.config.options import Config, Decoding, EvaluationConfig, Reward
 from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.resume import Saved
@@ -88,7 +88,7 @@ def build_policy(
     else:
         if options.model is not None and not (saved or is_empty):
             start = directory_of(options.model, with_weights=True)
-        model = _load(start, config, task, backend=options.model_backend, is_empty=is_empty)
+        model = load_model(start, config, task, backend=options.model_backend, is_empty=is_empty)
     if options.lora_rank:
         adapters = options.lora_rank, options.lora_alpha, options.lora_targets
         add_adapters(model, *adapters, config.run.seed)
@@ -105,7 +105,7 @@ def build_reference(config: Config, task: Task, is_empty: bool = False) -> Polic
     if config.loss.reference is None:
         return None
     directory = directory_of(config.loss.reference, with_weights=not is_empty)
-    model = _load(directory, config, task, is_empty=is_empty)
+    model = load_model(directory, config, task, is_empty=is_empty)
     if isinstance(task, TextTask):
         tokens, own = load_tokenizer(directory).get_vocab(), task.tokenizer.get_vocab()
     else:
@@ -121,7 +121,9 @@ def build_reference(config: Config, task: Task, is_empty: bool = False) -> Polic
     return model.requires_grad_(False)
 
 
-def _load(directory: Path, config: Config, task: Task, **how: Any) -> PolicyModel:
+def load_model(
+    directory: Path, config: Config | EvaluationConfig, task: Task, **how: Any
+) -> PolicyModel:
     how |= {"vocab_size": task.vocab_size, "prompt_length": task.prompt_length}
     limit = config.sampling.max_new_tokens
     return load_policy(directory, task=config.chosen.task, max_new_tokens=limit, **how)

@@ -20,8 +20,8 @@ from maxrl_fast.config.read import parse_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.scores import label_of, score_of
 from maxrl_fast.job.build_parts import build_run_task
+from maxrl_fast.job.checkpoints import random_states, set_random_states
 from maxrl_fast.job.launch import train
-from maxrl_fast.job.learner_state import random_states, set_random_states
 from maxrl_fast.job.run_files import flat
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel

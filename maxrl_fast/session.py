@@ -24,9 +24,14 @@ from maxrl_fast.config.read import hint, parse_options
 from maxrl_fast.errors import InputError, warn
 from maxrl_fast.job.build import RunContext, prepare
 from maxrl_fast.job.build_parts import build_run_task
-from maxrl_fast.job.checkpoints import check_weights, progress_record, write_checkpoint
-from maxrl_fast.job.learner_state import Snapshot, load_learner
-from maxrl_fast.job.resume import Progress, Saved, find_saved
+from maxrl_fast.job.checkpoints import (
+    Snapshot,
+    check_weights,
+    load_learner,
+    progress_record,
+    write_checkpoint,
+)
+from maxrl_fast.job.run_files import Progress, Saved, find_saved
 from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
 from maxrl_fast.rollout import RolloutRequest, check_finite
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score

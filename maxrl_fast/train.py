@@ -16,9 +16,8 @@ from maxrl_fast.config.options import Config
 from maxrl_fast.config.read import located, parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import EngineError, InputError, StorageError, UserCodeError
-from maxrl_fast.job.build import RunContext
+from maxrl_fast.job.build import RunContext, estimate
 from maxrl_fast.job.build_parts import build_run_task, closing_task, find_policy
-from maxrl_fast.job.estimates import estimate
 from maxrl_fast.job.launch import ExitStatus, train
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.device import Machine, resolve_device

@@ -14,7 +14,7 @@ import torch
 from maxrl_fast.config.options import Config, Decoding, EvaluationConfig, Reward
 from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.resume import Saved
+from maxrl_fast.job.run_files import Saved
 from maxrl_fast.model import checkpoint
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.hub import HUB, directory_of, find_model

@@ -13,9 +13,8 @@ import pytest
 
 from maxrl_fast import train
 from maxrl_fast.errors import NonFiniteError
-from maxrl_fast.job import launch
-from maxrl_fast.job import learner_state as state
-from maxrl_fast.job.resume import Progress
+from maxrl_fast.job import checkpoints, launch
+from maxrl_fast.job.run_files import Progress
 from maxrl_fast.runtime.files import DamagedError, locked, verify_checksums
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks.maze import MazeTask
@@ -88,7 +87,7 @@ def test_a_run_that_was_killed_three_times_ends_with_the_same_result(shared_run,
 
 
 def slowed(monkeypatch, name, wait):
-    write = state.save_state
+    write = checkpoints.save_state
 
     def slow(folder, tensors, rank):
         if name in str(folder):

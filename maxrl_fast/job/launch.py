@@ -79,11 +79,9 @@ class Health:
         self._step += 1
         self._records.append(record)
         del self._records[STEPS : -2 * STEPS]
-        begun, records = (
-            list[dict[str, Any]](),
-            (self._records[:STEPS], self._records[-2 * STEPS :]),
-        )
-        for kind, holds, value, message in conditions(*records, self.clip_grad):
+        begun, last = list[dict[str, Any]](), self._records[-2 * STEPS :]
+        found = conditions(self._records[:STEPS], last, self.clip_grad)
+        for kind, holds, value, message in found:
             if holds and not (self.needs_no_rewards and kind == "zero_variance_groups"):
                 if self._step - self._held.get(kind, -STEPS) > STEPS:
                     begun.append({"kind": kind, "value": value, "message": message})
@@ -182,14 +180,12 @@ class RunLoop:
     screen: Screen
 
     def __post_init__(self) -> None:
-        run, loss = self.context, self.context.config.loss
+        run, options, loss = self.context, self.context.config.optimizer, self.context.config.loss
         self.clock, self.ranks, self.trainer = run.clock, run.ranks, run.trainer
-        self.progress = self.checkpoints.progress
+        self.progress, self.num_steps = self.checkpoints.progress, options.steps
         self.schedule, self.evaluators = evaluation_schedule(run.config, run.task), run.evaluators
-        needs_no_rewards = bool(loss.kl_coef) and has_teacher(loss)
-        self.health = Health(needs_no_rewards, run.config.optimizer.clip_grad)
+        self.health = Health(bool(loss.kl_coef) and has_teacher(loss), options.clip_grad)
         self.expects_binary = run.objective.needs.expects_binary
-        self.num_steps = run.config.optimizer.steps
 
     def run(self) -> None:
         for metrics in RunFolder(self.files.out).log("metrics") if self.ranks.is_first else ():
@@ -237,28 +233,25 @@ class RunLoop:
         self.files.write("metrics", record.metrics)
         if batch.warning:
             self.screen.warning(batch.warning)
-        for warning in self.health.observe(record.metrics):
-            self._warn(n, warning)
+        warnings = self.health.observe(record.metrics)
         if self.expects_binary:
-            self._check_binary(n, batch.all_rewards)
+            warnings += self._not_binary(batch.all_rewards)
+        for warning in warnings:
+            self.files.write("warnings", {"step": n, **warning})
+            self.screen.warning(f"step {n}: {warning['message']}")
         progress.step = n
         progress.next_prompt += batch.num_sampled
         progress.tokens["rollout"] += batch.num_tokens
 
-    def _check_binary(self, n: int, rewards: Tensor) -> None:
+    def _not_binary(self, rewards: Tensor) -> list[dict[str, Any]]:
         others = rewards[(rewards != 0) & (rewards != 1) & ~rewards.isnan()]
-        if len(others):
-            self.expects_binary, value = False, float(others[0])
-            name = self.context.config.chosen.objective
-            said = (
-                f"a reward is {value:g}, but {name} is made for rewards of 0 or 1 and estimates "
-                "something else with others: use maxrl or maxpo, or set --reward-threshold"
-            )
-            self._warn(n, {"kind": "not_binary", "value": value, "message": said})
-
-    def _warn(self, n: int, warning: dict[str, Any]) -> None:
-        self.files.write("warnings", {"step": n, **warning})
-        self.screen.warning(f"step {n}: {warning['message']}")
+        if not len(others):
+            return []
+        self.expects_binary, value = False, float(others[0])
+        said = f"a reward is {value:g}, but {self.context.config.chosen.objective} is made for "
+        said += "rewards of 0 or 1 and estimates something else with others: use maxrl or maxpo, "
+        said += "or set --reward-threshold"
+        return [{"kind": "not_binary", "value": value, "message": said}]
 
     def _evaluate_if_due(self) -> None:
         step, every, most = self.progress.step, self.schedule.every, self.schedule.num_prompts
@@ -393,8 +386,8 @@ def train(
                 return ExitStatus(1, RewardError(f"{error}. {advice}"))
         if not is_resumed:  # its folder was not touched before
             held.enter_context(lock)
-        options, log_to = run.config.flat(), config.evaluation.log_to
-        files = RunFiles(out, options, log_to, ranks.is_first, is_resumed, saved, warn)
+        options = run.config.flat()
+        files = RunFiles(out, options, ranks.is_first, is_resumed, saved, warn)
         if ranks.is_first:
             output.open(out, is_resumed)
         said, source = describe_run(run), run.scorer.source

@@ -329,7 +329,6 @@ class RunFiles:
         self,
         out: Path,
         options: dict[str, Any],
-        log_to: str | None = None,
         is_writer: bool = True,
         is_resumed: bool = False,
         saved: Saved | None = None,
@@ -349,8 +348,8 @@ class RunFiles:
                         f"--out must be a new or empty folder, got {out}, which holds another run; "
                         f"--resume {out} resumes it"
                     )
-                for name in ("checkpoints", "tensorboard", "latest", "best", "timings.json"):
-                    remove(out / name)
+                for old in ("checkpoints", "tensorboard", "latest", "best", "timings.json"):
+                    remove(out / old)
             if saved is None:
                 self.write_config()
             for path in (*out.glob(".*.partial"), *out.glob("checkpoints/.*.partial")):
@@ -358,10 +357,10 @@ class RunFiles:
             for path in map(self._path, LOGS):
                 if cut_log(path, saved.logs.get(path.stem, 0) if saved else 0):
                     warn(f"{path} is shorter than at the checkpoint: the lines before it are lost")
-            if log_to is not None:
+            if name := options.get("log_to"):
                 is_training = saved and saved.progress.phase == "training"
                 step = saved.progress.step if saved and is_training else -1
-                self._tracker = Tracker(log_to, out.absolute(), options, step, warn)
+                self._tracker = Tracker(name, out.absolute(), options, step, warn)
         except OSError as error:
             raise InputError(f"cannot write to --out {out}: {error}") from error
 

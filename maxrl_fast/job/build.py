@@ -339,10 +339,8 @@ def describe_run(run: RunContext) -> list[str]:
     config, device, seed = run.config, run.device, run.config.run.seed
     chosen, sampling = config.chosen, config.sampling
     method, counts = explain_name(chosen.objective), f"{sampling.rollouts} rollouts a step"
-    for name, value in config.parts["objective"].items():
-        if name in ("k", "order", "beta"):
-            order = sampling.rollouts * max(sampling.carry, 1)
-            method += f" {name}={order if sampling.stop_at or sampling.carry else value}"
+    own = {} if sampling.stop_at or sampling.carry else config.parts["objective"]
+    method += "".join(f" {x}={own[x]}" for x in ("k", "order", "beta") if x in own)
     if most := sampling.stop_at:
         counts = f"{sampling.first_rollouts} to {counts}, until {most} succeed"
     if sampling.carry:
@@ -430,8 +428,9 @@ def estimate_memory(run: RunContext, machine: Machine) -> dict[str, float]:
     is_copied = not (loss.reference or loss.teacher_prompt) and (loss.kl_coef or needs.reference)
     responses = sampling.prompts * sampling.rollouts * max(sampling.dynamic_sampling, 1)
     # of each token a layer keeps: 5 numbers of H, 4 of the feed-forward size, 4 of the heads
-    heads = (sizes.num_attention_heads + sizes.num_key_value_heads) * sizes.head_dim
-    layer = 5 * sizes.hidden_size + 4 * sizes.intermediate_size + 4 * heads
+    keys = sizes.num_key_value_heads * sizes.head_dim
+    layer = 5 * sizes.hidden_size + 4 * sizes.intermediate_size
+    layer += 4 * (sizes.num_attention_heads * sizes.head_dim + keys)
     kept = sizes.num_hidden_layers * layer
     if config.optimizer.checkpoint_activations:
         kept = sizes.num_hidden_layers * sizes.hidden_size + layer
@@ -450,31 +449,24 @@ def estimate_memory(run: RunContext, machine: Machine) -> dict[str, float]:
         ),
         # every process has all of them: of a token its id in int64 and its log-prob in float32
         "rollouts of a step": 12 * responses * sampling.max_new_tokens * (1 + sampling.ahead),
-        **_of_engine(run, machine),
         f"copies of weights ({config.run.dtype})": width * copies,
         f"activations of {tokens} tokens": tokens * width * (kept + layer / 2),
         "logits of a chunk, output matrix": logits * (1 + bool(loss.kl_coef and loss.kl == "full")),
     }
+    engine, number = config.chosen.rollout, tensor_parallel(config)
+    # a vLLM server or a custom engine has its own memory
+    if engine in ENGINES and not config.parts["rollout"].get("vllm_url"):
+        most = MAX_SEQUENCES if engine == "vllm" else MAX_BATCH[machine.device]
+        rows = min(sampling.samples_of_engine(machine.processes, number), most)
+        prompts = -(-rows // min(sampling.rollouts, rows))
+        read = rows * sampling.max_new_tokens + prompts * run.task.prompt_length
+        cache = (sampling.kv_cache_gb or 0) * 1e9
+        cache = cache or machine.memory / (4 if machine.device == "cuda" else 8)
+        if engine != "vllm":  # which allocates all of it at once
+            cache = min(cache, 2 * sizes.num_hidden_layers * keys * width * read)
+        memory[f"rollout weights ({config.run.dtype})"] = width * count(model) / number
+        memory[f"KV cache of {rows} samples"] = cache
     return {name: size for name, size in memory.items() if size}
-
-
-def _of_engine(run: RunContext, machine: Machine) -> dict[str, float]:
-    """Weights and KV cache; nothing of a vLLM server or a custom engine."""
-    config, sampling, sizes = run.config, run.config.sampling, run.policy.config
-    name, width, number = config.chosen.rollout, run.dtype.itemsize, tensor_parallel(config)
-    if config.parts["rollout"].get("vllm_url") or name not in ENGINES:
-        return {}
-    most = MAX_SEQUENCES if name == "vllm" else MAX_BATCH[machine.device]
-    rows = min(sampling.samples_of_engine(machine.processes, number), most)
-    prompts = -(-rows // min(sampling.rollouts, rows))
-    tokens = rows * sampling.max_new_tokens + prompts * run.task.prompt_length
-    keys = sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim
-    limit = (sampling.kv_cache_gb or 0) * 1e9
-    limit = limit or machine.memory / (4 if machine.device == "cuda" else 8)
-    # vLLM allocates all of it at once
-    cache = limit if name == "vllm" else min(limit, 2 * keys * width * tokens)
-    weights = f"rollout weights ({config.run.dtype})"
-    return {weights: width * count(run.policy) / number, f"KV cache of {rows} samples": cache}
 
 
 def count(module: nn.Module, is_trained: bool = False) -> int:

@@ -42,11 +42,10 @@ from maxrl_fast.job.build_parts import (
     load_model,
 )
 from maxrl_fast.job.screen import Screen
-from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.rollout import Sampling
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.text_codec import end_of
 from maxrl_fast.training.logprob_parity import check_exact
 from maxrl_fast.training.stopwatch import Stopwatch
@@ -78,7 +77,11 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     most, passes = ROLLOUTS[place.device], list[dict[int, Interval]]()
     batch = max(min(x.eval_prompts * x.samples, max(most, x.samples)) for x in measures)
     device, dtype = torch.device(place.device), getattr(torch, place.dtype)
-    engine = _engine(config, source, task, dtype, batch)
+    model = load_model(source.checkpoint, config, task).to(device)
+    check_exact(model)
+    own_of_engine = own_options(config, "rollout"), config.sampling, model, task, dtype, batch
+    engine = build_engine(config.chosen.rollout, *own_of_engine)
+    engine.load_weights(model)
     rules = how.temperature, how.max_new_tokens, task.stop_ids, how.top_k, how.top_p, how.min_p
     sampling = Sampling(*rules, end_of=end_of(task))
     scorer = build_scorer(config.reward, task, device, dtype)
@@ -88,8 +91,8 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
             evaluator = Evaluator(engine, task, scorer, sampling, *part)
             passes.append(_evaluate_set(own, source, evaluator, against, screen))
     if (num := len(passes)) > 1:
-        name = f"mean pass@k of {num} sets ({config.measure.confidence:.0%} interval)"
-        table = new_table("k", name)
+        interval = f"{config.measure.confidence:.0%} interval"
+        table = new_table("k", f"mean pass@k of {num} sets ({interval})")
         for k in [k for k in passes[0] if all(k in x for x in passes)]:
             table.add_row(str(k), shown(mean_over_sets([x[k] for x in passes])))
         screen.console.print(table)
@@ -254,17 +257,6 @@ def _intervals(config: EvaluationConfig, values: dict[int, Tensor]) -> dict[int,
     options = config.measure.bootstrap, config.measure.confidence, config.sampling.seed or 0
     intervals = bootstrap(torch.stack([*values.values()], 1), *options)
     return dict(zip(values, intervals, strict=True))
-
-
-def _engine(
-    config: EvaluationConfig, source: Source, task: Task, dtype: torch.dtype, batch: int
-) -> Engine:
-    model = load_model(source.checkpoint, config, task).to(config.place.device)
-    check_exact(model)
-    named = config.chosen.rollout, own_options(config, "rollout"), config.sampling
-    engine = build_engine(*named, model, task, dtype, batch)
-    engine.load_weights(model)
-    return engine
 
 
 def _introduction(

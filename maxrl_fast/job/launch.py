@@ -321,9 +321,8 @@ class RunLoop:
             screen.info(line)
 
 
-NUM_PROMPTS, NUM_ROLLOUTS, MAX_TOKENS = 2, 2, 256  # of check_rewards
-# stages of tokens_per_second in metrics.jsonl
-STEP = ("rollout", "wait for samples", "advantage", "update")
+NUM, MAX_TOKENS = 2, 256  # of check_rewards: prompts, and rollouts of each
+STEP = ("rollout", "wait for samples", "advantage", "update")  # its stages
 WHEN = "before the first step"
 # seconds to wait for the previous process of this folder, which may still be exiting
 LOCK_LIMIT = 60.0
@@ -415,15 +414,15 @@ def check_rewards(run: RunContext, warn: Callable[[str], None]) -> None:
     is_binary = run.objective.needs.binary and config.reward.reward_source != "vote"
     if not scorer.can_fail and not is_binary:
         return
-    prompts = task.prompts("train", 0, NUM_PROMPTS).to(run.device)
+    prompts = task.prompts("train", 0, NUM).to(run.device)
     limit = min(run.sampling.max_new_tokens, MAX_TOKENS)
     sampling = replace(run.sampling, max_new_tokens=limit)
-    request = RolloutRequest(prompts, NUM_ROLLOUTS, sampling, config.run.seed)
+    request = RolloutRequest(prompts, NUM, sampling, config.run.seed)
     rewards = sample_and_score(run.engine, task, scorer, request).rewards
     if warning := scorer.failures(run.ranks, WHEN)[1]:
         warn(warning)
     if is_binary:
-        check_binary(rewards.nan_to_num().view(len(prompts), NUM_ROLLOUTS), prompts, WHEN)
+        check_binary(rewards.nan_to_num().view(len(prompts), NUM), prompts, WHEN)
 
 
 @contextmanager
@@ -489,10 +488,11 @@ def close(loop: RunLoop, ending: ExitStatus) -> None:
     total = sum(seconds.values())
     stages = (f"{x} {s:.1f} s ({s / total:.0%})" for x, s in seconds.items() if s * 99 > total)
     screen.info(f"{total:.1f} s: {', '.join(stages)}")
-    sampled, listing = loop.progress.tokens["rollout"], files.listing()
+    sampled, out = loop.progress.tokens["rollout"], files.out
     if trained := loop.clock.total(*STEP):
         screen.info(f"{sampled / trained:,.0f} sampled tokens per second of training steps")
+    for link in filter(Path.is_symlink, (out / "latest", out / "best")):
+        screen.info(f"{link.name:<12}{out / link.readlink()}")
+    screen.info(f"results     {out}")
     if sampled:
-        listing["next"] = f"maxrl-fast report {shlex.quote(str(files.out))}"
-    for name, text in listing.items():
-        screen.info(f"{name:<12}{text}")
+        screen.info(f"next        maxrl-fast report {shlex.quote(str(out))}")

@@ -392,14 +392,6 @@ class RunFiles:
             fsync(path)
         return {path.stem: path.stat().st_size for path in paths}
 
-    def listing(self) -> dict[str, str]:
-        found = {"checkpoint": "none was written"}
-        for name, link in ("checkpoint", self.out / "latest"), ("best", self.out / "best"):
-            if link.is_symlink():
-                found[name] = str(self.out / link.readlink())
-        files = {"curves": "curves.png", "metrics": "metrics.jsonl", "evaluations": "eval.jsonl"}
-        return found | {name: str(self.out / file) for name, file in files.items()}
-
     def close(self, seconds: dict[str, float]) -> None:
         if not self._is_writer:
             return

@@ -194,7 +194,8 @@ class RunLoop:
         if progress.phase == "warm start":
             with self.clock("warm start"):
                 self._warm_start()
-            progress.begin_training(self.context.warm_start.num_prompts)
+            progress.phase, progress.step = "training", 0
+            progress.next_prompt = self.context.warm_start.num_prompts
         learner = trainer.learner
         if 0 < self.num_steps <= progress.step:
             done = f"it had done all its {self.num_steps} steps"

@@ -62,9 +62,6 @@ class Progress:
     def __str__(self) -> str:
         return f"{'warm start step' if self.phase == 'warm start' else 'step'} {self.step}"
 
-    def begin_training(self, next_prompt: int) -> None:
-        self.phase, self.step, self.next_prompt = "training", 0, next_prompt
-
     def is_best(self, step: int) -> bool:
         """Whether the evaluation at `step` has a higher mean reward, for rewards of 0 and 1 pass@1,
         than every earlier one. One on a part of the prompts is never the best."""
@@ -73,12 +70,6 @@ class Progress:
             for at, record in self.evaluations.items()
         }
         return all(found[step] > other for at, other in found.items() if at < step)
-
-    @classmethod
-    def of_json(cls, fields: dict[str, Any]) -> "Progress":
-        """Read the JSON of dataclasses.asdict."""
-        evaluations = {int(step): record for step, record in fields["evaluations"].items()}
-        return cls(**{**fields, "evaluations": evaluations})
 
 
 @dataclass(frozen=True)
@@ -95,7 +86,10 @@ class Saved:
 
     @classmethod
     def of_json(cls, directory: Path, fields: dict[str, Any]) -> "Saved":
-        return cls(directory, **{**fields, "progress": Progress.of_json(fields["progress"])})
+        progress = Progress(**fields["progress"])
+        # JSON has no integers as names
+        progress.evaluations = {int(step): x for step, x in progress.evaluations.items()}
+        return cls(directory, **{**fields, "progress": progress})
 
 
 def find_saved(out: Path, ranks: Ranks, warn: Callable[[str], None]) -> Saved | None:

@@ -3,6 +3,7 @@ import sys
 import types
 
 import pytest
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
 from maxrl_fast import train
 from maxrl_fast.job.run_files import cut_log
@@ -122,3 +123,12 @@ def test_in_a_file_every_statement_is_one_line(capsys):
     with screen.stage("evaluate", 8) as stage:
         stage.advance(8)
     assert capsys.readouterr() == (f"{line}\nevaluate 8/8  0 s left\n", f"warning: {line}\n")
+
+
+@pytest.mark.slow
+def test_a_resumed_run_shows_every_step_once_in_tensorboard(shared_run):
+    """Before it was killed, it had written steps after its last checkpoint."""
+    events = EventMultiplexer({"killed": str(shared_run("killed") / "tensorboard")}).Reload()
+    assert [event.step for event in events.Tensors("killed", "metrics/entropy")] == [*range(1, 7)]
+    # an evaluation may be repeated
+    assert sorted({x.step for x in events.Tensors("killed", "eval/pass_at_1")}) == [0, 2, 4, 6]

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class Health:
     # whether rollouts with equal rewards are learned from, as from a teacher
     needs_no_rewards: bool = False
     clip_grad: float = float("inf")
-    _records: list[Record] = field(default_factory=list)  # the first ten and the last twenty
+    _records: list[Record] = field(default_factory=list)  # the first ten and the last ten
     _held: dict[str, int] = field(default_factory=dict)  # the last step of each condition
     _step: int = 0
 
@@ -78,9 +78,9 @@ class Health:
         warnings.jsonl."""
         self._step += 1
         self._records.append(record)
-        del self._records[STEPS : -2 * STEPS]
-        begun, last = list[dict[str, Any]](), self._records[-2 * STEPS :]
-        found = conditions(self._records[:STEPS], last, self.clip_grad)
+        del self._records[STEPS:-STEPS]
+        begun, first = list[dict[str, Any]](), self._records[:STEPS]
+        found = conditions(first, self._records[-STEPS:], self.clip_grad)
         for kind, holds, value, message in found:
             if holds and not (self.needs_no_rewards and kind == "zero_variance_groups"):
                 if self._step - self._held.get(kind, -STEPS) > STEPS:
@@ -90,11 +90,10 @@ class Health:
 
 
 def conditions(
-    first: list[Record], recent: list[Record], clip_grad: float
+    first: list[Record], last: list[Record], clip_grad: float
 ) -> Iterator[tuple[str, bool, float, str]]:
-    """Yield the kind of each warning, whether it holds at the last of the recent steps, its value
-    and its sentence."""
-    last, norms = recent[-STEPS:], [record["grad_norm"] for record in recent]
+    """Yield the kind of each warning, whether it holds over the last steps, its value and its
+    sentence."""
 
     def mean(name: str, records: list[Record] = last) -> float:
         return fmean(record[name] for record in records)
@@ -117,9 +116,7 @@ def conditions(
     said = f"log-probs of rollout and training differ by {now:.3g} nats per token, {then:.3g} at "
     said += "first: set --correction tis, or --dtype float32"
     yield "logprob_diff", now > max(0.02, 3 * then), now, said
-    now, usual, clipped = norms[-1], median(norms[:-1]), min(norms[-STEPS:]) / clip_grad
-    said = f"the gradient norm is {now:.3g}, the median of the steps before is {usual:.3g}: if "
-    yield "grad_norm", now > 10 * usual > 0, now, said + "this happens often, lower --lr"
+    clipped = min(record["grad_norm"] for record in last) / clip_grad
     said = f"in 10 steps the gradient norm was at least {clipped:.0f} times --clip-grad "
     said += f"{clip_grad:g}: lower --lr, or raise --clip-grad"
     yield "grad_clipped", clipped > 50, clipped, said

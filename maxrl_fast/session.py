@@ -175,8 +175,8 @@ class Session:
                 for text in row:
                     check_utf8(text, "responses")
                     given.append(task.encode_demonstration(prompt, text, "responses")[1])
-        parts = (x.to(self._run.device) for x in (prompts, Rollouts.given(given)))
-        samples = SessionSamples(*parts, task, self._settings.temperature, is_given=True)
+        parts = prompts.to(self._run.device), Rollouts.given(given).to(self._run.device), task
+        samples = SessionSamples(*parts, self._settings.temperature, is_given=True)
         lengths, most = samples.prompts.lengths, self._positions
         each = lengths.repeat_interleave(samples.num_rollouts) + samples.rollouts.lengths
         if (longest := int(torch.cat([lengths, each]).max())) > most:

@@ -255,7 +255,7 @@ class RunContext:
         options, reward, ranks = config.sampling, config.reward, self.ranks
         limit, state = options.max_new_tokens, self.learner.objective_state
         sizes, policy_reward, penalty = (options.prompts, options.rollouts), None, None
-        schedule: Schedule | None = options.stopping()
+        schedule: Schedule | None = (stopping := options.stopping())
         if answered := answered_task(config, self.task, self.objective):
             kind = PROBABILITY if needs.answers else reward.reward_source
             policy_reward = PolicyReward(kind, answered, self.learner, limit)
@@ -268,8 +268,8 @@ class RunContext:
             average = state.get("reward_std")
             own = None if average is None else StdFilter(options.std_filter, average)
             schedule = DynamicSampling(*sizes, options.dynamic_sampling, own)
-        elif schedule is not None:
-            state |= schedule.state
+        elif stopping is not None:
+            state |= stopping.state
         if options.ahead:  # its collective operations and its time are its own
             ranks, clock = ranks.copied(), Stopwatch(parent=clock)
             needs = replace(needs, components=True)  # of all ranks, for checkpoints

@@ -236,7 +236,7 @@ def _share_frozen(learner: Learner) -> None:
     weights, critic = dict(learner.model.named_parameters()), learner.critic
     reference = learner.reference if learner.copies_policy else None
     with torch.no_grad():
-        for model in filter(None, (reference, critic and critic.model)):
+        for model in filter(None, (reference, critic.model if critic else None)):
             for name, own in model.named_parameters():
                 if not own.requires_grad and not weights[name].requires_grad:
                     own.copy_(weights[name])

@@ -387,9 +387,10 @@ def train(
         files = RunFiles(out, options, ranks.is_first, is_resumed, saved, warn)
         if ranks.is_first:
             output.open(out, is_resumed)
-        said, source = describe_run(run), run.scorer.source
-        said += [own_options(saved.options, options)] if saved else []
-        for line in filter(None, (*said, *found, *(source.lines() if source else ()))):
+        source = run.scorer.source
+        found += source.lines() if source else []
+        changed = own_options(saved.options, options) if saved else ""
+        for line in filter(None, (*describe_run(run), changed, *found)):
             screen.info(line)
         run.clock.beat()
         ending, limit = ExitStatus(run=run), config.run.stall_limit

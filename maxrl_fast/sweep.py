@@ -106,16 +106,23 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
 
 
 def train(command: list[str], is_quiet: bool) -> int:
-    """Train in a process, to which signals are passed on; return its exit code."""
+    """Train in a process, to which signals are passed on; return its exit code, or a signal's, also
+    where the process was ending already."""
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL if is_quiet else None)
+    asked = list[int]()
+
+    def pass_on(number: int, _: object) -> None:
+        asked.append(number)
+        child.send_signal(number)
+
     # SIGHUP is ignored under nohup
     before = {x: signal.getsignal(x) for x in SIGNALS if signal.getsignal(x) != signal.SIG_IGN}
     for number in before:
-        signal.signal(number, lambda number, _: child.send_signal(number))
+        signal.signal(number, pass_on)
     code = child.wait()
     for number, handler in before.items():
         signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
+    return 128 + asked[0] if asked else code if code >= 0 else 128 - code
 
 
 def mean_over_seeds(values: Sequence[float]) -> dict[str, float]:

@@ -16,10 +16,8 @@ from maxrl_fast.config.options import Config
 from maxrl_fast.config.read import located, parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import EngineError, InputError, StorageError, UserCodeError
-from maxrl_fast.job.build import RunContext
-from maxrl_fast.job.build_policy import find_policy
-from maxrl_fast.job.build_task import build_run_task, closing_task
-from maxrl_fast.job.estimates import estimate
+from maxrl_fast.job.build import RunContext, estimate
+from maxrl_fast.job.build_parts import build_run_task, closing_task, find_policy
 from maxrl_fast.job.launch import ExitStatus, train
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.device import Machine, resolve_device
@@ -34,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     of the user's; 2 on bad input, or if such code fails before step 1; 129 on SIGHUP, 130 on Ctrl-C
     and 143 on SIGTERM. A process of torchrun ends instead of returning."""
     ranks, code = Ranks.of_environment(), 0
-    screen = Screen(is_quiet=not ranks.is_first)
+    screen = Screen(not ranks.is_first)
     try:
         ending = run_job(arguments, ranks, screen)
         if ending.error:

@@ -10,8 +10,7 @@ from maxrl_fast import evaluate, train
 from maxrl_fast.config.options import Decoding
 from maxrl_fast.config.read import parse
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.build_policy import build_engine
-from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.build_parts import build_engine, build_task
 from maxrl_fast.runtime.loading import load_code
 from maxrl_fast.tasks.maze import MazeTask
 from tests.models import tiny_decoder

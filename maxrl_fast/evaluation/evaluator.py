@@ -113,8 +113,8 @@ def over_sets(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Evaluator:
     """Samples responses to the first prompts of a split, and scores them. The ranks divide the
-    prompts, and each samples `chunk` prompts at a time; if it `shares_engine`, also without own
-    prompts, for the others."""
+    prompts, and each samples `chunk` prompts at a time; with an engine that it shares also without
+    own prompts, for the others."""
 
     engine: Engine
     task: Task
@@ -127,7 +127,6 @@ class Evaluator:
     split: str = "test"
     chunk: int = 32
     ranks: Ranks = field(default_factory=Ranks)
-    shares_engine: bool = False
     beat: Progress = no_progress  # called while it samples and scores
 
     def evaluate(
@@ -148,9 +147,7 @@ class Evaluator:
                 prompts = self.task.prompts(self.split, first, own).to(self.device)
             asked = prompts, self.num_samples, self.sampling, self.seed
             request = RolloutRequest(*asked, beat=self.beat)
-            sampled = sample_and_score(
-                self.engine, self.task, self.scorer, request, shares_engine=self.shares_engine
-            )
+            sampled = sample_and_score(self.engine, self.task, self.scorer, request)
             if own and keep:
                 keep(sampled, sampled.rewards, sampled.components)
             places.append(torch.arange(first, first + own, device=self.device))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from maxrl_fast.records import SEQUENCE, Rollouts, Samples
 from maxrl_fast.rollout import Engine, RolloutRequest, cut
+from maxrl_fast.rollout.validation import CheckedEngine
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.episode import EpisodeTask
 from maxrl_fast.tasks.scorer import Scorer
@@ -30,14 +31,12 @@ def sample_and_score(
     scorer: Scorer | None,
     request: RolloutRequest,
     clock: Callable[[str], AbstractContextManager[object]] = nullcontext,
-    shares_engine: bool = False,
     zero_truncated: bool = False,
 ) -> ScoredSamples:
     """Sample the responses of a request, with the environments of an EpisodeTask, and score them.
 
     A rank without prompts scores nothing; it takes part in sampling with an engine that it shares.
-    clock: measures the stages "rollout" and "reward". shares_engine: whether the engine samples for
-    several ranks, which call it together. zero_truncated: of `Scorer.score`."""
+    clock: measures the stages "rollout" and "reward". zero_truncated: of `Scorer.score`."""
     prompts = request.prompts
     with contextlib.ExitStack() as not_finished:
         if isinstance(task, EpisodeTask):
@@ -46,7 +45,7 @@ def sample_and_score(
             sampling = replace(request.sampling, max_turns=task.max_turns)
             request = replace(request, sampling=sampling, environments=environments)
         with clock("rollout"):
-            if len(prompts) or shares_engine:
+            if len(prompts) or (isinstance(engine, CheckedEngine) and engine.is_shared):
                 rollouts = cut(engine.generate(request), request.sampling)
             else:
                 rollouts = Rollouts.given([]).to(prompts.tokens.device)

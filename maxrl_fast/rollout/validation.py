@@ -20,6 +20,7 @@ class CheckedEngine(Engine):
     engine: Engine
     name: str
     vocab_size: int
+    is_shared: bool = False  # by several ranks, which call `generate` together
 
     def describe(self) -> str:
         return self.engine.describe()

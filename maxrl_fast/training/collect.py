@@ -143,7 +143,6 @@ class RolloutCollector:
     length_penalty: LengthPenalty | None = None  # added to the rewards that the objective sees
     clock: Stopwatch = field(default_factory=Stopwatch)
     ranks: Ranks = field(default_factory=Ranks)
-    shares_engine: bool = False  # the engine samples for several ranks, which call it together
     truncated: str = "keep"  # or "zero" or "mask"
 
     def collect(self, step: int, first_prompt: int) -> RolloutBatch:
@@ -310,7 +309,7 @@ class RolloutCollector:
 
     def _sample_and_score(self, request: RolloutRequest) -> ScoredSamples:
         scorer = self.scorer if self.policy_reward is None else None
-        how = self.clock, self.shares_engine, self.truncated == "zero"
+        how = self.clock, self.truncated == "zero"
         return sample_and_score(self.engine, self.task, scorer, request, *how)
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from maxrl_fast import train
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.build_parts import build_run_task
 from maxrl_fast.records import Rollouts, unpack
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.jsonl import read_lines

@@ -1,7 +1,7 @@
 import pytest
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.build_parts import build_task
 from maxrl_fast.training.answers import TeacherPrompts
 from tests.tasks.test_dataset import texts_of, written
 

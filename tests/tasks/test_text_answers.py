@@ -1,7 +1,7 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from maxrl_fast.config.options import Reward
-from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.build_parts import build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.dataset_specs import BOX, TAGS
 from maxrl_fast.tasks.text_answers import text_answers

@@ -11,7 +11,7 @@ from maxrl_fast.config.read import parse
 from maxrl_fast.config.rules import correction_of
 from maxrl_fast.errors import RewardError, warn
 from maxrl_fast.job.build import RunContext, prepare
-from maxrl_fast.job.waiting_batches import load_batches, save_batches
+from maxrl_fast.job.checkpoints import load_batches, save_batches
 from maxrl_fast.records import Inserted, Rollouts, cumulative
 from maxrl_fast.runtime.ranks import Ranks
 from tests.job.test_resume import resumes_bitwise

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from maxrl_fast import train
-from maxrl_fast.config.names import PASS_RATES
+from maxrl_fast.config.changes import PASS_RATES
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.rules import correction_of
 from maxrl_fast.model.checkpoint import load_checkpoint

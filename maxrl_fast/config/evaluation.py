@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from maxrl_fast.algorithms.options import options_of
-from maxrl_fast.config.help_page import show_help, split_help
 from maxrl_fast.config.options import EvaluationConfig, Reward
 from maxrl_fast.config.parts import options_of_part
 from maxrl_fast.config.read import (
@@ -17,6 +16,8 @@ from maxrl_fast.config.read import (
     build,
     read_flags,
     read_run,
+    show_help,
+    split_help,
 )
 from maxrl_fast.config.resolve import num_held_out, place_of, response_limit
 from maxrl_fast.config.rules import View, refuse, wrong_rewards

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from maxrl_fast.config.changes import ended_before_first_step
-from maxrl_fast.config.names import OF_ONE_START
+from maxrl_fast.config.changes import OF_ONE_START, ended_before_first_step
 from maxrl_fast.config.options import Config, Model, Place
 from maxrl_fast.config.parts import loss_of, short_name
 from maxrl_fast.config.read import absolute_function

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.changes import ended_before_first_step
-from maxrl_fast.config.names import PASS_RATES
+from maxrl_fast.config.changes import PASS_RATES, ended_before_first_step
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.log import flat
 from maxrl_fast.job.plots import draw_curves

@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM
 from maxrl_fast import train
 from maxrl_fast.config.changes import PASS_RATES
 from maxrl_fast.config.read import parse
-from maxrl_fast.config.rules import correction_of
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.optimizer import LearningRate
@@ -70,7 +69,8 @@ def test_a_run_resumes_with_another_correction(maze_run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(capped))
 
     def resumed(*flags):
-        return correction_of(parse(["--resume", str(tmp_path), *flags]))
+        config = parse(["--resume", str(tmp_path), *flags])
+        return config.chosen.correction, config.parts["correction"]
 
     assert resumed() == ("tis", {"importance_cap": 3.0})
     icepop = "--correction icepop --icepop-low 0.4".split()

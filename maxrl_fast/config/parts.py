@@ -8,9 +8,9 @@ from typing import Any
 
 from maxrl_fast.algorithms.known import method_hint
 from maxrl_fast.algorithms.losses import ALIASES, LOSSES
-from maxrl_fast.algorithms.losses.registry import Clips, TokenLoss, find_loss
+from maxrl_fast.algorithms.losses.registry import Clips, find_loss
 from maxrl_fast.algorithms.method import Method
-from maxrl_fast.algorithms.options import Option, make_option, options_of, parameters_of
+from maxrl_fast.algorithms.options import Option, options_of
 from maxrl_fast.config.options import Config, EvaluationConfig
 from maxrl_fast.errors import InputError
 from maxrl_fast.rollout.vllm import VllmOptions
@@ -57,20 +57,13 @@ def part(section: str, name: str) -> Any:
     if section == "task" and is_reward(name):
         return DatasetOptions
     if is_code(name):
-        return loss_of(name) if section == "loss" else load_code(section, name, "CLASS")
+        is_loss = section == "loss"
+        return find_code("loss", name, find_loss) if is_loss else load_code(section, name, "CLASS")
     names = ", ".join([*built_in, *["gym:NAME"] * (section == "task")])
     raise InputError(
         f"--{section} must be one of {names}, or FILE.py:NAME or package.module:NAME, got "
-        f"{name!r:.80}{method_hint(name, built_in)}",
-        section,
+        f"{name!r:.80}{method_hint(name, built_in)}"
     )
-
-
-def loss_of(name: str) -> TokenLoss:
-    """Return the token loss of --loss, a name that `part` knows."""
-    is_known = name in _BUILT_IN["loss"]
-    found: TokenLoss = find_loss(name) if is_known else find_code("loss", name, find_loss)
-    return found
 
 
 def _signature(section: str, name: str) -> Mapping[str, Option]:
@@ -82,37 +75,20 @@ def _signature(section: str, name: str) -> Mapping[str, Option]:
         return {**clips, **({size.name: size.option} if size else {}), **found.options}
     if name.startswith(GYM):
         return {**options_of(found), **generator_options(name.removeprefix(GYM))}
-    if name in _BUILT_IN[section] or found is DatasetOptions:
-        return options_of(found) if found else {}
-    own = {}
-    for x in parameters_of(found) if inspect.isclass(found) else ():
-        if x.name not in OFFERED[section] and x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY):
-            hint = type(x.default) if x.annotation is x.empty else x.annotation
-            own[x.name] = make_option(x.name, hint, x.default)
-    return own
-
-
-def purpose_of(section: str, name: str) -> str:
-    """Return the line that --help shows of a part."""
-    found = part(section, name)
-    return found.formula if isinstance(found, Method) else inspect.getdoc(found) or ""
+    is_class = inspect.isclass(found)
+    return options_of(found, OFFERED[section]) if is_class else {}
 
 
 @lru_cache(maxsize=256)
 def options_of_part(section: str, name: str) -> dict[str, Option]:
     """Return the options of a part by flag. Where a group or a built-in part of an earlier section
-    has the name, the part's own is before it: simko_k, icepop_low."""
-    evaluated = EvaluationConfig.names() if section in ("task", "rollout") else ()
+    has the name, the part's own stands before it: simko_k, icepop_low."""
+    evaluated = EvaluationConfig.options() if section in ("task", "rollout") else ()
     earlier = {"loss": ("objective",), "correction": ("objective", "loss")}.get(section, ())
-    used = Config.names().union(evaluated, *map(owners_by_option, earlier))
-    signature, short = _signature(section, name).items(), short_name(name)
+    used = {*evaluated}.union(Config.options(), *map(owners_by_option, earlier))
+    signature, short = _signature(section, name).items(), name.rpartition(":")[2]
     flags = {f"{short}_{key}" if key in used else key: (key, x) for key, x in signature}
     return {flag: replace(x, name=flag, own_name=key) for flag, (key, x) in flags.items()}
-
-
-def short_name(name: str) -> str:
-    """Return the name of a part without its file."""
-    return name.rpartition(":")[2]
 
 
 @lru_cache

@@ -1,16 +1,14 @@
 """All conditions between options of several parts. What concerns one part alone, that part refuses
 (`refuses` of an objective)."""
 
-import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from string import Formatter
 from typing import Any
 
 from maxrl_fast.algorithms.losses.registry import CLIPS
-from maxrl_fast.config.options import Config, Options
-from maxrl_fast.config.parts import loss_of
+from maxrl_fast.config.options import Config, EvaluationConfig
+from maxrl_fast.config.parts import part
 from maxrl_fast.errors import InputError
 from maxrl_fast.tasks.names import is_reward, spec_of
 from maxrl_fast.training.objectives.group import GroupObjective
@@ -76,14 +74,21 @@ def wrong_rewards(c: View) -> Iterator[str]:
         yield "reward_weights must be a number for each reward, got {reward_weights} for {reward}"
 
 
+def _wrong_measure(c: View) -> Iterator[str]:
+    if c.temperature == 0 and c.samples > 1:
+        yield "greedy decoding, of temperature 0, needs --samples 1, got {samples}"
+    if not all(1 <= k <= c.samples for k in c.k):
+        yield "k must be from 1 to the {samples} samples, got {k}"
+
+
 def _wrong_sizes(c: View) -> Iterator[str]:
     if c.prompts * c.rollouts >= 2**31:
         yield "prompts x rollouts must be below 2^31, got {prompts} x {rollouts}"
     first = [("rollouts", "first_rollouts")] * bool(c.stop_at)
     own = ("prompts", "updates_per_step"), ("hidden_size", "heads"), ("heads", "kv_heads")
-    for whole, part in (*own, *first):
-        if c[whole] % c[part]:
-            yield f"{whole} must be a multiple of {part}, got {{{whole}}} and {{{part}}}"
+    for whole, of in (*own, *first):
+        if c[whole] % c[of]:
+            yield f"{whole} must be a multiple of {of}, got {{{whole}}} and {{{of}}}"
     if c.hidden_size // c.heads % 2:
         yield "hidden_size / heads must be even, got {hidden_size} / {heads}"
     low, high = (f"{c.correction}_{x}" for x in ("low", "high"))
@@ -135,7 +140,8 @@ def _wrong_parts(c: View) -> Iterator[str]:
     if needs.binary and reads_policy:
         yield "{objective} needs rewards of 0 or 1, got --reward-source {reward_source}"
     if c.objective == "hero" and c.reward_weights[:1] not in ((), (1.0,)):
-        yield "hero needs 1 as the weight of the verifier, the first reward, got {reward_weights}"
+        what = "1 as the weight of the verifier, the first of --reward-weights"
+        yield f"hero needs {what}, got {{reward_weights}}"
     if (c.stop_at or c.carry) and c.order not in (None, c.rollouts - 1):
         what = "--stop-at is MaxRL of order --rollouts" if c.stop_at else "--carry sets the order"
         yield what + ", so order cannot be {order}"
@@ -176,51 +182,40 @@ def _wrong_parts(c: View) -> Iterator[str]:
 
 def refuse(values: Mapping[str, Any], *rules: Callable[[View], Iterator[str]]) -> None:
     """Raise the InputError of the first sentence of the rules."""
+    several = {x: " ".join(map(str, y)) for x, y in values.items() if isinstance(y, tuple)}
     for sentence in (x for rule in rules for x in rule(View(values))):
-        shown = [name for _, name, *_ in Formatter().parse(sentence) if name]
-        several = {x: " ".join(map(str, y)) for x, y in values.items() if isinstance(y, tuple)}
-        raise InputError(sentence.format_map(View({**values, **several})), *shown)
+        raise InputError(sentence.format_map(View({**values, **several})))
 
 
 def check(config: Config) -> None:
     """Refuse, before any work, what is wrong with options that are right by themselves."""
-    own = {"method": objective_of(config), "token_loss": loss_of(config.chosen.loss)}
-    refuse(config.values() | own, wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
+    own = {"method": objective_of(config), "token_loss": part("loss", config.chosen.loss)}
+    refuse({**config.values, **own}, wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
     config.sampling.stopping()  # or an error
     loss_options(config)
 
 
-@contextlib.contextmanager
-def _about(*options: str) -> Iterator[None]:
-    """Say of a part's ValueError of which options it is."""
-    try:
-        yield
-    except ValueError as error:
-        advice = "; --rollouts sets N" * ("rollouts" in options and "rollouts" in str(error))
-        raise InputError(f"{error}{advice}", *options) from error
-
-
-def own_options(config: Options, section: str) -> dict[str, Any]:
-    """Return the options of a chosen part by the names in its signature."""
-    return {config.own_names.get(flag, flag): x for flag, x in config.parts[section].items()}
+def check_evaluation(config: EvaluationConfig) -> None:
+    refuse(config.values, wrong_rewards, _wrong_measure)
 
 
 def loss_options(config: Config) -> dict[str, Any]:
     """Return the options of the loss besides its clips."""
-    own = {x: y for x, y in own_options(config, "loss").items() if x not in CLIPS}
-    with _about("loss", *config.parts["loss"]):
-        return loss_of(config.chosen.loss).resolve(own)
+    own = {x: y for x, y in config.parts["loss"].items() if x not in CLIPS}
+    try:
+        resolved: dict[str, Any] = part("loss", config.chosen.loss).resolve(own)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return resolved
 
 
 def objective_of(config: Config) -> Objective:
-    own = {key: x for key, x in own_options(config, "objective").items() if x is not None}
+    own = {x: y for x, y in config.parts["objective"].items() if y is not None}
     sizes = config.sampling.rollouts, config.optimizer.updates_per_step
-    with _about(*own, "rollouts"):
+    try:
         made = make_objective(config.chosen.objective, own, *sizes)
+    except ValueError as error:
+        advice = "; --rollouts sets N" * ("rollouts" in str(error))
+        raise InputError(f"{error}{advice}") from error
     stop_at = config.sampling.stop_at or min(config.sampling.carry, 1)
     return replace(made, stop_at=stop_at) if isinstance(made, GroupObjective) and stop_at else made
-
-
-def correction_of(config: Config) -> tuple[str, dict[str, float]]:
-    """Return the name and the numbers of the correction."""
-    return config.chosen.correction, own_options(config, "correction")

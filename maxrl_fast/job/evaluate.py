@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.config.evaluation import resolve, set_configs
 from maxrl_fast.config.options import EvaluationConfig
-from maxrl_fast.config.rules import own_options
+from maxrl_fast.config.resolve import resolve_evaluation, set_configs
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import (
     Interval,
@@ -62,12 +61,12 @@ ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progre
 
 def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
     """Sample the checkpoint on each held-out set, report, and compare with --against."""
-    options, seed = own_options(parsed, "task"), parsed.place.task_seed or 0
+    options, seed = parsed.parts["task"], parsed.place.task_seed or 0
     options |= dict.fromkeys({"sft_data"} & options.keys())
     named = parsed.chosen.task, options, seed, source.checkpoint, parsed.reward
     # with held-out sets that are given no other data is read
     task = build_task(*named, test_only=parsed.measure.split != "train")
-    config = resolve(parsed, source, task, screen.warning)
+    config = resolve_evaluation(parsed, source, task, screen.warning)
     place, how, configs = config.place, config.sampling, set_configs(config, task)
     torch.set_num_threads(place.threads)
     others = [_read_others(own) for own in configs]
@@ -264,7 +263,7 @@ def _engine(config: EvaluationConfig, source: Source, task: Task, batch: int) ->
         max_new_tokens=config.sampling.max_new_tokens,
     ).to(config.place.device)
     check_exact(model)
-    named = config.chosen.rollout, own_options(config, "rollout"), config.sampling
+    named = config.chosen.rollout, config.parts["rollout"], config.sampling
     engine = build_engine(*named, model, task, getattr(torch, config.place.dtype), batch)
     engine.load_weights(model)
     return engine

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from maxrl_fast.config import evaluation
-from maxrl_fast.config.read import parse, parse_options, read_toml
+from maxrl_fast.config.read import parse, parse_evaluation, parse_options, read_toml
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import hf_config
@@ -66,7 +65,7 @@ def values_of(line: str) -> dict[str, object]:
     """The options that a command line resolves to; of a hub's model only those that are parsed."""
     words = line.replace("RECIPES", str(ROOT / "examples")).split()
     if words[0] == "evaluate":
-        config, _ = evaluation.parse(words[1:])
+        config, _ = parse_evaluation(words[1:])
         return config.flat()
     config = parse(words)
     # Python and config.json give the options as their values

@@ -1,6 +1,5 @@
 import pytest
 
-from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.changes import FREE, ROUNDING, changes
 from maxrl_fast.config.options import SHAPE, Config
 from maxrl_fast.config.read import ELSEWHERE, hint, parse
@@ -8,7 +7,7 @@ from maxrl_fast.config.rules import unused_options
 from tests.tables import refused
 
 BELOW = float.fromhex("0x1.fffffffffffffp-1")  # the largest number below 1
-OPTIONS = {name: x for g in Config.groups().values() for name, x in options_of(g).items()}
+OPTIONS = Config.options()
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def test_limits_on_both_sides(name, right, wrong):
 
 def test_a_condition_that_refuses_says_what_the_option_needs():
     def said(name, *flags, **options):
-        return unused_options(parse(flags).values() | options).get(name)
+        return unused_options({**parse(flags).values, **options}).get(name)
 
     vllm = "--rollout", "vllm"
     assert said("vllm_tensor_parallel", *vllm, vllm_url="x") == "cannot be used with --vllm-url"
@@ -58,11 +57,11 @@ def test_what_a_resumed_run_may_change():
     assert ROUNDING < FREE
     assert {"lr", "eval_prompts", "seed"}.isdisjoint(FREE)
     assert "layers" in SHAPE
-    assert Config.names() >= SHAPE | (FREE - {"vllm_url", "vllm_tensor_parallel"})
+    assert Config.options().keys() >= SHAPE | (FREE - {"vllm_url", "vllm_tensor_parallel"})
 
 
 def test_a_misspelled_option_is_found_by_its_spelling():
     assert hint("maze_sise", {"maze_size"}) == "; did you mean --maze-size?"
-    assert hint("xyzzy", Config.names()) == ""
-    assert hint("use_vllm", Config.names()) == "; did you mean --rollout vllm?"
+    assert hint("xyzzy", Config.options()) == ""
+    assert hint("use_vllm", Config.options()) == "; did you mean --rollout vllm?"
     assert ELSEWHERE["num_generations"] == "rollouts"

@@ -6,10 +6,9 @@ import pytest
 
 from maxrl_fast import train
 from maxrl_fast.algorithms.options import options_of
-from maxrl_fast.config import evaluation
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.parts import SECTIONS, owners_by_option
-from maxrl_fast.config.read import parse, parse_options
+from maxrl_fast.config.read import parse, parse_evaluation, parse_options
 from maxrl_fast.config.resolve import evaluation_schedule, resolve, tensor_parallel
 from maxrl_fast.config.rules import loss_options
 from maxrl_fast.job.build import build_loss_settings
@@ -147,7 +146,7 @@ def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_pat
     (tmp_path / "latest").mkdir()
 
     def taken(*flags):
-        config, _ = evaluation.parse([str(tmp_path), *flags])
+        config, _ = parse_evaluation([str(tmp_path), *flags])
         limit, seed = config.sampling.max_new_tokens, config.sampling.seed
         return str(config.flat().get("data")), limit, seed, config.place.task_seed
 

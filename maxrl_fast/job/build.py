@@ -44,7 +44,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward, check_answers
-from maxrl_fast.training.schedule import Carried, DynamicSampling, Schedule, StdFilter
+from maxrl_fast.training.schedule import Carried, DynamicSampling, Schedule, StdFilter, Stopping
 from maxrl_fast.training.sharding import distribute, is_sharded, shard
 from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
@@ -283,15 +283,14 @@ class RunContext:
         )
 
     def _schedule(self) -> Schedule | None:
-        options, state = self.config.sampling, self.learner.objective_state
+        options = self.config.sampling
         if options.dynamic_sampling > 1:
-            average = state.get("reward_std")
+            average = self.learner.objective_state.get("reward_std")
             own = None if average is None else StdFilter(options.std_filter, average)
             limits = options.prompts, options.rollouts, options.dynamic_sampling
             return DynamicSampling(*limits, own)
-        if stopping := options.stopping():
-            state |= stopping.state
-        return stopping
+        sizes = options.prompts, options.first_rollouts, options.rollouts, options.stop_at
+        return Stopping(*sizes) if options.stop_at else None
 
     @cached_property
     def evaluators(self) -> dict[str, Evaluator]:

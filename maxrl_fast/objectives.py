@@ -1,5 +1,8 @@
-"""The command `python -m maxrl_fast.objectives [NAME ...]`: list objectives, token losses and
-corrections, a line each, or print all that is known of those that are named."""
+"""usage: python -m maxrl_fast.objectives [NAME ...]
+
+List the objectives, the token losses of --loss and the corrections of --correction, a line each
+with what it is for and what it needs; of those that are named print the formula, the weight, the
+options, the source and the notation too."""
 
 from maxrl_fast.runtime.output import run_command
 
@@ -83,11 +86,6 @@ other engines, some are left out: icepop mis
 updates far from the sampler: sequence_mask
 """
 WIDEST = 34  # of a purpose
-HELP = """usage: python -m maxrl_fast.objectives [NAME ...]
-
-List the objectives, the token losses of --loss and the corrections of --correction, a line each
-with what it is for and what it needs; of those that are named print the formula, the weight, the
-options, the source and the notation too."""
 
 
 def purpose_of(kind: str, name: str) -> str:
@@ -99,7 +97,7 @@ def purpose_of(kind: str, name: str) -> str:
 
 @command
 def main(names: Sequence[str]) -> int:
-    show_help(names, HELP)
+    show_help(names, str(__doc__))
     console = Console() if sys.stdout.isatty() else Console(width=160)
     show = partial(console.print, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     known = {x for methods, aliases, *_ in KINDS.values() for x in (*methods, *aliases)}

@@ -25,7 +25,6 @@ from maxrl_fast.training.objectives.registry import (
     OBJECTIVES,
     find_code,
     find_objective,
-    objective_class,
 )
 
 # in the order of choice: the default of a later one follows from earlier ones
@@ -99,15 +98,3 @@ def owners_by_option(section: str) -> dict[str, tuple[str, ...]]:
         for key in options_of_part(section, name):
             owners[key] = (*owners.get(key, ()), name)
     return owners
-
-
-def default_of(section: str, chosen: Mapping[str, str], ahead: int, has_cap: bool) -> str:
-    """Return the loss or the correction that follows from the parts chosen before it, for a
-    correction with --ahead and whether --importance-cap is given."""
-    objective = objective_class(chosen["objective"])
-    if section == "loss":
-        return objective.loss
-    # samples of older weights, and the loss has no ratio
-    is_stale = ahead and chosen["loss"] == "reinforce"
-    is_other = chosen["rollout"] != "native" or is_stale
-    return "tis" if has_cap or (is_other and not objective.owns_loss) else "none"

@@ -22,12 +22,11 @@ from maxrl_fast.config.changes import OF_ONE_START
 from maxrl_fast.config.options import Config, EvaluationConfig, Options, Reward, Run
 from maxrl_fast.config.parts import (
     SECTIONS,
-    default_of,
     options_of_part,
     owners_by_option,
     part,
 )
-from maxrl_fast.config.rules import check, check_evaluation, unused_options
+from maxrl_fast.config.rules import check, refuse, unused_options, wrong_evaluation
 from maxrl_fast.errors import InputError, printable, warn
 from maxrl_fast.evaluation.outcome import RESULTS
 from maxrl_fast.evaluation.source import Source, find_source
@@ -36,7 +35,7 @@ from maxrl_fast.runtime.files import JSON_BYTES, check_regular
 from maxrl_fast.runtime.loading import is_file
 from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks.dataset import DatasetOptions
-from maxrl_fast.training.objectives.registry import objective_presets
+from maxrl_fast.training.objectives.registry import objective_class, objective_presets
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -154,7 +153,7 @@ def parse_evaluation(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source
         elif "task" not in flags:
             raise InputError(f"a checkpoint that is not in the folder of a run {TASK_IS_MISSING}")
     config = build(EvaluationConfig, flags, of_run)
-    check_evaluation(config)
+    refuse(config.values, wrong_evaluation)
     return config, source
 
 
@@ -193,7 +192,7 @@ def read_flags(words: Sequence[str]) -> dict[str, Given]:
 
 
 def names_of_lists() -> set[str]:
-    """Return the options that take several values themselves, such as reward and data."""
+    """The options that take several values themselves, such as reward and data."""
     options = Config.options() | options_of_part("task", "dataset")
     return {name for name, x in options.items() if x.takes_several}
 
@@ -234,7 +233,7 @@ def read_run(out: Path) -> dict[str, Given]:
 
 
 def absolute_function(name: str) -> str:
-    """Return the name of a function by the absolute path of its file, if it has one."""
+    """Return the name of a function or classifier with the absolute path of its file."""
     if name.startswith(CLASSIFIER):
         return f"{CLASSIFIER}{Path(name.removeprefix(CLASSIFIER)).absolute()}"
     file, _, function = name.rpartition(":")
@@ -253,7 +252,12 @@ def build(
 
     for section in (x for x in SECTIONS if x in options):
         if not (name := value(section) or options[section].default):
-            name = default_of(section, chosen, value("ahead") or 0, "importance_cap" in given)
+            objective = objective_class(chosen["objective"])
+            # samples of older weights, and the loss has no ratio
+            is_stale = value("ahead") and chosen.get("loss") == "reinforce"
+            is_other = chosen["rollout"] != "native" or is_stale
+            has_weights = "importance_cap" in given or (is_other and not objective.owns_loss)
+            name = objective.loss if section == "loss" else "tis" if has_weights else "none"
         before = of_run[section].value if section in of_run else name
         if name not in (before, absolute_function(before)):
             gone = {*options_of_part(section, before), *_FOLLOWS.get(section, ())}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from maxrl_fast.algorithms.losses.registry import CLIPS
-from maxrl_fast.config.options import Config, EvaluationConfig
+from maxrl_fast.config.options import Config
 from maxrl_fast.config.parts import part
 from maxrl_fast.errors import InputError
 from maxrl_fast.tasks.names import is_reward, spec_of
@@ -20,8 +20,7 @@ from maxrl_fast.training.policy_reward import LIKELIHOODS
 class View(dict[str, Any]):
     """Options by name, as attributes too; what the run does not have is None."""
 
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)
+    __getattr__ = dict.get
 
     def __missing__(self, name: str) -> None:
         return None
@@ -68,13 +67,13 @@ def unused_options(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 # A sentence about what is wrong is a format of the options that it is about.
-def wrong_rewards(c: View) -> Iterator[str]:
-    """Yield what is wrong with the rewards of a run or an evaluation."""
+def _wrong_rewards(c: View) -> Iterator[str]:
     if len(c.reward_weights) not in (0, len(c.reward)):
         yield "reward_weights must be a number for each reward, got {reward_weights} for {reward}"
 
 
-def _wrong_measure(c: View) -> Iterator[str]:
+def wrong_evaluation(c: View) -> Iterator[str]:
+    yield from _wrong_rewards(c)
     if c.temperature == 0 and c.samples > 1:
         yield "greedy decoding, of temperature 0, needs --samples 1, got {samples}"
     if not all(1 <= k <= c.samples for k in c.k):
@@ -190,12 +189,8 @@ def refuse(values: Mapping[str, Any], *rules: Callable[[View], Iterator[str]]) -
 def check(config: Config) -> None:
     """Refuse, before any work, what is wrong with options that are right by themselves."""
     own = {"method": objective_of(config), "token_loss": part("loss", config.chosen.loss)}
-    refuse({**config.values, **own}, wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
+    refuse({**config.values, **own}, _wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
     loss_options(config)
-
-
-def check_evaluation(config: EvaluationConfig) -> None:
-    refuse(config.values, wrong_rewards, _wrong_measure)
 
 
 def loss_options(config: Config) -> dict[str, Any]:

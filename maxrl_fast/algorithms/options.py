@@ -29,8 +29,6 @@ from maxrl_fast.errors import InputError, nearest
 
 @dataclass(frozen=True)
 class Limit:
-    """The values that an option may have."""
-
     wanted: str
     holds: Callable[[Any], bool]
 

@@ -55,7 +55,6 @@ def _names(value: Any) -> Any:
 
 
 def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return a line on the options that a resumed run takes from its start."""
     others = [x for name, x in differing(before, now).items() if name not in OF_ONE_START]
     but = f", but for {'; '.join(others)}" if others else ""
     return f"options: the run's own, from its config.json{but}"

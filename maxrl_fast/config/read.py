@@ -20,13 +20,16 @@ from maxrl_fast.algorithms.method import Method
 from maxrl_fast.algorithms.options import REQUIRED, Option, options_of
 from maxrl_fast.config.changes import OF_ONE_START
 from maxrl_fast.config.options import Config, EvaluationConfig, Options, Reward, Run
-from maxrl_fast.config.parts import (
+from maxrl_fast.config.rules import (
     SECTIONS,
+    check,
     options_of_part,
     owners_by_option,
     part,
+    refuse,
+    unused_options,
+    wrong_evaluation,
 )
-from maxrl_fast.config.rules import check, refuse, unused_options, wrong_evaluation
 from maxrl_fast.errors import InputError, printable, warn
 from maxrl_fast.evaluation.outcome import RESULTS
 from maxrl_fast.evaluation.source import Source, find_source
@@ -175,7 +178,7 @@ def _of_task(of_run: dict[str, Given], flags: dict[str, Given]) -> dict[str, Giv
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Given]:
-    """Return the words of each flag, by name of the option; the last of equal flags wins."""
+    """Return the words of each flag by the option's name; the last of equal flags wins."""
     given: dict[str, Given] = {}
     for word in words:
         flag, equals, text = word.partition("=")
@@ -280,7 +283,7 @@ def build(
 def _values(
     given: Mapping[str, Given], options: Mapping[str, Option], chosen: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the options as given, else as the objective presets them, or their defaults."""
+    """Options are as given, else as the objective presets them, or have their defaults."""
     values = {name: option.default for name, option in options.items()}
     values |= objective_presets(chosen.get("objective", ""))
     for name, x in given.items():
@@ -349,7 +352,6 @@ def located(places: Mapping[str, str]) -> Iterator[None]:
 
 
 def show_help(config: Options, command: str) -> NoReturn:
-    """Print the options that a run of this configuration uses, and exit."""
     groups = [
         (f"{name.replace('_', ' ')} options", group, options_of(group))
         for name, group in config.groups().items()
@@ -367,7 +369,6 @@ def show_help(config: Options, command: str) -> NoReturn:
 
 
 def help_row(option: Option) -> tuple[str, str]:
-    """Return the flag with what it takes, and its help."""
     default = f" (default: {option.shown_default})" if option.shown_default else ""
     takes = f", --no-{option.flag[2:]}" if option.kind is bool else f" {metavar(option)}"
     return option.flag + takes, option.help + default
@@ -376,7 +377,7 @@ def help_row(option: Option) -> tuple[str, str]:
 def print_help(
     prog: str, description: str, groups: Sequence[tuple[str, str, Sequence[tuple[str, str]]]]
 ) -> NoReturn:
-    """Print a page, and exit. groups: title, purpose, and rows of a flag and its help."""
+    """groups: title, purpose, and rows of a flag and its help."""
     console = Console(highlight=False)
     console.width = min(console.width, WIDEST)
     paragraphs = re.sub(r"(?<=\S)\n(?=\S)", " ", description)
@@ -393,13 +394,11 @@ def print_help(
 
 
 def split_help(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the arguments without -h and --help, and whether these are among them."""
     words = [word for word in arguments if word not in ("-h", "--help")]
     return words, len(words) < len(arguments)
 
 
 def metavar(option: Option) -> str:
-    """Return what --help shows in the value's place."""
     if option.choices:
         return "{" + ", ".join(option.choices) + "}"
     return _METAVARS.get(option.kind, "STR") + " ..." * option.takes_several

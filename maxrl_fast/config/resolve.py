@@ -12,9 +12,8 @@ import torch
 
 from maxrl_fast.config.changes import OF_ONE_START, ended_before_first_step
 from maxrl_fast.config.options import Config, EvaluationConfig, Model, Place
-from maxrl_fast.config.parts import part
 from maxrl_fast.config.read import absolute_function
-from maxrl_fast.config.rules import View, objective_of, refuse
+from maxrl_fast.config.rules import View, objective_of, part, refuse
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
 from maxrl_fast.evaluation.source import Source
@@ -140,7 +139,6 @@ def _sft_steps(config: Config, task: Task) -> int:
 
 
 def num_held_out(wanted: int | None, task: Task) -> int:
-    """Return the held-out prompts of a set to evaluate on: by default 256, or all."""
     available = max(size for size, _ in held_out_sets(task, 2**63, 1).values())
     number = wanted or min(256, available)
     if number > available:
@@ -150,15 +148,13 @@ def num_held_out(wanted: int | None, task: Task) -> int:
 
 
 class EvaluationSchedule(NamedTuple):
-    """When a run evaluates between its first step and its last."""
-
     every: int  # steps; 0: never
     num_prompts: int  # of each held-out set
 
 
 def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
-    """Return that of --eval-every, or the default one; a sample of training costs three of an
-    evaluation, because it is learned from."""
+    """Between the first step and the last. A sample of training costs three of an evaluation,
+    because it is learned from."""
     options, steps = config.evaluation, config.optimizer.steps
     if options.eval_every is not None:
         return EvaluationSchedule(options.eval_every, options.eval_prompts)

@@ -1,20 +1,110 @@
-"""All conditions between options of several parts. What concerns one part alone, that part refuses
-(`refuses` of an objective)."""
+"""The parts of a run that are chosen by name, the options of each, and all conditions between
+options of several parts. What concerns one part alone, that part refuses (`refuses` of an
+objective)."""
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
-from maxrl_fast.algorithms.losses.registry import CLIPS
-from maxrl_fast.config.options import Config
-from maxrl_fast.config.parts import part
+from maxrl_fast.algorithms.known import method_hint
+from maxrl_fast.algorithms.losses import ALIASES, LOSSES
+from maxrl_fast.algorithms.losses.registry import CLIPS, Clips, find_loss
+from maxrl_fast.algorithms.method import Method
+from maxrl_fast.algorithms.options import Option, options_of
+from maxrl_fast.config.options import Config, EvaluationConfig
 from maxrl_fast.errors import InputError
-from maxrl_fast.tasks.names import is_reward, spec_of
+from maxrl_fast.rollout.vllm import VllmOptions
+from maxrl_fast.runtime.loading import is_code, load_code
+from maxrl_fast.tasks.dataset import DatasetOptions
+from maxrl_fast.tasks.dataset_specs import DATASETS
+from maxrl_fast.tasks.gym import GymOptions, generator_options
+from maxrl_fast.tasks.maze import MazeOptions
+from maxrl_fast.tasks.names import GYM, OBJECT, is_reward, spec_of
+from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import Objective, has_teacher
-from maxrl_fast.training.objectives.registry import find_objective, make_objective
+from maxrl_fast.training.objectives.registry import (
+    OBJECTIVES,
+    find_code,
+    find_objective,
+    make_objective,
+)
 from maxrl_fast.training.policy_reward import LIKELIHOODS
+
+# in the order of choice: the default of a later one follows from earlier ones
+SECTIONS = ("objective", "rollout", "task", "loss", "correction")
+ENGINES: dict[str, Any] = {"native": None, "vllm": VllmOptions}
+_BUILT_IN: dict[str, Any] = {
+    "objective": OBJECTIVES,
+    "loss": LOSSES | ALIASES,
+    "correction": CORRECTIONS,
+    "task": {"maze": MazeOptions} | dict.fromkeys(DATASETS, DatasetOptions),
+    "rollout": ENGINES,
+}
+# arguments that a user's class may ask for, which are no options
+OFFERED = {
+    "task": ("seed", "model"),
+    "rollout": ("model", "dtype", "max_batch", "ranks", "cache_bytes"),
+}
+
+
+def part(section: str, name: str) -> Any:
+    """Return what --SECTION NAME names: a method, a dataclass of options, a user's class, or None
+    for a part without options."""
+    if section == "objective":
+        return find_objective(name)
+    if name in (built_in := _BUILT_IN[section]):
+        return built_in[name]
+    if section == "task" and name.startswith((GYM, OBJECT)):
+        return GymOptions if name.startswith(GYM) else None
+    if section == "task" and is_reward(name):
+        return DatasetOptions
+    if is_code(name):
+        is_loss = section == "loss"
+        return find_code("loss", name, find_loss) if is_loss else load_code(section, name, "CLASS")
+    names = ", ".join([*built_in, *["gym:NAME"] * (section == "task")])
+    raise InputError(
+        f"--{section} must be one of {names}, or FILE.py:NAME or package.module:NAME, got "
+        f"{name!r:.80}{method_hint(name, built_in)}"
+    )
+
+
+def _signature(section: str, name: str) -> Mapping[str, Option]:
+    """Return the options of a part by the names in its signature."""
+    found = part(section, name)
+    if isinstance(found, Method):
+        clips = options_of(Clips) if getattr(found, "clips", False) else {}
+        size = getattr(found, "size", None)
+        return {**clips, **({size.name: size.option} if size else {}), **found.options}
+    if name.startswith(GYM):
+        return {**options_of(found), **generator_options(name.removeprefix(GYM))}
+    is_class = inspect.isclass(found)
+    return options_of(found, OFFERED[section]) if is_class else {}
+
+
+@lru_cache(maxsize=256)
+def options_of_part(section: str, name: str) -> dict[str, Option]:
+    """Return the options of a part by flag. Where a group or a built-in part of an earlier section
+    has the name, the part's own stands before it: simko_k, icepop_low."""
+    evaluated = EvaluationConfig.options() if section in ("task", "rollout") else ()
+    earlier = {"loss": ("objective",), "correction": ("objective", "loss")}.get(section, ())
+    used = {*evaluated}.union(Config.options(), *map(owners_by_option, earlier))
+    signature, short = _signature(section, name).items(), name.rpartition(":")[2]
+    flags = {f"{short}_{key}" if key in used else key: (key, x) for key, x in signature}
+    return {flag: replace(x, name=flag, own_name=key) for flag, (key, x) in flags.items()}
+
+
+@lru_cache
+def owners_by_option(section: str) -> dict[str, tuple[str, ...]]:
+    """Return the built-in parts of a section that have each option."""
+    owners: dict[str, tuple[str, ...]] = {}
+    for name in _BUILT_IN[section]:
+        for key in options_of_part(section, name):
+            owners[key] = (*owners.get(key, ()), name)
+    return owners
 
 
 class View(dict[str, Any]):
@@ -61,7 +151,6 @@ def _needs(c: View) -> Iterator[tuple[str, Any, str]]:
 
 
 def unused_options(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options that a run does not use, and what to say."""
     needs = (x for x in _needs(View(values)) if not x[1])
     return {name: said for x, _, said in needs for name in x.split() if name in values}
 
@@ -101,8 +190,7 @@ def _wrong_sizes(c: View) -> Iterator[str]:
 
 
 def _fixed(c: View) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    """Yield whether something is chosen that lets options have only one value, its name, and the
-    values."""
+    """Yield whether something is chosen, its name, and the only values that options then have."""
     needs, given = c.method.needs, {"reward_source": "given"}
     plain = {**given, "overlong_buffer": 0}
     of_answers = "{objective}, which learns from the reference answer,"
@@ -180,7 +268,6 @@ def _wrong_parts(c: View) -> Iterator[str]:
 
 
 def refuse(values: Mapping[str, Any], *rules: Callable[[View], Iterator[str]]) -> None:
-    """Raise the InputError of the first sentence of the rules."""
     several = {x: " ".join(map(str, y)) for x, y in values.items() if isinstance(y, tuple)}
     for sentence in (x for rule in rules for x in rule(View(values))):
         raise InputError(sentence.format_map(View({**values, **several})))

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parts import part
 from maxrl_fast.config.resolve import resolve, tensor_parallel
-from maxrl_fast.config.rules import loss_options, objective_of
+from maxrl_fast.config.rules import loss_options, objective_of, part
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build_policy import (

@@ -7,10 +7,9 @@ import pytest
 from maxrl_fast import train
 from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parts import SECTIONS, owners_by_option
 from maxrl_fast.config.read import parse, parse_evaluation, parse_options
 from maxrl_fast.config.resolve import evaluation_schedule, resolve, tensor_parallel
-from maxrl_fast.config.rules import loss_options
+from maxrl_fast.config.rules import SECTIONS, loss_options, owners_by_option
 from maxrl_fast.job.build import build_loss_settings
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.runtime.ranks import Ranks

@@ -10,12 +10,10 @@ from maxrl_fast.runtime.run_folder import RunFolder
 # of one start of a run, which do not belong to its configuration
 OF_ONE_START = ("resume", "out", "allow_changes", "config", "dry_run")
 # of the task: where prompts come from
-OF_TASK = (
-    *("task", "maze_size", "data", "hub", "test_data", "test_hub"),
-    *("allow_overlap", "where", "prompt_key", "answer_key", "prompt_suffix", "system_prompt"),
-    *("plain_prompts", "max_prompt_tokens", "allow_special_tokens", "chat_template"),
-    *("chat_template_kwargs", "template_date", "stop", "environment", "max_turns"),
-)
+_OF_TASK = """task maze_size data hub test_data test_hub allow_overlap where prompt_key answer_key
+prompt_suffix system_prompt plain_prompts max_prompt_tokens allow_special_tokens chat_template
+chat_template_kwargs template_date stop environment max_turns"""
+OF_TASK = _OF_TASK.split()
 # at which weight.json has W_N(p): 60 for each power of ten
 PASS_RATES = [10.0 ** (i / 60 - 3) for i in range(181)]
 

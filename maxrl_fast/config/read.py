@@ -340,15 +340,14 @@ def located(places: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        text = str(error)
-        said = "; ".join(
-            f"{name}: {place}"
-            for name, place in places.items()
-            if re.search(rf"(?<![\w/.-])(--)?{name.replace('_', '[-_]')}(?![\w/.-])", text)
-        )
+        text, said = str(error), list[str]()
+        for name, place in places.items():
+            word = re.escape(name).replace("_", "[-_]")
+            if re.search(rf"(?<![\w/.-])(--)?{word}(?![\w/.-])", text):
+                said.append(f"{name}: {place}")
         if not said or any(place in text for place in places.values()):
             raise
-        raise InputError(f"{text} ({said})") from error
+        raise InputError(f"{text} ({'; '.join(said)})") from error
 
 
 def show_help(config: Options, command: str) -> NoReturn:

@@ -110,7 +110,8 @@ def owners_by_option(section: str) -> dict[str, tuple[str, ...]]:
 class View(dict[str, Any]):
     """Options by name, as attributes too; what the run does not have is None."""
 
-    __getattr__ = dict.get
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
 
     def __missing__(self, name: str) -> None:
         return None

@@ -340,11 +340,10 @@ def located(places: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        text, said = str(error), list[str]()
-        for name, place in places.items():
-            word = re.escape(name).replace("_", "[-_]")
-            if re.search(rf"(?<![\w/.-])(--)?{word}(?![\w/.-])", text):
-                said.append(f"{name}: {place}")
+        text = str(error)
+        words = re.findall(r"(?<![\w/.-])(?:--)?(\w[\w-]*)(?![\w/.-])", text)
+        named = {word.replace("-", "_") for word in words} & places.keys()
+        said = [f"{name}: {place}" for name, place in places.items() if name in named]
         if not said or any(place in text for place in places.values()):
             raise
         raise InputError(f"{text} ({'; '.join(said)})") from error

@@ -19,7 +19,7 @@ from rich.text import Text
 from maxrl_fast.algorithms.method import Method
 from maxrl_fast.algorithms.options import REQUIRED, Option, options_of
 from maxrl_fast.config.changes import OF_ONE_START
-from maxrl_fast.config.options import Config, EvaluationConfig, Options, Reward, Run
+from maxrl_fast.config.options import Config, EvaluationConfig, Options, Reward
 from maxrl_fast.config.rules import (
     SECTIONS,
     check,
@@ -109,7 +109,7 @@ def parse_options(options: Mapping[str, Any]) -> Config:
 
 def _parse(given: dict[str, Given], asks_for_help: bool = False) -> Config:
     def path(name: str) -> Path | None:
-        return given[name].read(options_of(Run)[name]) if name in given else None
+        return given[name].read(Config.options()[name]) if name in given else None
 
     if (file := path("config")) is not None:
         given = read_toml(file) | given

@@ -276,28 +276,27 @@ def refuse(values: Mapping[str, Any], *rules: Callable[[View], Iterator[str]]) -
 
 def check(config: Config) -> None:
     """Refuse, before any work, what is wrong with options that are right by themselves."""
-    own = {"method": objective_of(config), "token_loss": part("loss", config.chosen.loss)}
-    refuse({**config.values, **own}, _wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
-    loss_options(config)
+    try:
+        own = {"method": objective_of(config), "token_loss": part("loss", config.chosen.loss)}
+        refuse({**config.values, **own}, _wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
+        loss_options(config)
+    except InputError:
+        raise
+    except ValueError as error:  # of a part
+        advice = "; --rollouts sets N" * ("rollouts" in str(error))
+        raise InputError(f"{error}{advice}") from error
 
 
 def loss_options(config: Config) -> dict[str, Any]:
     """Return the options of the loss besides its clips."""
     own = {x: y for x, y in config.parts["loss"].items() if x not in CLIPS}
-    try:
-        resolved: dict[str, Any] = part("loss", config.chosen.loss).resolve(own)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    resolved: dict[str, Any] = part("loss", config.chosen.loss).resolve(own)
     return resolved
 
 
 def objective_of(config: Config) -> Objective:
     own = {x: y for x, y in config.parts["objective"].items() if y is not None}
     sizes = config.sampling.rollouts, config.optimizer.updates_per_step
-    try:
-        made = make_objective(config.chosen.objective, own, *sizes)
-    except ValueError as error:
-        advice = "; --rollouts sets N" * ("rollouts" in str(error))
-        raise InputError(f"{error}{advice}") from error
+    made = make_objective(config.chosen.objective, own, *sizes)
     stop_at = config.sampling.stop_at or min(config.sampling.carry, 1)
     return replace(made, stop_at=stop_at) if isinstance(made, GroupObjective) and stop_at else made

@@ -61,22 +61,6 @@ def test_the_warm_start_has_its_own_beta2():
         assert learner.optimizer.param_groups[0]["betas"][1] == beta2
 
 
-def test_a_run_resumes_with_another_correction(maze_run, tmp_path):
-    """Options of the run's correction that the other does not take are left out."""
-    own = json.loads((maze_run / "config.json").read_text())
-    capped = own | {"correction": "tis", "importance_cap": 3.0}
-    (tmp_path / "config.json").write_text(json.dumps(capped))
-
-    def resumed(*flags):
-        config = parse(["--resume", str(tmp_path), *flags])
-        return config.chosen.correction, config.parts["correction"]
-
-    assert resumed() == ("tis", {"importance_cap": 3.0})
-    icepop = "--correction icepop --icepop-low 0.4".split()
-    assert resumed(*icepop) == ("icepop", {"low": 0.4, "high": 5.0})
-    assert resumed("--correction", "none") == ("none", {})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",

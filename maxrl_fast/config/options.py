@@ -21,6 +21,7 @@ from maxrl_fast.algorithms.options import (
     options_of,
 )
 from maxrl_fast.model.hub import directory_of
+from maxrl_fast.ops.divergence import BETA
 from maxrl_fast.ops.loss_kernel import Aggregation
 
 AnyConfig = TypeVar("AnyConfig", bound="Options")
@@ -198,9 +199,7 @@ class Loss:
     """Its estimator; full: the exact one, of the whole vocabulary."""
     divergence: Literal["reverse", "forward", "jsd"] = "reverse"
     """Of --kl full: KL(policy || teacher), KL(teacher || policy) or Jensen-Shannon's."""
-    jsd_beta: Annotated[float, Limit("from 1e-7 to 1 - 1e-7", lambda x: 1e-7 <= x <= 1 - 1e-7)] = (
-        0.5
-    )
+    jsd_beta: Annotated[float, BETA] = 0.5
     """The teacher's weight in --divergence jsd."""
     reference: str | None = None
     """Reference policy or teacher: a checkpoint with the policy's tokenizer. By default the policy

@@ -46,6 +46,7 @@ FILES = {
     "run/checkpoints/step-000000/config.json": "{}",
     "run/latest/config.json": "{}",
     "early/config.json": json.dumps(RUN),
+    "tis/config.json": json.dumps(RUN | {"correction": "tis", "importance_cap": 3.0}),
     "old/config.json": '{"steps": 5, "estimator_options": "eps=1"}',
     "half/config.json": "{}",
     "half/progress.json": "{}",

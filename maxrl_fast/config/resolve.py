@@ -81,7 +81,10 @@ def _wrong(c: View) -> Iterator[str]:
     if c.prompts < c.processes:
         yield "prompts must be at least the number of processes, {processes}, got {prompts}"
     if c.processes % (c.vllm_tensor_parallel or 1):
-        yield "vllm_tensor_parallel must divide {processes}, the processes, got {vllm_tensor_parallel}"
+        yield (
+            "vllm_tensor_parallel must divide the number of processes, {processes}, got "
+            "{vllm_tensor_parallel}"
+        )
     if c.overlong_buffer > c.max_new_tokens:
         yield (
             "overlong_buffer must be at most max_new_tokens, got {overlong_buffer} and "

@@ -152,7 +152,7 @@ def test_vllm_engines_divide_the_processes():
 
     assert (sharing(1, 3), sharing(2, 4)) == (1, 2)
     for number, size in ((2, 1), (2, 3), (4, 2)):
-        with refused(f"must divide {size}, the processes, got {number}"):
+        with refused(f"must divide the number of processes, {size}, got {number}"):
             sharing(number, size)
 
 

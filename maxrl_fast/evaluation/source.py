@@ -1,6 +1,5 @@
-"""What CHECKPOINT names, and the folder of the results."""
+"""What CHECKPOINT names."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,15 +45,3 @@ def find_source(name: str) -> Source:
     path = path.resolve()
     run = next((folder for folder in list(path.parents)[:2] if RunFolder(folder).is_run), None)
     return Source(path, path.name if run is None else f"{run.name}-{path.name}", run)
-
-
-def free_folder(out: Path | None, name: str) -> Path:
-    """Return --out, or a folder named after the policy and the time."""
-    out = out or Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # The files that a stopped evaluation leaves are overwritten.
-    is_free = not out.exists() or (
-        out.is_dir() and all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir())
-    )
-    if not is_free:
-        raise InputError(f"--out must be a new or empty folder, got {out}")
-    return out

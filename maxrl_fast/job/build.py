@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parts import loss_of
 from maxrl_fast.config.resolve import evaluation_schedule, resolve, tensor_parallel
-from maxrl_fast.config.rules import correction_of, loss_options, objective_of, own_options
+from maxrl_fast.config.rules import loss_options, objective_of, part
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build_parts import (
@@ -73,6 +72,7 @@ from maxrl_fast.training.passes import (
 )
 from maxrl_fast.training.schedule import Carried, DynamicSampling, Schedule, StdFilter
 from maxrl_fast.training.trainer import Trainer, WarmStart
+from maxrl_fast.training.warm_start import WarmStart
 
 
 def prepare(
@@ -181,7 +181,7 @@ class RunContext:
 
     @cached_property
     def engine(self) -> Engine:
-        config, ranks, own = self.config, self.ranks, own_options(self.config, "rollout")
+        config, ranks, own = self.config, self.ranks, self.config.parts["rollout"]
         batch = config.sampling.samples_of_engine(ranks.size, tensor_parallel(config))
         given = config.sampling, self.policy, self.task, self.dtype, batch, ranks
         return build_engine(config.chosen.rollout, own, *given)
@@ -258,7 +258,7 @@ class RunContext:
             self.engine,
             LearningRate(options.lr, options.steps, options.warmup_steps, options.lr_schedule),
             options.updates_per_step,
-            make_correction(*correction_of(self.config)),
+            make_correction(self.config.chosen.correction, self.config.parts["correction"]),
             self.clock,
             self.teacher_prompts,
             self.config.sampling.ahead,
@@ -318,7 +318,7 @@ class RunContext:
 
 
 def build_loss_settings(config: Config) -> LossSettings:
-    options, own = config.loss, own_options(config, "loss")
+    options, own = config.loss, config.parts["loss"]
     others = "reference", "teacher_prompt", "jsd_beta"
     values = {name: x for name, x in vars(options).items() if name not in others}
     values |= {name: x for name, x in own.items() if name in ("clip_low", "clip_high")}
@@ -326,10 +326,10 @@ def build_loss_settings(config: Config) -> LossSettings:
         values |= {"kl": "k3", "kl_coef": 0.0, "divergence_coef": options.kl_coef}
     return LossSettings(
         **values,
-        loss=loss_of(config.chosen.loss).function,
+        loss=part("loss", config.chosen.loss).function,
         loss_options=loss_options(config),
         beta=options.jsd_beta,
-        sequence_mask=correction_of(config)[1].get("delta"),
+        sequence_mask=config.parts["correction"].get("delta"),
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.max_new_tokens,
         seed=config.run.seed,

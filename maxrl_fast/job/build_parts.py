@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from maxrl_fast.config.options import Config, Decoding, EvaluationConfig, Reward
-from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.run_files import Saved
 from maxrl_fast.model import checkpoint
@@ -188,7 +187,7 @@ def build_run_task(config: Config, environment: type | None = None) -> Task:
     """Build the task; `environment` is a class of this process, by --environment's name."""
     return build_task(
         config.chosen.task,
-        own_options(config, "task"),
+        config.parts["task"],
         config.run.seed,
         config.model.directory,
         config.reward,

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.config.evaluation import resolve, set_configs
 from maxrl_fast.config.options import EvaluationConfig
-from maxrl_fast.config.rules import own_options
+from maxrl_fast.config.resolve import resolve_evaluation, set_configs
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import (
     Interval,
@@ -65,12 +64,12 @@ ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progre
 
 def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
     """Sample the checkpoint on each held-out set, report, and compare with --against."""
-    options, seed = own_options(parsed, "task"), parsed.place.task_seed or 0
+    options, seed = parsed.parts["task"], parsed.place.task_seed or 0
     options |= dict.fromkeys({"sft_data"} & options.keys())
     given = options, seed, source.checkpoint, parsed.reward
     # with held-out sets that are given no other data is read
     task = build_task(parsed.chosen.task, *given, test_only=parsed.measure.split != "train")
-    config = resolve(parsed, source, task, screen.warning)
+    config = resolve_evaluation(parsed, source, task, screen.warning)
     place, how, configs = config.place, config.sampling, set_configs(config, task)
     torch.set_num_threads(place.threads)
     others, measures = [_read_others(own) for own in configs], [own.measure for own in configs]
@@ -79,7 +78,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     device, dtype = torch.device(place.device), getattr(torch, place.dtype)
     model = load_model(source.checkpoint, config, task).to(device)
     check_exact(model)
-    own_of_engine = own_options(config, "rollout"), config.sampling, model, task, dtype, batch
+    own_of_engine = config.parts["rollout"], config.sampling, model, task, dtype, batch
     engine = build_engine(config.chosen.rollout, *own_of_engine)
     engine.load_weights(model)
     rules = how.temperature, how.max_new_tokens, task.stop_ids, how.top_k, how.top_p, how.min_p

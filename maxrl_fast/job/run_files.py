@@ -17,8 +17,13 @@ from statistics import fmean
 from typing import Any, Literal
 
 from maxrl_fast.algorithms.options import as_list
-from maxrl_fast.config.changes import ROUNDING, changes, differing, ended_before_first_step
-from maxrl_fast.config.names import PASS_RATES
+from maxrl_fast.config.changes import (
+    PASS_RATES,
+    ROUNDING,
+    changes,
+    differing,
+    ended_before_first_step,
+)
 from maxrl_fast.config.options import SHAPE, Config
 from maxrl_fast.config.resolve import NAMES_CODE
 from maxrl_fast.errors import InputError

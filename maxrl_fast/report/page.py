@@ -7,7 +7,7 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from maxrl_fast.config.names import OF_ONE_START, OF_TASK, PASS_RATES
+from maxrl_fast.config.changes import OF_ONE_START, OF_TASK, PASS_RATES
 from maxrl_fast.report.reading import Folder, Record
 
 KEY_OPTIONS = (

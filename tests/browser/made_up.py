@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.names import PASS_RATES
+from maxrl_fast.config.changes import PASS_RATES
 from maxrl_fast.training.objectives.registry import weight_of
 
 HOSTILE = "</script><script>window.broken = 1</script><!-- <script> <img src=x onerror="

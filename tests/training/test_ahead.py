@@ -8,7 +8,6 @@ import torch
 
 from examples.chain import ChainTask
 from maxrl_fast.config.read import parse
-from maxrl_fast.config.rules import correction_of
 from maxrl_fast.errors import RewardError, warn
 from maxrl_fast.job.build import RunContext, prepare
 from maxrl_fast.job.checkpoints import load_batches, save_batches
@@ -145,7 +144,7 @@ def test_what_needs_the_policy_while_it_trains_is_refused():
         with refused(message):
             parse(["--ahead", "1", *flags.split()])
     names = {
-        loss: correction_of(parse(["--ahead", "1", "--objective", "maxrl", "--loss", loss]))[0]
+        loss: parse(["--ahead", "1", "--objective", "maxrl", "--loss", loss]).chosen.correction
         for loss in ("reinforce", "ppo")
     }
     assert names == {"reinforce": "tis", "ppo": "none"}

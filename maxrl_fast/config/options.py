@@ -20,9 +20,12 @@ from maxrl_fast.algorithms.options import (
     UnitInterval,
     options_of,
 )
+from maxrl_fast.errors import InputError
 from maxrl_fast.model.hub import directory_of
 from maxrl_fast.ops.divergence import BETA
 from maxrl_fast.ops.loss_kernel import Aggregation
+from maxrl_fast.runtime.loading import load_code
+from maxrl_fast.training.schedule import Stopping
 
 AnyConfig = TypeVar("AnyConfig", bound="Options")
 DERIVED: Any = None  # a default that resolving replaces
@@ -127,6 +130,8 @@ class Sampling(Decoding):
     carry: CountOrZero = 0
     """Keep a prompt without a success for the next step, up to this many steps (R), which is
     MaxRL of order N R; 0: every step has new prompts."""
+    schedule: str | None = None
+    """FILE:CLASS, a maxrl_fast.training.schedule.Stopping with another rule."""
     dynamic_sampling: CountOrZero = 0
     """Most batches a step to replace groups of equal rewards (DAPO); 0: one."""
     std_filter: NotNegative = 0.0
@@ -138,6 +143,17 @@ class Sampling(Decoding):
     def samples_of_engine(self, processes: int, tensor_parallel: int) -> int:
         """The most samples of a step in one of the engines of these processes."""
         return -(-self.prompts // processes) * tensor_parallel * self.rollouts
+
+    def stopping(self) -> Stopping | None:
+        """The rule of --stop-at."""
+        if not self.stop_at:
+            return None
+        name = self.schedule
+        rule = Stopping if name is None else load_code("schedule", name, "CLASS")
+        if not (isinstance(rule, type) and issubclass(rule, Stopping)):
+            wanted = "a class of maxrl_fast.training.schedule.Stopping"
+            raise InputError(f"--schedule {name} must be {wanted}, got {rule!r:.80}")
+        return rule(self.prompts, self.first_rollouts, self.rollouts, self.stop_at)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,10 @@ from maxrl_fast.training.objectives.registry import objective_defaults
 # samples, and the prompts below which pass@k is too noisy to be worth them
 EVALUATION_SHARE, FEWEST_EVALUATED = 0.05, 32
 # options that may name a file of the user's
-NAMES_CODE = ["objective", "loss", "task", "rollout", "environment", "teacher_prompt", "reward"]
+NAMES_CODE = (
+    *("objective", "loss", "task", "rollout", "environment", "teacher_prompt"),
+    *("schedule", "reward"),
+)
 
 
 def resolve(

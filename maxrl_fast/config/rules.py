@@ -136,7 +136,7 @@ def _needs(c: View) -> Iterator[tuple[str, Any, str]]:
     yield "stop_at", c.objective == "maxrl", f"needs --objective maxrl: {biased}"
     another = f"carried prompts would make {c.objective} another objective"
     yield "carry", c.objective == "maxrl", f"needs --objective maxrl: {another}"
-    yield "first_rollouts", c.stop_at, "needs --stop-at"
+    yield "first_rollouts schedule", c.stop_at, "needs --stop-at"
     yield "std_filter", (c.dynamic_sampling or 0) > 1, "needs --dynamic-sampling of 2 or more"
     yield "kl teacher_prompt", c.kl_coef, "needs --kl-coef"
     yield "divergence", c.kl_coef and c.kl == "full", "needs --kl full"
@@ -278,6 +278,7 @@ def check(config: Config) -> None:
     try:
         own = {"method": objective_of(config), "token_loss": part("loss", config.chosen.loss)}
         refuse({**config.values, **own}, _wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
+        config.sampling.stopping()  # or an error
         loss_options(config)
     except InputError:
         raise

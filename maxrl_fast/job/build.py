@@ -72,7 +72,6 @@ from maxrl_fast.training.passes import (
 )
 from maxrl_fast.training.schedule import Carried, DynamicSampling, Schedule, StdFilter
 from maxrl_fast.training.trainer import Trainer, WarmStart
-from maxrl_fast.training.warm_start import WarmStart
 
 
 def prepare(

@@ -185,7 +185,11 @@ class RolloutCollector:
                 new = self._prompts(first_prompt + len(drawn), further)
                 prompts = Prompts.concatenate([prompts, new]) if prompts else new
                 index, drawn = pad(index, (0, 0, 0, further), value=-1), pad(drawn, (0, further))
-            assert prompts is not None
+            if prompts is None or (drawn + more > most).any():
+                raise InputError(
+                    f"--schedule must ask for at most {most} rollouts of a prompt, got "
+                    f"{more.tolist()}"
+                )
             # a call for all prompts that have, and get, as many
             for begun, count in sorted({*zip(drawn.tolist(), more.tolist(), strict=True)}):
                 if count:

@@ -10,7 +10,7 @@ A schedule is asked for the rollouts of a step in rounds:
     chosen(step, rewards)       the indices of the prompts that are learned from, ascending [G]
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -72,12 +72,17 @@ class DynamicSampling:
 class Stopping:
     """Draws rollouts of a prompt until it has `stop_at` successes, or `most` rollouts
     (docs/objectives/maxrl.md): `block`, then each time as many as before, so that batches stay
-    large."""
+    large.
+
+    A class of --schedule has another `more`: a rule without bias sees of a prompt's own rollouts
+    only the rewards, and does not stop before the first success."""
 
     num_prompts: int
     block: int
     most: int
     stop_at: int
+    # of checkpoints, by name; these tensors change in place
+    state: dict[str, Tensor] = field(default_factory=dict)
 
     def more(self, step: int, rewards: Tensor, drawn: Tensor) -> Tensor:
         if not len(drawn):

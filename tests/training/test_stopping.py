@@ -199,10 +199,28 @@ def test_prompts_are_kept_until_they_are_sampled_again_or_the_weights_change():
     assert decoder.kept_bytes == one  # at most a quarter of the cache
 
 
+RULE = """
+import torch
+from maxrl_fast.training.schedule import Stopping
+
+class Alternate(Stopping):
+    def __init__(self, *rule):
+        super().__init__(*rule)
+        self.state = {"steps": torch.zeros(1)}
+
+    def more(self, step, rewards, drawn):
+        self.state["steps"] += not len(drawn)
+        self.stop_at = 1 + int(self.state["steps"]) % 2
+        return super().more(step, rewards, drawn)
+"""
+
+
 @pytest.mark.slow
 def test_a_run_that_stops_resumes_bitwise(tmp_path, monkeypatch):
     flags = [*base()[2:], *CHAIN, "--objective", "maxrl", "--steps", "6", "--rollouts", "32"]
     flags += ["--first-rollouts", "4", "--stop-at", "2", "--kl-coef", ".01"]
+    (tmp_path / "rule.py").write_text(RULE)
+    flags += ["--schedule", f"{tmp_path / 'rule.py'}:Alternate"]
     records = resumes_bitwise(monkeypatch, tmp_path, flags, "step 3")
     assert len({record["draws_mean"] for record in records}) > 1, records
     kept = read(tmp_path / "whole" / "rollouts.jsonl")

@@ -14,8 +14,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.random import uniforms
+from maxrl_fast.rollout import RolloutRequest, Sampling, uniforms
 from maxrl_fast.rollout.sampling import sample
 
 

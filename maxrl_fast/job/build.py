@@ -24,7 +24,7 @@ from maxrl_fast.job.build_policy import (
 )
 from maxrl_fast.job.build_task import build_run_task, build_scorer, closing_task
 from maxrl_fast.job.resume import Saved
-from maxrl_fast.model.flash import choose
+from maxrl_fast.model.attention import choose
 from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.rewards.combined import MajorityVote
 from maxrl_fast.rewards.output import RewardOutput

@@ -10,7 +10,7 @@ from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import NAMES_CODE
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.resume import Saved
-from maxrl_fast.model.hub import HUB
+from maxrl_fast.model.checkpoint import HUB
 from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.files import check_regular
 from maxrl_fast.runtime.loading import is_code, is_file

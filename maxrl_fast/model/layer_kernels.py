@@ -149,14 +149,14 @@ class _AddRmsNorm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         call, grad_x = KernelLaunch(x.device), torch.empty_like(x)
         partials = _empty_sums(x, _partials(x, *x.shape), x.shape[1])
-        grads = (None if g is None else g.contiguous() for g in (grad_total, grad_normed))
-        rows = dict(zip(("sum", "grad_sum", "grad_normed"), (x, *grads), strict=True))
         call.launch(
             "add_rms_norm_backward",
             **_sizes(x),
             eps=ctx.eps,
-            **call.addresses(x.dtype, *x.shape, **rows),
-            **call.addresses(x.dtype, x.shape[1], weight=weight),
+            sum=x,
+            grad_sum=None if grad_total is None else grad_total.contiguous(),
+            grad_normed=grad_normed.contiguous(),
+            weight=weight,
             grad_x=grad_x,
             num_partials=len(partials),
             grad_weight=partials,
@@ -256,7 +256,7 @@ class _RotateHeads(torch.autograd.Function):
             **_rotation(call, heads, (q_norm, k_norm), rotary, to),
             eps=ctx.eps,
             direction=1.0,
-            grad=[call.address("grad", x, grad.dtype, x.shape) for x in given[:2]],
+            grad=[call.keep(x) for x in given[:2]],
             num_partials=num_partials,
             grad_norm=of_norms,
         )
@@ -307,7 +307,7 @@ class _SwiGlu(torch.autograd.Function):
             "swiglu_backward",
             **_gate_and_up(call, packed),
             out=0,
-            grad=call.address("grad", grad, packed.dtype, (len(packed), packed.shape[1] // 2)),
+            grad=grad,
             grad_gate=grad_gate,
             grad_up=grad_up,
             grad_stride=packed.shape[1],
@@ -343,7 +343,7 @@ class _ChooseRows(torch.autograd.Function):
             size=size,
             **call.addresses(torch.int64, num_chosen, rows=rows, order=order),
             starts=call.address("starts", starts, torch.int64, (ctx.num_rows + 1,)),
-            grad=call.address("grad", grad, grad.dtype, grad.shape),
+            grad=grad,
             to=to,
         )
         return to, None, None, None

@@ -17,12 +17,18 @@ from torch import Tensor
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.ops.dispatch import dtype_name
 from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
-from maxrl_fast.rollout import NativeEngine, RolloutRequest, RolloutStatistics, decode_slots
+from maxrl_fast.rollout import (
+    NativeEngine,
+    RolloutRequest,
+    RolloutStatistics,
+    Turns,
+    decode_slots,
+    finished,
+)
 from maxrl_fast.rollout import sampling as sampler
-from maxrl_fast.rollout.decode_attention import has_kernel
-from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
-from maxrl_fast.rollout.episodes import Turns, finished
+from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape, has_kernel
 from maxrl_fast.rollout.sampling import LOGIT_BYTES, ROWS
 from maxrl_fast.runtime import tuning
 from maxrl_fast.runtime.device import copy_to_host, memory_bytes, to_device
@@ -69,18 +75,14 @@ class DeviceEngine(NativeEngine):
         return Shape(slots, rows, 1, prompt_width, limit).cache_bytes(self.model.config, self.dtype)
 
     def describe(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        how = f"native (PyTorch, {dtype}"
-        if not isinstance(self.model, Decoder):
-            how = f"native ({self.model.backend}, {dtype}"
-        elif self.device.type == "cuda":
-            is_own = self.model.ops(self.dtype) is KERNELS
-            own_kernels = {"attention": self.in_kernel, "layers": is_own}
-            how += ", CUDA graphs" + "".join(
-                f", {x} in {'CUDA' if yes else 'PyTorch'}" for x, yes in own_kernels.items()
-            )
-        most = f"of at most {self.cache_bytes / 1e9:.3g} GB"
-        return f"{how}, key/value cache and tensors of a step {most})"
+        model, how = self.model, ""
+        if isinstance(model, Decoder) and self.device.type == "cuda":
+            names = "PyTorch", "CUDA"
+            layers = names[model.ops(self.dtype) is KERNELS]
+            how = f", CUDA graphs, attention in {names[self.in_kernel]}, layers in {layers}"
+        backend = "PyTorch" if isinstance(model, Decoder) else model.backend
+        most = f"key/value cache and tensors of a step of at most {self.cache_bytes / 1e9:.3g} GB"
+        return f"native ({backend}, {dtype_name(self.dtype)}{how}, {most})"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
         return self.bytes_of(1, 0, prompt_length, 0), self.bytes_of(0, 1, 0, max_new_tokens)

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from maxrl_fast import _C
-from maxrl_fast.model import flash
+from maxrl_fast.model import attention
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.group_advantage import forget_tables
 
@@ -250,7 +250,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     monkeypatch.setattr(_foreach_utils, "_device_has_foreach_support", lambda device: True)
     monkeypatch.setattr(dispatch, "has_cuda_kernels", lambda device: True)
     monkeypatch.setattr(_C, "LOSS_WORKSPACE", 64, raising=False)
-    monkeypatch.setattr(flash, "_is_recent", lambda device: True)
+    monkeypatch.setattr(attention, "_is_recent", lambda device: True)
     sizes = {"multi_processor_count": 132, "total_memory": 141 * 10**9, "major": 9, "minor": 0}
     properties = SimpleNamespace(**sizes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

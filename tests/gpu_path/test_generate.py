@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import RolloutRequest, Sampling, decode_slots
+from maxrl_fast.rollout import RolloutRequest, Sampling, decode_slots, sample_keys
 from maxrl_fast.rollout import sampling as sampler
 from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.rollout.random import sample_keys
 from maxrl_fast.runtime import tuning
 from tests.gpu_path.pretend import GPU
 from tests.gpu_path.test_budgets import ONE_LAYER, policy

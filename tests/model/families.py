@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.huggingface_checkpoint import check_supported, has_parts, policy_of, sizes_of
+from maxrl_fast.model.huggingface import HuggingFacePolicy, has_parts
+from maxrl_fast.model.policy import check_supported, sizes_of
 from maxrl_fast.training.logprob_parity import check_exact
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -145,7 +146,7 @@ def verdict(family: str) -> str:
             raise
         except Exception:  # of transformers' own checks
             return "not tried: its configuration refuses tiny sizes"
-        check_exact(policy_of(model, sizes_of(config, config.to_dict())))
+        check_exact(HuggingFacePolicy(model, sizes_of(config, config.to_dict())))
     except InputError as error:
         return "refused: " + shortened(str(error), family)
     except ValueError as error:  # of sizes_of, as read_huggingface reports it

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from maxrl_fast.model import attention, flash
+from maxrl_fast.model import attention
 from maxrl_fast.model.attention import Forest, MergedAttention, kernel_name, tree_attention
 from tests.fuzzing import settings
 from tests.model.test_attention import CPU, ordinary_forest
@@ -185,7 +185,7 @@ def test_a_rows_output_is_bitwise_the_same_in_every_forest(dtype):
 def test_which_streams_the_kernel_takes():
     assert kernel_name(CPU, torch.float32, 256) == kernel_name(CPU, torch.bfloat16, 1) == "C++"
     for dtype, head_dim in ((torch.float32, 257), (torch.float16, 64)):
-        assert kernel_name(CPU, dtype, head_dim) == flash.REFERENCE.name
+        assert kernel_name(CPU, dtype, head_dim) == attention.REFERENCE.name
     layout, qkv, grad = stream([4, 3, 2], [-1, 0, 0], 2, 1, 260)
     forest = Forest(*layout, CPU)
 
@@ -212,5 +212,3 @@ def test_bad_forests_are_a_sentence():
     ):
         with pytest.raises(ValueError, match=message):
             attend(q, k, v, *map(torch.tensor, wrong))
-    with pytest.raises(ValueError, match="q and k must be float32, float64, bfloat16"):
-        attend(q.half(), k.half(), v.half(), lengths, parents)

@@ -6,7 +6,7 @@ import pytest
 
 from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.hub import directory_of, find_model
+from maxrl_fast.model.checkpoint import directory_of, find_model
 from tests.distributed.test_torchrun import finished, torchrun
 from tests.hub import COMMIT, LATER, Hub, use_hub
 from tests.tables import refused, table

@@ -9,13 +9,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from maxrl_fast.model.attention import AttentionVariant, tree_attention
 from maxrl_fast.model.checkpoint import WEIGHTS, carried_tensors, kept_files, write_policy
 from maxrl_fast.model.huggingface import HuggingFacePolicy, _Block
-from maxrl_fast.model.huggingface_checkpoint import (
+from maxrl_fast.model.policy import (
+    backend_of,
     check_supported,
     load_huggingface,
-    policy_of,
+    load_policy,
+    read_sizes,
     sizes_of,
 )
-from maxrl_fast.model.policy import backend_of, load_policy, read_sizes
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.learner import Learner
@@ -44,7 +45,7 @@ IMAGES_TOO = [
 
 def tiny_policy(family: str, **changes) -> HuggingFacePolicy:
     config = tiny_config(family, **changes)
-    return policy_of(tiny_model(config), sizes_of(config, config.to_dict()))
+    return HuggingFacePolicy(tiny_model(config), sizes_of(config, config.to_dict()))
 
 
 def packed_logprobs(policy, dtype=torch.float32, temperature=1.0):

@@ -10,7 +10,7 @@ from maxrl_fast import _C
 from maxrl_fast.ops import token_logprobs
 from maxrl_fast.ops.dispatch import KernelLaunch
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.cpu_decoder import CPU, CpuEngine
+from maxrl_fast.rollout.native import CPU, CpuEngine
 from tests.batches import make_prompts, one_batch
 from tests.models import response_logits, tiny_decoder
 from tests.rollout.test_native import NUCLEUS, check_independence, check_merged_rows

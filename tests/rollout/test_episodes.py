@@ -10,15 +10,12 @@ import torch
 from maxrl_fast import _C
 from maxrl_fast.errors import EngineError
 from maxrl_fast.model.checkpoint import load_checkpoint
-from maxrl_fast.model.huggingface_checkpoint import load_huggingface
+from maxrl_fast.model.policy import load_huggingface
 from maxrl_fast.records import Rollouts, pack
-from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.cpu_decoder import CpuEngine
+from maxrl_fast.rollout import RolloutRequest, Sampling, find_wrong, sample_keys
 from maxrl_fast.rollout.decode_slots import DecodeSlots
-from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.rollout.random import sample_keys
-from maxrl_fast.rollout.validation import find_wrong
-from maxrl_fast.rollout.vllm_server import VllmServerEngine
+from maxrl_fast.rollout.native import CpuEngine, native_engine
+from maxrl_fast.rollout.vllm import VllmServerEngine
 from maxrl_fast.tasks.episode import Reply
 from tests.batches import Chosen, make_prompts, one_batch
 from tests.families import tiny_config, tiny_model

@@ -8,10 +8,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.ops import token_logprobs
-from maxrl_fast.rollout import RolloutRequest, Sampling, check_finite
+from maxrl_fast.rollout import (
+    RolloutRequest,
+    Sampling,
+    check_finite,
+    find_wrong,
+    sample_keys,
+    uniforms,
+)
 from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.rollout.random import sample_keys, uniforms
-from maxrl_fast.rollout.validation import find_wrong
 from tests.batches import FIVE_PROMPTS as PROMPTS
 from tests.batches import Chosen, make_prompts, one_batch
 from tests.models import on_threads, response_logits, tiny_decoder

@@ -7,8 +7,7 @@ import torch
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build import answered_task
 from maxrl_fast.rewards import Outcome, RewardSource, failure
-from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
+from maxrl_fast.rollout import RolloutRequest, Sampling, sample_and_score
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.collect import Needs, RolloutCollector
 from maxrl_fast.training.objectives.group import GroupObjective

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from maxrl_fast.records import Inserted, Rollouts, cumulative, pack
-from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.validation import find_wrong
+from maxrl_fast.rollout import RolloutRequest, Sampling, find_wrong
 from tests.batches import make_prompts
 
 PROMPTS = make_prompts([[5, 6], [9]])

@@ -1,10 +1,13 @@
 """--rollout vllm with --vllm-url. Tests marked vllm need the real server (`make test-vllm`)."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -16,9 +19,8 @@ from safetensors.torch import load_file
 from maxrl_fast import train
 from maxrl_fast.errors import EngineError
 from maxrl_fast.model.checkpoint import new_files, write_policy
-from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.validation import CheckedEngine
-from maxrl_fast.rollout.vllm_server import VllmServerEngine
+from maxrl_fast.rollout import CheckedEngine, RolloutRequest, Sampling
+from maxrl_fast.rollout.vllm import VllmServerEngine, request_json
 from tests.batches import make_prompts
 from tests.distributed.test_torchrun import finished, free_port, torchrun
 from tests.models import tiny_decoder
@@ -266,3 +268,50 @@ def test_a_run_learns_with_a_real_server_and_one_that_is_gone_is_reported(tmp_pa
     assert all(0 < record["logprob_diff"] < 1e-4 for record in records)
     with refused("cannot be reached, or closed the connection"):
         VllmServerEngine(model, torch.float32, url)
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@contextlib.contextmanager
+def replying(*parts):
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        with contextlib.suppress(OSError):  # the client has closed the connection
+            while True:
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    for part in parts:
+                        while callable(part):
+                            connection.sendall(part())
+                        connection.sendall(part)
+
+    threading.Thread(target=serve, daemon=True).start()
+    with listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def ask(url, read=lambda answer: answer, seconds=20.0):
+    return request_json(url, "/x?y=1", read, None, seconds=seconds, most_bytes=10**6)
+
+
+def test_a_server_that_stops_is_a_sentence():
+    with replying(OK, lambda: time.sleep(9) or b"") as url, pytest.raises(EngineError) as error:
+        ask(url, seconds=0.4)
+    assert str(error.value) == f"the vLLM server at {url} has not answered /x?y=1 for 0.4 s"
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([OK + b"\r\n", lambda: b"1" * 65536], "answered /x?y=1 with more than 1"),
+        ([b""], "cannot be reached, or closed the connection: RemoteDisconnect"),
+        ([OK + b"\r\n\x1b[2J<html>"], "than expected: '\\x1b[2J<html>'"),
+    ],
+)
+def test_other_replies_are_errors(parts, message):
+    with replying(*parts) as url, pytest.raises(EngineError) as error:
+        ask(url, lambda answer: answer["a"])
+    assert message in str(error.value)

@@ -41,9 +41,8 @@ class VarlenSpec:
     k_lengths: Tensor  # [B] int64, on the host
     device: torch.device
     causal: bool = False
-    # a causal query attends only to the last `window` keys up to its own; 0: to all
-    window: int = 0
-    softcap: float = 0.0  # scores s become softcap * tanh(s / softcap); 0: they stay
+    window: int = 0  # as of AttentionVariant, as is softcap
+    softcap: float = 0.0
 
     @cached_property
     def varlen(self) -> tuple[Tensor, Tensor, int, int]:

@@ -119,11 +119,11 @@ def kept_files(
     config = read_fields(directory / "config.json")
     for part in (config, config.get("text_config") or {}):
         part |= {key: dtype for key in ("dtype", "torch_dtype") if key in part}
-    names = "bos_token_id", "pad_token_id"
+    path, names = directory / "generation_config.json", ("bos_token_id", "pad_token_id")
     generation: dict[str, Any] = {key: config[key] for key in names if key in config}
     generation |= {"eos_token_id": list(stop_ids), "do_sample": True}
-    if (directory / "generation_config.json").exists():
-        generation = read_json(directory / "generation_config.json")
+    if path.exists():
+        generation = read_json(path)
         listed = generation.get("eos_token_id")
         listed = listed if isinstance(listed, list) else [listed]
         if sorted(listed, key=repr) != sorted(stop_ids, key=repr):

@@ -26,9 +26,6 @@ from maxrl_fast.model.linear import Linear, merged_weights, packed
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.model.recurrence import Recurrence
 
-# A caller's attention function: (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]) -> [U, Hq, D].
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
 # By model_type: whether q, k and v have biases, and whether q and k have norms.
 FAMILIES = {"qwen2": (True, False), "qwen3": (False, True), "llama": (False, False)}
 
@@ -163,7 +160,7 @@ class Layer(nn.Module):
         x: Tensor,
         rotary: Rotary,
         i: int,
-        attention: Attention,
+        attention: Callable[..., Tensor],
         rows: Tensor | None,
         ops: LayerOps,
     ) -> Tensor:
@@ -246,7 +243,7 @@ class Decoder(PolicyModel):
         self,
         tokens: Tensor,
         positions: Tensor,
-        attention: Attention,
+        attention: Callable[..., Tensor],
         rows: Tensor | None,
         dtype: torch.dtype = torch.float32,
         recurrence: Recurrence | None = None,

@@ -98,9 +98,6 @@ def layer_ops(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.dev
     return KERNELS if fits else TORCH_OPS
 
 
-# Residual addition and RMS norm.
-
-
 def _partials(like: Tensor, num_rows: int, width: int) -> int:
     """Return the number of partial sums over rows; on a CPU the kernel adds them up."""
     if not dispatch.is_gpu(like.device):
@@ -163,9 +160,6 @@ class _AddRmsNorm(torch.autograd.Function):
         )
         grad_weight = partials[0] if len(partials) == 1 else partials.sum(0)
         return grad_x, grad_x if ctx.has_delta else None, grad_weight.to(ctx.weight_dtype), None
-
-
-# Rotary embedding.
 
 
 def _rotation(
@@ -272,9 +266,6 @@ def _rotate_heads_in_kernel(
     return heads
 
 
-# SwiGLU.
-
-
 def _gate_and_up(call: KernelLaunch, packed: Tensor) -> dict[str, Any]:
     num_rows, size = packed.shape
     address = call.address("packed", packed, packed.dtype, packed.shape)
@@ -316,8 +307,6 @@ class _SwiGlu(torch.autograd.Function):
 
 
 KERNELS = LayerOps(_AddRmsNorm.apply, _rotate_heads_in_kernel, _SwiGlu.apply)
-
-# Rows.
 
 
 class _ChooseRows(torch.autograd.Function):

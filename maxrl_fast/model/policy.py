@@ -132,7 +132,6 @@ def _number(part: dict[str, Any]) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """Return transformers' class that loads the whole model."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     return AutoModelForMultimodalLM if has_parts(config) else AutoModelForCausalLM

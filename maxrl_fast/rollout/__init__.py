@@ -20,6 +20,8 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.episode import Environments, EpisodeTask, Reply
 from maxrl_fast.tasks.scorer import Scorer
 
+# Counter-based random numbers: a sample's do not depend on the rest of the batch.
+
 
 def _signed(x: int) -> int:
     return (x & (2**64 - 1)) - (2**64 if x & 2**63 else 0)
@@ -231,7 +233,6 @@ class NativeEngine(Engine):
         raise NotImplementedError
 
     def check_fits(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Raise InputError if `sequence_bytes` exceed the cache."""
         prompt, own = self.sequence_bytes(prompt_length, max_new_tokens)
         if prompt + own > self.cache_bytes:
             raise InputError(
@@ -294,7 +295,6 @@ class Turns:
         self.truncated = torch.zeros(len(self.own), dtype=torch.bool)
 
     def submit(self, sample: int, turn: list[int]) -> None:
-        """Submit an ended turn."""
         self._counts[sample] = self._counts.get(sample, 0) + 1
         if sample in self.own:
             self.lengths[sample] += len(turn)

@@ -1,4 +1,5 @@
-"""The batch of the PyTorch decoder on a device: slots with their KV cache, and its CUDA graphs."""
+"""The batch of the PyTorch decoder on a device: slots with their KV cache, the attention of a
+decoding step, and its CUDA graphs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ _KEYS_PER_SPLIT = 256  # at least, for one block
 def has_kernel(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """The CUDA kernel needs heads in multiples of 16 bytes, at most 512, and at most 8 query heads
     per key/value head."""
-    head_bytes = config.head_dim * torch.empty((), dtype=dtype).element_size()
+    head_bytes = config.head_dim * dtype.itemsize
     fits = dtype in DEVICE_DTYPES and head_bytes % 16 == 0 and head_bytes <= 512
     fits = fits and config.num_attention_heads // config.num_key_value_heads <= 8
     return fits and dispatch.is_gpu(device) and dispatch.has_kernels(device)
@@ -52,8 +53,10 @@ def num_splits(rows: int, kv_heads: int, limit: int) -> int:
 
 @dataclass
 class Step:
-    """One decoding step of A rows; the sequence lengths are the same in every layer. Rows starts[g]
-    to starts[g + 1] - 1 have prompt g, and those past the last start none: undefined attention."""
+    """The attention of one decoding step of A rows: each newest token attends to its prompt and its
+    response. Rows starts[g] to starts[g + 1] - 1 have prompt g, and those past the last start none:
+    undefined attention. On a GPU the prompt part is one FlashAttention launch, the rest one or two
+    of csrc/cuda/decode_attention.cu; elsewhere both are `attend` with masks."""
 
     prompt: Tensor  # [A] int64, each row's prompt
     starts: Tensor  # [G + 1] int32, ascending
@@ -172,12 +175,10 @@ class Shape(NamedTuple):
     limit: int  # tokens of a response
 
     def holds(self, other: "Shape") -> bool:
-        return self.limit == other.limit and all(
-            mine >= theirs for mine, theirs in zip(self, other, strict=True)
-        )
+        return self.limit == other.limit and self.joined(other) == self
 
     def joined(self, other: "Shape") -> "Shape":
-        return Shape(*(max(pair) for pair in zip(self, other, strict=True)))
+        return Shape(*map(max, self, other))
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -189,7 +190,7 @@ class Shape(NamedTuple):
 
     def cache_bytes(self, config: PolicySizes, dtype: torch.dtype) -> int:
         """A step's tensors are included, which the CUDA graphs keep."""
-        element = torch.empty((), dtype=dtype).element_size()
+        element = dtype.itemsize
         token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         heads = config.num_attention_heads + config.num_key_value_heads
         step = 4 * config.hidden_size + 3 * config.intermediate_size
@@ -392,7 +393,7 @@ class DecodeSlots:
             self.states[layer].store(rows, own)
             return out
 
-        starts = prompts.cu_seqlens[:-1].repeat_interleave(lengths)
+        starts = prompts.by_token(prompts.cu_seqlens[:-1])
         positions = torch.arange(len(prompts.tokens), device=self.device) - starts
         n, ends, samples = self.group_size, prompts.cu_seqlens[1:] - 1, samples.flatten()
         rows = (slots[:, None] * n + self.all_rows[:n]).flatten()  # [g * group_size]

@@ -18,7 +18,7 @@ from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.ops.dispatch import dtype_name
-from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
+from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import (
     NativeEngine,
     RolloutRequest,
@@ -135,13 +135,12 @@ class _Job:
     def __init__(self, request: RolloutRequest, batch: DecodeSlots, vocab_size: int):
         self.turns = None if request.environments is None else Turns(request, vocab_size)
         self.samples = torch.zeros(0)  # of each row in the newest state
-        self.prompts, self.sampling, self.batch = request.prompts, request.sampling, batch
+        self.prompts = request.prompts.to(torch.device("cpu"))
+        self.sampling, self.batch = request.sampling, batch
         self.beat, self.keys = request.beat, request.keys()
-        count, of_rows = len(self.keys), ("tokens", "logprobs", "length")
-        self.results = {  # [S, limit] or [S]
-            name: getattr(batch, name).new_zeros(count, *getattr(batch, name).shape[1:])
-            for name in of_rows
-        }
+        count, self.of_rows = len(self.keys), (batch.tokens, batch.logprobs, batch.length)
+        # [S, limit] or [S]
+        self.results = [x.new_zeros(count, *x.shape[1:]) for x in self.of_rows]
         # A prompt with more than group_size samples has several groups, the last padded with -1.
         samples = torch.arange(count, device=self.keys.device).view(-1, request.num_samples)
         padding = -request.num_samples % batch.group_size
@@ -190,7 +189,7 @@ class _Job:
                     due, ahead, running = ahead, None, 0
                 if due is not None:
                     active, held, lengths = self._finish(due)
-        tokens, logprobs, lengths = self.results.values()
+        tokens, logprobs, lengths = self.results
         last = tokens.gather(1, lengths[:, None] - 1)[:, 0]  # [S], the last token of each response
         rollouts = finished(self.turns, tokens, logprobs, lengths, ~batch.stops[last])
         return rollouts, RolloutStatistics(
@@ -212,13 +211,9 @@ class _Job:
     def _admit(self, slots: Tensor) -> None:
         """At most tuning.PREFILL_TOKENS in one forward pass; a prompt's groups each compute it."""
         start, device = time.perf_counter(), self.keys.device
-        lengths, cu_seqlens = self.prompts.lengths.cpu(), self.prompts.cu_seqlens.cpu()
         for part in slots.split(max(1, tuning.PREFILL_TOKENS // self.batch.shape.prompt_width)):
             groups = torch.arange(self.next_group, self.next_group + len(part))
-            chosen = groups // self.groups_per_prompt  # prompt of each group
-            index = ranges(cu_seqlens[chosen], lengths[chosen]).to(device)
-            tokens, ids = self.prompts.tokens[index], self.prompts.ids[chosen.to(device)]
-            prompts = Prompts(tokens, cumulative(lengths[chosen]).to(device), ids)
+            prompts = self.prompts.select(groups // self.groups_per_prompt).to(device)
             samples = self.groups[groups.to(device)]  # [g, group_size]
             self.batch.admit(part.to(device), prompts, samples, self.keys, self.sampling)
             self.next_group += len(part)
@@ -254,13 +249,12 @@ class _Job:
         if len(ended):
             self.is_stored[samples[ended]] = True
             rows, samples = to_device(self.keys.device, ended, samples[ended])
-            for name, result in self.results.items():
-                result[samples] = getattr(batch, name)[rows]
+            for result, x in zip(self.results, self.of_rows, strict=True):
+                result[samples] = x[rows]
             batch.forget(rows)
         return active, held, lengths
 
     def _submit(self, turns: Turns, active: Tensor, lengths: Tensor) -> None:
-        """Submit the turns that have ended."""
         rows = (~active & (self.samples >= 0)).nonzero()[:, 0].tolist()
         ended = [(row, int(self.samples[row]), int(lengths[row])) for row in rows]
         ended = [(row, s, length) for row, s, length in ended if length > turns.lengths[s]]

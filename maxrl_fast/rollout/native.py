@@ -1,4 +1,4 @@
-"""Which of our own engines samples. All samples of a prompt share its keys and values."""
+"""The C++ decoder of csrc/cpu/, and which of our own engines samples."""
 
 from dataclasses import replace
 from typing import Any
@@ -38,6 +38,7 @@ class CpuEngine(NativeEngine):
         self, model: PolicyModel, dtype: torch.dtype, arithmetic: str | None = None, **limits: Any
     ):
         super().__init__(model, dtype, **limits)
+        # float32 on a CPU without instructions for bfloat16
         fastest = _C.fastest_for_bfloat16() if dtype == torch.bfloat16 else "float32"
         self.arithmetic, config = arithmetic or fastest, model.config
         positions = config.max_position_embeddings
@@ -109,8 +110,8 @@ class CpuEngine(NativeEngine):
         tokens, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
         lengths = torch.zeros(shape[0], dtype=torch.int64)
         truncated = torch.zeros(shape[0], dtype=torch.bool)
-        given = (x.contiguous() for x in (prompts.tokens, prompts.cu_seqlens, request.keys()))
-        prompt_tokens, cu_seqlens, keys = given
+        given = prompts.tokens, prompts.cu_seqlens, request.keys()
+        prompt_tokens, cu_seqlens, keys = (x.contiguous() for x in given)
         # keeps the tensors until this function returns, because the generation has their addresses
         call = KernelLaunch(CPU)
         job = {
@@ -123,10 +124,7 @@ class CpuEngine(NativeEngine):
             "tokens": call.address("tokens", prompt_tokens, torch.int64, (len(prompt_tokens),)),
             "cu_seqlens": call.address("cu_seqlens", cu_seqlens, torch.int64, (len(prompts) + 1,)),
             "keys": call.address("keys", keys, torch.int64, shape[:1]),
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
+            **{x: getattr(sampling, x) for x in ("temperature", "top_k", "top_p", "min_p")},
             "responses": call.keep(tokens),
             "logprobs": call.keep(logprobs),
             "lengths": call.keep(lengths),
@@ -160,8 +158,7 @@ def native_engine(
     model: PolicyModel, dtype: torch.dtype, in_cpp: bool | None = None, **limits: Any
 ) -> NativeEngine:
     """Return the engine that samples from a policy, with its weights. in_cpp: use the C++ decoder,
-    which policies of ours have; None: on every CPU. It computes in bfloat16 only if the CPU has
-    instructions for it. limits: NativeEngine's others."""
+    which policies of ours have; None: on every CPU. limits: NativeEngine's others."""
     is_cpu = model.lm_head.weight.device.type == "cpu"
     in_cpp = isinstance(model, Decoder) and (is_cpu if in_cpp is None else in_cpp)
     return (CpuEngine if in_cpp else DeviceEngine)(model, dtype, **limits)

@@ -485,15 +485,12 @@ class VllmServerEngine:
 
     def _sample(self, request: RolloutRequest, pool: ThreadPoolExecutor) -> Rollouts:
         prompts, num_samples = request.prompts, request.num_samples
-        parameters, bodies = sampling_parameters(request.sampling, num_samples), []
-        tokens = unpack(prompts.tokens, prompts.lengths)
-        for of_prompt, index in zip(tokens, prompts.ids.tolist(), strict=True):
-            seed = hash((request.seed, request.step, index)) % 2**62 + request.first_sample
-            # Sample i of a request has the seed + i.
-            own = parameters | {"seed": seed}
-            bodies.append({"token_ids": of_prompt, "sampling_params": own})
-        answers = []
-        for answer in pool.map(self._answer, bodies):
+        parameters = sampling_parameters(request.sampling, num_samples)
+        keys = ((request.seed, request.step, index) for index in prompts.ids.tolist())
+        # Sample i of a request has the seed + i.
+        seeds = ({"seed": hash(key) % 2**62 + request.first_sample} for key in keys)
+        tokens, answers = unpack(prompts.tokens, prompts.lengths), []
+        for answer in pool.map(self._answer, tokens, (parameters | x for x in seeds)):
             request.beat()
             answers.append(answer)
         return rollouts_of(answers, num_samples, request.sampling, self._logprobs_mode)
@@ -503,8 +500,7 @@ class VllmServerEngine:
         running: dict[Future[list[Sample]], int] = {}  # requests and their samples
 
         def ask(sample: int, tokens: list[int], parameters: dict[str, Any]) -> None:
-            body = {"token_ids": tokens, "sampling_params": parameters}
-            running[pool.submit(self._answer, body)] = sample
+            running[pool.submit(self._answer, tokens, parameters)] = sample
 
         def answers() -> tuple[list[tuple[int, list[int], Sequence[float]]], bool]:
             found, timeout = [], REPLY_SECONDS if turns.waiting else None
@@ -515,13 +511,12 @@ class VllmServerEngine:
 
         return play(request, turns, ask, answers, self._logprobs_mode)
 
-    def _answer(self, request: dict[str, Any]) -> list[Sample]:
-        parameters = request["sampling_params"]
+    def _answer(self, tokens: list[int], parameters: dict[str, Any]) -> list[Sample]:
         return request_json(
             self.url,
             "/inference/v1/generate",
             lambda answer: _samples(answer, parameters["n"]),
-            request,
+            {"token_ids": tokens, "sampling_params": parameters},
             WORK_LIMIT,
             ANSWER_BYTES + parameters["n"] * parameters["max_tokens"] * TOKEN_BYTES,
         )

@@ -489,7 +489,7 @@ class VllmServerEngine:
         keys = ((request.seed, request.step, index) for index in prompts.ids.tolist())
         # Sample i of a request has the seed + i.
         seeds = ({"seed": hash(key) % 2**62 + request.first_sample} for key in keys)
-        tokens, answers = unpack(prompts.tokens, prompts.lengths), []
+        tokens, answers = unpack(prompts.tokens, prompts.lengths), list[list[Sample]]()
         for answer in pool.map(self._answer, tokens, (parameters | x for x in seeds)):
             request.beat()
             answers.append(answer)

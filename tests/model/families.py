@@ -1,8 +1,7 @@
 """Every decoder family of transformers, in tiny: exact, or refused.
 
 `python tests/model/families.py` prints the table of docs/models.md, and ends with code 1 if the
-page has another.
-"""
+page has another."""
 
 import os
 import re
@@ -170,29 +169,21 @@ def own_sizes(family: str) -> dict[str, object]:
 
 def shortened(message: str, family: str) -> str:
     """Return the reason in an error message, without the names of classes and numbers that differ
-    between machines.
-    """
-    message = re.sub(
-        rf"^{re.escape(family)} of transformers (is not supported|cannot be trained here): ",
-        "",
-        message,
-    )
-    message = re.sub(
-        r" differ by up to \S+ nats from.*", " differ from those of its own forward pass", message
-    )
-    message = re.sub(r"^with the prompt computed once for its responses, ", "", message)
-    message = re.sub(
-        rf"^{re.escape(family)} of transformers (cannot compute a packed stream): .*",
-        r"it \1",
-        message,
-        flags=re.DOTALL,
-    )
-    message = re.sub(
-        r"^\w+ asks for (.*), which shared-prompt attention does not do$",
-        r"its attention asks for \1",
-        message,
-    )
-    return re.sub(r"^\w+ (does not say what its decoder layers are)$", r"it \1", message)
+    between machines."""
+    of = rf"^{re.escape(family)} of transformers "
+    for pattern, shorter in (
+        (rf"{of}(is not supported|cannot be trained here): ", ""),
+        (r" differ by up to \S+ nats from.*", " differ from those of its own forward pass"),
+        (r"^with the prompt computed once for its responses, ", ""),
+        (rf"(?s){of}(cannot compute a packed stream): .*", r"it \1"),
+        (
+            r"^\w+ asks for (.*), which shared-prompt attention does not do$",
+            r"its attention asks for \1",
+        ),
+        (r"^\w+ (does not say what its decoder layers are)$", r"it \1"),
+    ):
+        message = re.sub(pattern, shorter, message)
+    return message
 
 
 def table() -> str:

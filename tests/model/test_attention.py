@@ -52,13 +52,17 @@ def ordinary_attention(q, k, v, window=0, softcap=0.0, sinks=None):
     return torch.einsum("hij,jhd->ihd", p, v)
 
 
-def ordinary_forest(q, k, v, lengths, parents, *variant):
-    """Compute ordinary attention of a forest, the path of every segment written out."""
+def paths_of(lengths, parents):
+    """Return the rows of each segment, and of its whole path."""
     segments, paths = torch.arange(sum(lengths)).split(lengths), []
+    for own, parent in zip(segments, parents, strict=True):
+        paths.append(torch.cat([paths[parent], own]) if parent >= 0 else own)
+    return list(zip(segments, paths, strict=True))
+
+
+def ordinary_forest(q, k, v, lengths, parents, *variant):
     expected = torch.zeros_like(q)
-    for segment, parent in zip(segments, parents, strict=True):
-        rows = torch.cat([paths[parent], segment]) if parent >= 0 else segment
-        paths.append(rows)
+    for segment, rows in paths_of(lengths, parents):
         expected[segment] = ordinary_attention(q[rows], k[rows], v[rows], *variant)[-len(segment) :]
     return expected
 
@@ -102,46 +106,33 @@ def test_variants_equal_ordinary_attention(case, variant):
 
 def emulated(calls):
     """Return torch's varlen functions, computed by padding, with the signatures of the real ones.
-    `calls` gets the window of each call.
-    """
+    `calls` gets the window of each call."""
 
-    def spec(cu_q, cu_k, max_q, max_k, dropout_p, causal, left, right):
-        calls.append(left)
+    def spec(
+        cu_q, cu_k, max_q, max_k, dropout_p, causal, window_size_left=-1, window_size_right=-1
+    ):
+        calls.append(window_size_left)
         assert dropout_p == 0.0
         assert cu_q.dtype == cu_k.dtype == torch.int32
         assert max_q >= cu_q.diff().max()
         assert max_k == cu_k.diff().max()
-        assert right == (0 if left >= 0 else -1)
+        assert window_size_right == (0 if window_size_left >= 0 else -1)
         lengths = cu_q.diff().long(), cu_k.diff().long()
-        return VarlenSpec(*lengths, CPU, causal=causal, window=left + 1)
-
-    def forward(q, k, v, own, *others):
-        o, lse = REFERENCE.forward(q, k, v, own)
-        return o, lse.t(), *others
-
-    def backward(grad, q, k, v, o, lse, own):
-        assert lse.shape == (q.shape[1], len(q))
-        assert lse.is_contiguous()
-        return REFERENCE.backward(grad, q, k, v, o, lse.t(), own)
+        return VarlenSpec(*lengths, CPU, causal=causal, window=window_size_left + 1)
 
     class Aten:
         @staticmethod
-        def _flash_attention_forward(
-            q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, causal, debug, *,
-            window_size_left=-1, window_size_right=-1,
-        ):  # fmt: skip
-            window = window_size_left, window_size_right
-            own = spec(cu_q, cu_k, max_q, max_k, dropout_p, causal, *window)
-            return forward(q, k, v, own, torch.empty(2), torch.empty(0), torch.empty(0))
+        def _flash_attention_forward(q, k, v, *sizes, **window):
+            *sizes, _debug = sizes
+            o, lse = REFERENCE.forward(q, k, v, spec(*sizes, **window))
+            return o, lse.t(), torch.empty(2), torch.empty(0), torch.empty(0)
 
         @staticmethod
-        def _flash_attention_backward(
-            grad, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, dropout_p, causal, _state, _unused, *,
-            window_size_left=-1, window_size_right=-1,
-        ):  # fmt: skip
-            window = window_size_left, window_size_right
-            own = spec(cu_q, cu_k, max_q, max_k, dropout_p, causal, *window)
-            return backward(grad, q, k, v, o, lse, own)
+        def _flash_attention_backward(grad, q, k, v, o, lse, *sizes, **window):
+            assert lse.shape == (q.shape[1], len(q))
+            assert lse.is_contiguous()
+            *sizes, _state, _unused = sizes
+            return REFERENCE.backward(grad, q, k, v, o, lse.t(), spec(*sizes, **window))
 
         def __getattr__(self, name: str):
             return getattr(REAL_ATEN, name)
@@ -192,8 +183,7 @@ def test_which_kernel_runs(monkeypatch):
 @pytest.mark.parametrize(("version", "interface"), [("2.6.3", ""), ("4.0.0", None)])
 def test_unsupported_flash_attn_versions_are_not_used(monkeypatch, tmp_path, version, interface):
     """Versions below 2.7 return other values, and version 4 has no FlashAttention-2, so torch's own
-    kernel runs.
-    """
+    kernel runs."""
     install_flash_attn(monkeypatch, tmp_path, version, interface)
     assert attention._flash_attn() is None
 
@@ -228,8 +218,7 @@ def attend_prompts(q, k, v, starts, cache_starts, most, width, lengths, factor=1
 
 class Registry:
     """torch.nn.attention with implementations of its own: each is a kernel, or an error of its
-    activation, and a factor of what it computes in decoding.
-    """
+    activation, and a factor of what it computes in decoding."""
 
     def __init__(self, patch, implementations):
         self.implementations, self._patch = implementations, patch

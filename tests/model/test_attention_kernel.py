@@ -8,7 +8,7 @@ from hypothesis import given
 from maxrl_fast.model import attention
 from maxrl_fast.model.attention import Forest, MergedAttention, kernel_name, tree_attention
 from tests.fuzzing import settings
-from tests.model.test_attention import CPU, ordinary_forest
+from tests.model.test_attention import CPU, ordinary_forest, paths_of
 from tests.models import on_threads
 
 NAMES = ("o", "grad_q", "grad_k", "grad_v")
@@ -120,8 +120,7 @@ SHAPES = {
 @cache
 def references(shape, dtype):
     """Return a shape's inputs, and its results in float64 and of PyTorch, which no instruction set
-    changes.
-    """
+    changes."""
     inputs = stream(*SHAPES[shape], dtype=dtype)
     return inputs, ordinary(*inputs), pytorchs(*inputs)
 
@@ -171,10 +170,7 @@ def test_a_rows_output_is_bitwise_the_same_in_every_forest(dtype):
     layout, (q, k, v), _ = stream(lengths, parents, 4, 2, 24, dtype=dtype)
     k = k * torch.linspace(0.1, 20, len(k))[:, None, None].to(dtype)
     together = attention._TreeAttention.apply(q, k, v, *layout)
-    rows, paths = torch.arange(len(q)).split(lengths), []
-    for own, parent in zip(rows, parents, strict=True):
-        path = torch.cat([paths[parent], own]) if parent >= 0 else own
-        paths.append(path)
+    for _, path in paths_of(lengths, parents):
         for cut in ([len(path)], [1, len(path) - 1], [37] * (len(path) // 37) + [len(path) % 37]):
             cut = [length for length in cut if length]
             chain = torch.tensor(cut), torch.arange(len(cut)) - 1

@@ -173,16 +173,16 @@ def test_tokenizer_and_chat_template_come_from_the_directory(tmp_path):
         load_tokenizer(copied)
 
 
-def test_no_code_of_a_checkpoint_is_run(tmp_path):
+@pytest.mark.parametrize("load", [*BACKENDS, load_tokenizer])
+def test_no_code_of_a_checkpoint_is_run(tmp_path, load):
     """A configuration with custom classes (remote code) is read as the family that model_type
-    names, or refused.
-    """
+    names, or refused."""
     save(tmp_path)
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    edit_config(tmp_path, auto_map={**code, "AutoTokenizer": ["evil.T", "evil.T"]})
-    load_checkpoint(tmp_path)
-    load_tokenizer(tmp_path)
+    code |= {"AutoTokenizer": ["evil.T", "evil.T"]}
+    edit_config(tmp_path, auto_map=code, attn_implementation="a/b")
+    assert "evil" not in type(getattr(load(tmp_path), "hf", None)).__module__
     assert not (tmp_path / "ran").exists()
 
 

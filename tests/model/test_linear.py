@@ -132,8 +132,7 @@ def by_definition(x, weight, bias, added):
 
 def compared(*case):
     """Return results and gradients of ours in float32, of the definition in float64, and of
-    PyTorch's in float32.
-    """
+    PyTorch's in float32."""
     ours, definition = (product_of(x, *case[3:]) for x in (linear.Product.apply, by_definition))
     kinds = (ours, torch.float32), (definition, torch.float64), (definition, torch.float32)
     return (with_gradients(function, inputs_of(*case), dtype) for function, dtype in kinds)

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from maxrl_fast.model.attention import Forest
 from maxrl_fast.model.recurrence import States, over_forest
 from tests.families import tiny_config, tiny_model
+from tests.model.test_attention import paths_of
 
 
 class Layer(nn.Module):
@@ -47,14 +48,6 @@ def forest_of(generator, depth):
     return Forest(torch.tensor(lengths), torch.tensor(parents), torch.device("cpu"))
 
 
-def paths_of(forest):
-    paths: list[torch.Tensor] = []
-    rows = torch.arange(int(forest.lengths.sum())).split(forest.lengths.tolist())
-    for own, parent in zip(rows, forest.parents.tolist(), strict=True):
-        paths.append(torch.cat([paths[parent], own]) if parent >= 0 else own)
-    return list(zip(rows, paths, strict=True))
-
-
 def check_equal(layer, forest, size, dtype, **limits):
     """Outputs and all gradients, where every output has another weight."""
     hidden = torch.randn(int(forest.lengths.sum()), size, dtype=dtype).requires_grad_()
@@ -63,7 +56,7 @@ def check_equal(layer, forest, size, dtype, **limits):
         return layer(x, cache_params=states, attention_mask=mask)
 
     ours, theirs = over_forest(run, hidden, forest.padded)[0], torch.zeros_like(hidden)
-    for own, path in paths_of(forest):
+    for own, path in paths_of(forest.lengths.tolist(), forest.parents.tolist()):
         theirs = theirs.index_copy(0, own, layer(hidden[path][None])[0, -len(own) :])
     torch.testing.assert_close(ours, theirs, **limits)
     weights, of = torch.randn_like(ours), [hidden, *layer.parameters()]

@@ -81,8 +81,7 @@ def generate(model, arithmetic, limit=40, prompts=PROMPTS, **options):
 @pytest.mark.usefixtures("instructions")
 def test_logprobs_are_those_of_the_model_to_bfloat16(arithmetic, changes):
     """Logits are below 16, where numbers in bfloat16 are 2^-4 apart; the decoder rounds several
-    times in each layer.
-    """
+    times in each layer."""
     model = tiny_decoder(**changes)
     rollouts = generate(model, arithmetic)
     batch = one_batch(PROMPTS, rollouts)
@@ -114,8 +113,7 @@ def test_merged_samples_are_bitwise_those_of_jobs_of_one(arithmetic):
 @pytest.mark.parametrize("arithmetic", PATHS)
 def test_a_slot_keeps_nothing_of_the_response_before(arithmetic):
     """Where one slot serves a response that is not finite, and then others, its padding must not
-    reach them.
-    """
+    reach them."""
     model = tiny_decoder(**ODD, tie_word_embeddings=False)
     with torch.no_grad():
         model.model.embed_tokens.weight[9] = math.inf

@@ -35,8 +35,7 @@ def engine(model):
 @pytest.fixture
 def fake_graphs(monkeypatch):
     """Graphs whose capture runs the step, as a replay does. The fixture is the list of what
-    happened, in order.
-    """
+    happened, in order."""
     events = []
 
     class FakeGraph:

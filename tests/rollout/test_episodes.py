@@ -53,8 +53,7 @@ def sampled(engine, *request):
 @dataclass
 class Game:
     """Replies that depend only on the episode. With `late`, they come at any time and in any order,
-    several at once or none.
-    """
+    several at once or none."""
 
     sizes: tuple[int, ...] = (1, 2, 5)  # of replies
     last: float = 0.1  # the probability that a reply ends the episode

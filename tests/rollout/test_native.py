@@ -131,8 +131,7 @@ def test_temperature_0_is_greedy_decoding(in_cpp):
 
 def check_independence(draw, prompts, one_sequence):
     """Check that samples are bitwise the same whatever is beside them, with any number of threads.
-    `draw` has prompts of its own, of which the third is drawn alone; return all its samples.
-    """
+    `draw` has prompts of its own, of which the third is drawn alone; return all its samples."""
     whole = draw()
     changes = [{}, {"max_batch": 7}, {"max_batch": 1}, {"cache_bytes": one_sequence}]
     others = [draw(**options) for options in changes]
@@ -159,8 +158,7 @@ def test_samples_are_bitwise_independent_of_the_batch():
 
 def check_merged_rows(engine, num_samples, sampling):
     """Compare samples, which the decoder computes together while they are alike, with each in a job
-    of its own, and the decoded rows with the distinct beginnings. Return the tokens in common.
-    """
+    of its own, and the decoded rows with the distinct beginnings. Return the tokens in common."""
     prompts = make_prompts([[5, 6, 7, 8], [9], [5, 6, 7, 8]])
     size = len(prompts) * num_samples
     samples = torch.arange(size)
@@ -299,8 +297,7 @@ def test_tokens_follow_the_exact_distribution(options):
 
 def chi_square(observed, expected):
     """Return the chi-square statistic divided by its 1 - 1e-4 quantile. Tokens expected less than 5
-    times are one class.
-    """
+    times are one class."""
     counts = torch.bincount(observed, minlength=len(expected)).double()
     expected = expected * len(observed)
     common = expected > 5

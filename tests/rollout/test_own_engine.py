@@ -1,8 +1,5 @@
 """The engine of docs/adding_an_engine.md: against the native engine, and what the trainer compares
-at the start of a run.
-"""
-
-from pathlib import Path
+at the start of a run."""
 
 import pytest
 import torch
@@ -15,8 +12,6 @@ from tests.batches import make_prompts
 from tests.models import adapted, tiny_decoder
 from tests.tables import refused
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "naive_engine.py"
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7, 12, 13, 14]])
 
 

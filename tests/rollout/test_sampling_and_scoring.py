@@ -78,8 +78,7 @@ class Lengths(RewardSource):
 
 def test_a_reward_function_sees_whole_episodes():
     """Groups are whole, as functions of lists need them; an episode that failed stays without a
-    reward, and counts once where its reward fails too.
-    """
+    reward, and counts once where its reward fails too."""
     task, source = CountingTask({(1, 0), (2, 0)}), Lengths()
     batch = collector_of(task, Scorer(task, source)).collect(1, 0)
     episodes = [played(i, n, 3) for i in range(G) for n in range(N)]

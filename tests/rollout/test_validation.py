@@ -109,8 +109,5 @@ def test_insertions_that_are_right_pass():
 )
 def test_insertions_that_cannot_be_true_are_named(rollouts, message):
     assert wrong(rollouts, sampling=EPISODES).startswith(message)
-
-
-def test_one_turn_has_no_insertions():
-    sampling = Sampling(1.0, 6, (2,))
-    assert wrong(episodes(), sampling=sampling) == "insertions, wanted none at max_turns 1"
+    one_turn = replace(EPISODES, max_turns=1)
+    assert wrong(episodes(), sampling=one_turn) == "insertions, wanted none at max_turns 1"

@@ -1,6 +1,5 @@
 """The vLLM engine. Tests marked vllm need the real one, which has its own environment (`make
-test-vllm`).
-"""
+test-vllm`)."""
 
 import importlib.metadata
 import random
@@ -62,8 +61,7 @@ def test_versions_are_checked(installed):
 
 class FakeLLM:
     """Stands for vLLM's LLM: records what it is told, and takes weights one at a time as vLLM
-    does.
-    """
+    does."""
 
     def __init__(self, **options):
         self.options, self.calls, self.loaded, self.most_alive = options, [], {}, 0
@@ -87,6 +85,15 @@ class FakeLLM:
             del weight
 
 
+def check_loaded(loaded, model):
+    """Check that the weights of a model with tied embeddings were cast."""
+    expected = dict(model.weights())
+    assert loaded.keys() == {*expected, "lm_head.weight"}
+    for name, weight in loaded.items():
+        wanted = expected.get(name, expected["model.embed_tokens.weight"])
+        assert torch.equal(weight, wanted.bfloat16()), name
+
+
 @pytest.fixture
 def make_fake_engine(installed, monkeypatch):
     installed("0.33.0")
@@ -96,16 +103,11 @@ def make_fake_engine(installed, monkeypatch):
 
 def test_weights_are_cast_and_given_one_at_a_time(make_fake_engine):
     """Beside the tensor in vLLM's hands only the embedding is kept, which is the output matrix
-    too.
-    """
+    too."""
     model = tiny_decoder(**HEADS)
     assert model.config.tie_word_embeddings
     llm = make_fake_engine(model)._llm
-    expected = dict(model.weights())
-    assert llm.loaded.keys() == {*expected, "lm_head.weight"}
-    for name, weight in llm.loaded.items():
-        wanted = expected.get(name, expected["model.embed_tokens.weight"])
-        assert torch.equal(weight, wanted.bfloat16()), name
+    check_loaded(llm.loaded, model)
     assert llm.most_alive <= 3  # the embedding, the tensor in vLLM's hands and the one before it
 
 
@@ -116,8 +118,7 @@ def test_a_tied_embedding_of_any_family_is_given_as_the_output_matrix_where_vllm
     family, embedding
 ):
     """Otherwise vLLM keeps another output matrix, or refuses the weight. Its Gemma 2 reads logits
-    from the embedding.
-    """
+    from the embedding."""
     policy = tiny_policy(family)
     assert policy.config.tie_word_embeddings
     weights = dict(named_weights(policy, torch.bfloat16))
@@ -128,8 +129,7 @@ def test_a_tied_embedding_of_any_family_is_given_as_the_output_matrix_where_vllm
 
 def test_experts_and_small_heads_are_refused(make_fake_engine):
     """vLLM 0.32's `reload_weights` leaves experts wrong on a CPU: with its own checkpoint,
-    log-probs differ by 0.6 nats.
-    """
+    log-probs differ by 0.6 nats."""
     with refused("on a CPU needs heads of 32, 64, .* numbers, got 8; --rollout native samples it"):
         make_fake_engine(tiny_decoder())
     with refused("wrong experts once weights are loaded again, and qwen3_moe has experts"):
@@ -156,8 +156,7 @@ def engine():
 
 def own_logprobs(model, rollouts, sampling):
     """Return log-probs at the temperature, before the filters, from the forward pass of the
-    training model.
-    """
+    training model."""
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
     log_p = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
     return log_p.gather(-1, rollouts.tokens[:, None])[:, 0]
@@ -203,8 +202,7 @@ def test_episodes_do_not_depend_on_when_replies_come(engine):
 @pytest.mark.vllm
 def test_filters_and_another_family():
     """In a process of its own, because a process can have only one engine. This one gives vLLM's
-    raw log-probs, those before the filters.
-    """
+    raw log-probs, those before the filters."""
     code = """
 import torch
 from maxrl_fast.rollout import Sampling
@@ -244,8 +242,7 @@ SHARED += ["--threads", "1", "--dtype", "float32"]  # the tolerances below are f
 @pytest.mark.vllm
 def test_two_ranks_that_share_an_engine_play_their_episodes(tmp_path):
     """Their weights are sharded. Of 65 held-out prompts the last one is alone in its chunk, so that
-    one rank has none.
-    """
+    one rank has none."""
     flags = f"--task {GUESS_TASK} --sft-steps 60 --steps 3 --rollouts 8".split()
     flags += "--vllm-tensor-parallel 2".split()
     flags += "--sharding full --keep-rollouts 64 --out".split()

@@ -24,6 +24,7 @@ from maxrl_fast.rollout.vllm import VllmServerEngine, request_json
 from tests.batches import make_prompts
 from tests.distributed.test_torchrun import finished, free_port, torchrun
 from tests.models import tiny_decoder
+from tests.rollout.test_vllm import check_loaded
 from tests.runs import CHAIN_TASK
 from tests.server import serving
 from tests.tables import refused
@@ -39,8 +40,7 @@ def sampled(engine, *request):
 
 class FakeServer:
     """Answers as vLLM does; a test replaces answers by path. An answer is (status, text), or a
-    function of the request.
-    """
+    function of the request."""
 
     def __init__(self):
         self.requests, self.loaded = [], []
@@ -60,8 +60,7 @@ class FakeServer:
 
     def generate(self, request):
         """Return samples i of i + 1 tokens in the wrong order: the prompt's first token, repeated,
-        and a stop token; sample 0 is cut off before it.
-        """
+        and a stop token; sample 0 is cut off before it."""
         parameters = request["sampling_params"]
         stop, choices = parameters["stop_token_ids"][0], []
         token = request["token_ids"][0] if request["token_ids"][0] != stop else stop + 1
@@ -108,12 +107,7 @@ def test_weights_are_written_in_the_compute_dtype_and_removed_at_the_end(server)
     model = tiny_decoder(1)
     engine = VllmServerEngine(tiny_decoder(), torch.bfloat16, server.url)
     engine.load_weights(model)
-    expected = dict(model.weights())
-    loaded = {name: weight for file in server.loaded[1] for name, weight in file.items()}
-    assert loaded.keys() == {*expected, "lm_head.weight"}  # tied
-    for name, weight in loaded.items():
-        wanted = expected.get(name, expected["model.embed_tokens.weight"])
-        assert torch.equal(weight, wanted.bfloat16()), name
+    check_loaded({name: x for file in server.loaded[1] for name, x in file.items()}, model)
     assert all(len(file) == 1 for file in server.loaded[1])
     folder = engine._folder
     assert folder.exists()
@@ -224,8 +218,7 @@ def answers(url):
 @pytest.mark.vllm
 def test_a_run_learns_with_a_real_server_and_one_that_is_gone_is_reported(tmp_path):
     """Two ranks with sharded weights. `vllm serve` calls this module; the CPU build's own command
-    does not start.
-    """
+    does not start."""
     port = free_port()
     policy = tmp_path / "policy"
     policy.mkdir()

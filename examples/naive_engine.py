@@ -15,7 +15,7 @@ from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import RolloutRequest, Sampling, uniforms
-from maxrl_fast.rollout.sampling import sample
+from maxrl_fast.rollout.decode_slots import sample
 
 
 class NaiveEngine:

@@ -267,9 +267,8 @@ def check_finite(rollouts: Rollouts, prompts: Prompts, step: int) -> None:
 
 
 class Turns:
-    """The episodes of a request's samples. Engines submit turns, and put the tokens of replies into
-    their samples. Ranks that share an engine (`peers`) play the samples of all together, in one
-    order; `own` are this rank's numbers among them."""
+    """The episodes of a request's samples. Ranks that share an engine (`peers`) play the samples of
+    all together, in one order; `own` are this rank's numbers among them."""
 
     def __init__(
         self,
@@ -287,8 +286,7 @@ class Turns:
         self._counts = dict[int, int]()  # turns of each episode
         self.waiting = set[int]()  # samples, of all ranks, that go on once their reply comes
         self.due = set[int]()  # own samples whose replies have not come
-        # tokens of each own episode, at its last turn or reply
-        self.lengths = dict.fromkeys(self.own, 0)
+        self.lengths = dict.fromkeys(self.own, 0)  # tokens at the last turn or reply
         # [S, limit] bool, the tokens that environments wrote
         self.given = torch.zeros(len(self.own), self.limit, dtype=torch.bool)
         # [S] bool, the samples whose reply left no room

@@ -1,5 +1,5 @@
-"""The batch of the PyTorch decoder on a device: slots with their KV cache, the attention of a
-decoding step, and its CUDA graphs."""
+"""The batch of the PyTorch decoder on a device: sampling from logits, as csrc/cpu/sample.h and
+csrc/cuda/decode_sample.cu do, attention of a step, slots with a KV cache, CUDA graphs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,8 +27,86 @@ from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Sampling, uniforms
-from maxrl_fast.rollout import sampling as sampler
-from maxrl_fast.rollout.sampling import ROWS, sample
+
+# rows that are filtered at a time on a GPU, and the bytes for each of their logits, with the sort's
+ROWS, LOGIT_BYTES = 128, 48
+
+
+def sample(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Sample tokens by inverting the CDF of each row of logits [A, V] float32 in vocabulary order,
+    for numbers u [A, n] in [0, 1); does not wait for the device. Returns tokens [A, n] int64 and
+    their log-probs under the whole distribution at the temperature; 0 at temperature 0."""
+    if sampling.temperature == 0:
+        token = logits.argmax(-1, keepdim=True).expand_as(u)
+        log_p = torch.log_softmax(logits, -1).gather(-1, token)
+        # logits that are not finite must show
+        return token, torch.where(log_p.isfinite(), 0.0, log_p)
+    logits = logits if sampling.temperature == 1 else logits / sampling.temperature
+    log_p = torch.log_softmax(logits, -1)
+    kept = filtered_logprobs(log_p, sampling) if sampling.filters_tokens else log_p
+    cdf = kept.exp().cumsum(-1)  # [A, V]
+    token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_max(logits.shape[-1] - 1)
+    return token, log_p.gather(-1, token)
+
+
+def filtered_logprobs(log_p: Tensor, sampling: Sampling) -> Tensor:
+    """Apply top-k, top-p and min-p to log-probs [A, V]; excluded tokens get -inf."""
+    ordered, order = log_p.sort(dim=-1, descending=True, stable=True)  # [A, V]
+    p = ordered.exp()
+    rank = torch.arange(p.shape[-1], device=p.device)  # [V]
+    kept = rank < sampling.top_k if sampling.top_k else rank >= 0
+    p = p * kept
+    before = p.cumsum(-1) - p  # [A, V], the probability of more probable tokens
+    kept = kept & ((before < sampling.top_p * p.sum(-1, keepdim=True)) | (rank == 0))
+    kept = kept & (p >= sampling.min_p * p[:, :1])
+    mask = torch.zeros_like(kept).scatter(-1, order, kept)
+    return torch.log_softmax(log_p.masked_fill(~mask, float("-inf")), -1)
+
+
+def samples_in_kernel(sampling: Sampling, dtype: torch.dtype, device: torch.device) -> bool:
+    """The kernel has no top-k, top-p or min-p."""
+    return (
+        not sampling.filters_tokens
+        and dtype in DEVICE_DTYPES
+        and dispatch.is_gpu(device)
+        and dispatch.has_kernels(device)
+    )
+
+
+def sample_and_append(
+    logits: Tensor,
+    sampling: Sampling,
+    keys: Tensor,
+    stops: Tensor,
+    last: Tensor,
+    length: Tensor,
+    done: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    rows: Tensor | None = None,
+) -> None:
+    """`sample` one token per row in a kernel, and append it to rows that are not done. logits: [A,
+    V] float32, or [g, V] with `rows` [g n] int64, of which each n share logits. keys [A] int64 and
+    length select the random numbers. stops: [V] bool. last, length, done: [A], and tokens, logprobs
+    [A, limit] at column `length` are updated in place."""
+    (count, size), (batch, limit), call = logits.shape, tokens.shape, KernelLaunch(logits.device)
+    num_rows = batch if rows is None else len(rows)
+    call.launch(
+        "decode_sample",
+        num_rows=num_rows,
+        vocab_size=size,
+        limit=limit,
+        logits=call.address("logits", logits, torch.float32, (count, size)),
+        samples_per_logits=num_rows // count,
+        rows=call.address("rows", rows, torch.int64, (num_rows,)),
+        temperature=sampling.temperature,
+        **call.addresses(torch.int64, batch, keys=keys, last=last, length=length),
+        stops=call.address("stops", stops, torch.bool, (size,)),
+        done=call.address("done", done, torch.bool, (batch,)),
+        tokens=call.address("tokens", tokens, torch.int64, (batch, limit)),
+        logprobs=call.address("logprobs", logprobs, torch.float32, (batch, limit)),
+    )
+
 
 Cache = tuple[Tensor, Tensor]  # keys and values of one layer
 
@@ -134,11 +212,7 @@ class Step:
         (batch, heads, dim), kv_heads, limit = q.shape, k.shape[1], own[0].shape[1]
         call, out = KernelLaunch(q.device), torch.empty(q.shape, dtype=q.dtype, device=q.device)
         splits = num_splits(batch, kv_heads, limit)
-        partial_shape = batch, heads, splits, dim + 2
-
-        def rows(name: str, x: Tensor, heads: int) -> dict[str, int]:
-            address = call.address(name, x, q.dtype, (batch, heads, dim), True)
-            return {name: address, f"{name}_stride": x.stride(0)}
+        partial_shape, rows = (batch, heads, splits, dim + 2), {"q": q, "k": k, "v": v}
 
         call.launch(
             "decode_attention",
@@ -148,12 +222,14 @@ class Step:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=dim,
-            **rows("q", q, heads),
-            **rows("k", k, kv_heads),
-            **rows("v", v, kv_heads),
+            **{
+                n: call.address(n, x, q.dtype, (batch, x.shape[1], dim), True)
+                for n, x in rows.items()
+            },
+            **{f"{n}_stride": x.stride(0) for n, x in rows.items()},
             **call.addresses(q.dtype, batch, limit, kv_heads, dim, k_cache=own[0], v_cache=own[1]),
-            lengths=call.address("lengths", self.lengths, torch.int64, (batch,)),
-            **call.addresses(q.dtype, *q.shape, prompt_out=prompt_o.contiguous()),
+            lengths=self.lengths,
+            prompt_out=prompt_o.contiguous(),
             prompt_lse=prompt_lse,  # [A, Hq] float32 with any strides
             lse_row_stride=prompt_lse.stride(0),
             lse_head_stride=prompt_lse.stride(1),
@@ -320,11 +396,9 @@ class DecodeSlots:
         groups = self.prompt[rows], self.starts, self.prompt_lengths, self.cache_starts, size
         step = Step(*groups, length, width, self.in_kernel)
 
-        def attention(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
-        ) -> Tensor:
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, *variant: Any) -> Tensor:
             prompt, (k_own, v_own) = self.cache(layer, k, v)
-            return step.attend(q, k, v, prompt, (k_own[rows], v_own[rows]), variant)
+            return step.attend(q, k, v, prompt, (k_own[rows], v_own[rows]), *variant)
 
         def recurrence(layer: tuple[int, int], run: Run, hidden: Tensor) -> Tensor:
             after = self.states[layer].rows(self.all_rows[rows])
@@ -349,11 +423,11 @@ class DecodeSlots:
     def _sample(self, logits: Tensor, sampling: Sampling, rows: Tensor | None = None) -> None:
         """Append a token to the first rows, or to these [g n], of which each n share logits."""
         end = self.rows if rows is None else None
-        if sampler.has_kernel(sampling, logits.dtype, logits.device):
+        if samples_in_kernel(sampling, logits.dtype, logits.device):
             of_batch = self.keys, self.last, self.length, self.done, self.tokens, self.logprobs
             keys, last, length, done, tokens, logprobs = (x[:end] for x in of_batch)
             inputs = logits, sampling, keys, self.stops
-            sampler.sample_and_append(*inputs, last, length, done, tokens, logprobs, rows)
+            sample_and_append(*inputs, last, length, done, tokens, logprobs, rows)
             return
         rows = self.all_rows[:end] if rows is None else rows
         u = uniforms(self.keys[rows], self.length[rows]).view(len(logits), -1)  # [g, n]
@@ -378,12 +452,10 @@ class DecodeSlots:
         # [g, longest]; what is beyond a prompt's end is masked
         tile = (prompts.cu_seqlens[:-1, None] + offsets).clamp_max(len(prompts.tokens) - 1)
 
-        def prefill(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant = PLAIN_ATTENTION
-        ) -> Tensor:
+        def prefill(layer: int, q: Tensor, k: Tensor, v: Tensor, *variant: Any) -> Tensor:
             for cache, x in zip(self.cache(layer, k, v)[0], (k, v), strict=True):
                 cache[slots, : len(offsets)] = x[tile]
-            return tree_attention(q, k, v, forest, variant)
+            return tree_attention(q, k, v, forest, *variant)
 
         def recurrence(layer: tuple[int, int], run: Run, hidden: Tensor) -> Tensor:
             out, states = over_forest(run, hidden, forest.padded)

@@ -27,9 +27,14 @@ from maxrl_fast.rollout import (
     decode_slots,
     finished,
 )
-from maxrl_fast.rollout import sampling as sampler
-from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape, has_kernel
-from maxrl_fast.rollout.sampling import LOGIT_BYTES, ROWS
+from maxrl_fast.rollout.decode_slots import (
+    LOGIT_BYTES,
+    ROWS,
+    DecodeSlots,
+    Shape,
+    has_kernel,
+    samples_in_kernel,
+)
 from maxrl_fast.runtime import tuning
 from maxrl_fast.runtime.device import copy_to_host, memory_bytes, to_device
 
@@ -101,7 +106,7 @@ class DeviceEngine(NativeEngine):
         prompts, num_samples, sampling = request.prompts, request.num_samples, request.sampling
         budget, max_batch, limit = self.cache_bytes, self.max_batch, sampling.max_new_tokens
         row, token, longest = own, self.bytes_of(1, 0, 1, 0), int(prompts.lengths.max())
-        in_kernel = sampler.has_kernel(sampling, self.dtype, self.device)
+        in_kernel = samples_in_kernel(sampling, self.dtype, self.device)
         if decode_slots.uses_graphs(self.device) and not in_kernel:
             filtered = LOGIT_BYTES * ROWS * self.model.config.vocab_size
             budget = max(budget - filtered, longest * token + row)

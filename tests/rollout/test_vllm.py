@@ -206,7 +206,7 @@ def test_filters_and_another_family():
     code = """
 import torch
 from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.sampling import filtered_logprobs
+from maxrl_fast.rollout.decode_slots import filtered_logprobs
 from maxrl_fast.rollout.vllm import VllmEngine
 from tests.batches import one_batch
 from tests.models import response_logits, tiny_decoder

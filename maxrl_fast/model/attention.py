@@ -536,8 +536,9 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_first_order("tree_attention")
-        grads = tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
-        _launch("tree_attention_backward", *ctx.saved_tensors, grad.contiguous(), *grads)
+        saved = ctx.saved_tensors  # which activation checkpointing gives once
+        grads = tuple(map(torch.empty_like, saved[:3]))
+        _launch("tree_attention_backward", *saved, grad.contiguous(), *grads)
         return *grads, None, None
 
 

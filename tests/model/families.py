@@ -35,18 +35,17 @@ ROPE = {"rope_type": "default", "rope_theta": 100.0}
 # Families of the table in docs/models.md whose configuration needs more than SIZES; positions and
 # windows count early.
 OTHERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("exaone4", "ministral", "starcoder2"), WINDOW),
+    **dict.fromkeys(("axk1", "deepseek_v2", "glm4_moe_lite"), DEEPSEEK),
+    **dict.fromkeys(("minicpm3", "youtu"), LATENT),
+    **{family: {"rotary_dim": 4} for family in ("codegen", "gptj")},
     "cohere2": {**WINDOW, "logit_scale": 0.125},
-    "exaone4": WINDOW,
     "granite": {
         "logits_scaling": 4.0,
         "attention_multiplier": 0.3,
         "residual_multiplier": 0.5,
         "embedding_multiplier": 2.0,
     },
-    "ministral": WINDOW,
-    "starcoder2": WINDOW,
-    "axk1": DEEPSEEK,
-    "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
         **WINDOW,
@@ -55,7 +54,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 100.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 16, "hidden_size": 32},
     },
-    "deepseek_v2": DEEPSEEK,
     "dots1": {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1},
     "falcon": {"head_dim": None},
     "gemma3n_text": {
@@ -65,7 +63,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         **WINDOW,
     },
     "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40, **WINDOW},
-    "glm4_moe_lite": DEEPSEEK,
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention", "mamba"]},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "nemotron_h": {
@@ -78,7 +75,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "num_layers": 3,
         "window_size": 7,
     },
-    "gptj": {"rotary_dim": 4},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention", "conv"]},
     "llama4_text": {
@@ -102,15 +98,13 @@ OTHERS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
-    "minicpm3": LATENT,
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"]
     },
     "ministral3": {
         **WINDOW,
         "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 100.0,
+            **ROPE,
             "llama_4_scaling_beta": 0.5,
             "original_max_position_embeddings": 4,
         },
@@ -122,7 +116,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "num_buckets": 4,
     },
     "xlnet": {"max_position_embeddings": None, "d_head": 8},
-    "youtu": LATENT,
 }
 
 

@@ -75,10 +75,7 @@ def fake_graphs(monkeypatch):
     [(SAMPLING, 1024), (Sampling(1.0, LIMIT, (3, 17, 9, 12), top_k=12, top_p=0.9), 65)],
 )
 def test_a_batch_size_is_captured_at_its_first_step(model, fake_graphs, sampling, max_batch):
-    engine, has_graph = (
-        native_engine(model, torch.float32, in_cpp=False, max_batch=max_batch),
-        set(),
-    )
+    engine, has_graph = native_engine(model, torch.float32, False, max_batch=max_batch), set()
     for call in (sampling, sampling, sampling.greedy):
         expected = sample(native_engine(model, torch.float32), sampling=call)
         assert torch.equal(sample(engine, sampling=call).tokens, expected.tokens)

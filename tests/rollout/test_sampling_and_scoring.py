@@ -4,7 +4,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.job.build import answered_task
 from maxrl_fast.rewards import Outcome, RewardSource, failure
 from maxrl_fast.rollout import RolloutRequest, Sampling, sample_and_score
@@ -13,6 +12,7 @@ from maxrl_fast.training.collect import Needs, RolloutCollector
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.verifree import VerifreeObjective
 from tests.random_episodes import CountingEngine, CountingTask, num_turns, played
+from tests.tables import refused
 
 G, N = 3, 2
 CPU = torch.device("cpu")
@@ -124,5 +124,5 @@ def test_rewards_of_one_turn_refuse_episodes(option):
     objective = VerifreeObjective() if is_objective else GroupObjective("grpo", {})
     flag = "--objective" if is_objective else "--reward-source"
     sentence = f"^{flag} {option} needs responses of one turn, got episodes of maze 5x5$"
-    with pytest.raises(InputError, match=sentence):
+    with refused(sentence):
         answered_task(config, CountingTask(), objective)

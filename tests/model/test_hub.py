@@ -13,12 +13,8 @@ from tests.tables import refused, table
 from tests.tasks.test_dataset import SUMS, save_byte_level_policy, written
 
 NAME = f"hf://org/tiny@{COMMIT}"
-SMALL = {
-    *(
-        "config.json generation_config.json tokenizer.json tokenizer_config.json "
-        "chat_template.jinja"
-    ).split()
-}
+SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+SMALL.add("chat_template.jinja")
 NOWHERE = "http://127.0.0.1:9"  # the port of the service that discards: nobody listens
 
 

@@ -22,7 +22,7 @@ from tests.families import tiny_config, tiny_model
 from tests.models import on_threads, response_logits, tiny_decoder
 from tests.rollout.test_device_decoder import fake_graphs  # noqa: F401
 from tests.rollout.test_native import NoWaiting
-from tests.rollout.test_vllm_server import server  # noqa: F401
+from tests.rollout.test_vllm_server import GENERATE, server  # noqa: F401
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [*range(1, 31), *range(1, 31)], [9, 9], [30, 2, 4]])
 STOPS = (3, 17, 9, 12)
@@ -293,7 +293,7 @@ def of_turns(server):  # noqa: F811
             choices.append(choice | {"logprobs": logprobs})
         return 200, json.dumps({"choices": choices})
 
-    server.answers["/inference/v1/generate"] = generate
+    server.answers[GENERATE] = generate
     return server
 
 

@@ -233,20 +233,19 @@ print("done")
     assert done.stdout.split() == ["done"]
 
 
-SHARED = "--rollout vllm --objective grpo --lr 2e-2 --prompts 4 --kv-cache-gb 0.03".split()
-SHARED += "--eval-prompts 65 --eval-samples 2".split()
-SHARED += "--hidden-size 64 --intermediate-size 64 --layers 2 --heads 2 --kv-heads 2".split()
-SHARED += ["--threads", "1", "--dtype", "float32"]  # the tolerances below are for float32
+# the tolerances below are for float32
+SHARED = "--rollout vllm --objective grpo --lr 2e-2 --prompts 4 --kv-cache-gb 0.03 --dtype float32"
+SHARED += " --eval-prompts 65 --eval-samples 2 --threads 1 --hidden-size 64 --intermediate-size 64"
+SHARED += " --layers 2 --heads 2 --kv-heads 2"
 
 
 @pytest.mark.vllm
 def test_two_ranks_that_share_an_engine_play_their_episodes(tmp_path):
     """Their weights are sharded. Of 65 held-out prompts the last one is alone in its chunk, so that
     one rank has none."""
-    flags = f"--task {GUESS_TASK} --sft-steps 60 --steps 3 --rollouts 8".split()
-    flags += "--vllm-tensor-parallel 2".split()
-    flags += "--sharding full --keep-rollouts 64 --out".split()
-    process = torchrun(2, "-m", "maxrl_fast.train", *SHARED, *flags, str(tmp_path / "run"))
+    flags = f"{SHARED} --task {GUESS_TASK} --sft-steps 60 --steps 3 --rollouts 8"
+    flags += " --vllm-tensor-parallel 2 --sharding full --keep-rollouts 64"
+    process = torchrun(2, "-m", "maxrl_fast.train", *flags.split(), "--out", str(tmp_path / "run"))
     output = finished(process, 200)
     assert process.returncode == 0, output
     assert "tensor parallel over 2 processes" in output

@@ -31,6 +31,7 @@ from tests.tables import refused
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [9, 9]])
 SAMPLING = Sampling(1.0, 8, (3,))
+GENERATE = "/inference/v1/generate"
 INFO = "/server_info?config_format=json"
 
 
@@ -50,7 +51,7 @@ class FakeServer:
             INFO: (200, json.dumps(options)),
             "/collective_rpc": self.reload,
             "/reset_prefix_cache": (200, '{"success": true}'),
-            "/inference/v1/generate": self.generate,
+            GENERATE: self.generate,
         }
 
     def reload(self, request):
@@ -95,7 +96,7 @@ def test_samples_come_back_in_order_with_a_seed_for_each_prompt(server):
     assert rollouts.logprobs.tolist() == [-0.5, -0.5, -1.5] * 3
     assert rollouts.truncated.tolist() == [True, False] * 3
     engine.generate(RolloutRequest(PROMPTS.take(1, 2), 2, SAMPLING, 0, 1))  # some of them again
-    asked = [x for path, x in server.requests if path == "/inference/v1/generate"]
+    asked = [x for path, x in server.requests if path == GENERATE]
     seeds = {(*x["token_ids"], x["sampling_params"]["seed"]) for x in asked}
     assert len(seeds) == len({seed for *_, seed in seeds}) == 3
     greedy = sampled(engine, 2, SAMPLING.greedy, 0, 1)
@@ -174,35 +175,34 @@ def test_what_a_server_cannot_have_sampled_is_refused(server):
     # of what the engine lets pass, tests/rollout/test_validation.py has a table
     answers.append((choice(token_ids=[10**6, 3]), "a token outside the vocabulary of 32"))
     for answer, message in answers:
-        server.answers["/inference/v1/generate"] = (200, answer)
+        server.answers[GENERATE] = (200, answer)
         with pytest.raises(EngineError, match=message):
             checked.generate(asked)
-    server.answers["/inference/v1/generate"] = (200, choice())
+    server.answers[GENERATE] = (200, choice())
     assert checked.generate(asked).tokens.tolist() == [5, 3]
 
 
 def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_path, capsys):
-    generate, steps = server.answers["/inference/v1/generate"], []
+    generate, steps = server.answers[GENERATE], []
 
     def failing(request):
         is_training = request["sampling_params"]["n"] == 4
         steps.extend([None] * is_training)
         return (503, "shutting down") if len(steps) == 3 else generate(request)
 
-    server.answers["/inference/v1/generate"] = failing
+    server.answers[GENERATE] = failing
     flags = f"--rollout vllm --vllm-url {server.url} --task {CHAIN_TASK} --out {tmp_path}"
     flags += " --objective grpo --prompts 2 --rollouts 4 --steps 2 --eval-prompts 2"
     flags += " --eval-samples 1 --save-every 1"
     assert train.main([*flags.split(), "--threads", "1"]) == 1
     error = " ".join(capsys.readouterr().err.split())
     assert "with status 503: shutting down; the last good checkpoint is" in error
-    server.answers["/inference/v1/generate"] = generate
+    server.answers[GENERATE] = generate
     assert train.main(["--resume", str(tmp_path)]) == 0
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-JOB = f"--rollout vllm --task {CHAIN_TASK} --length 3 --objective grpo --lr 2e-2".split()
-JOB += ["--steps", "8"]
+JOB = f"--rollout vllm --task {CHAIN_TASK} --length 3 --objective grpo --lr 2e-2 --steps 8".split()
 JOB += "--prompts 4 --rollouts 32 --eval-prompts 8 --eval-samples 2 --threads 1".split()
 JOB += ["--dtype", "float32"]  # the tolerances below are for float32
 

@@ -33,8 +33,7 @@ from maxrl_fast.job.checkpoints import (
 )
 from maxrl_fast.job.run_files import Progress, Saved, find_saved
 from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
-from maxrl_fast.rollout import RolloutRequest, check_finite
-from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
+from maxrl_fast.rollout import RolloutRequest, check_finite, sample_and_score
 from maxrl_fast.rollout.vllm import VllmOptions
 from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.files import CHECKSUMS, read_json

@@ -21,7 +21,7 @@ from maxrl_fast.algorithms.options import (
     options_of,
 )
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.hub import directory_of
+from maxrl_fast.model.checkpoint import directory_of
 from maxrl_fast.ops.divergence import BETA
 from maxrl_fast.ops.loss_kernel import Aggregation
 from maxrl_fast.runtime.loading import load_code

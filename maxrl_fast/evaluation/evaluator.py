@@ -12,8 +12,7 @@ from torch import Tensor
 from maxrl_fast.evaluation.coverage import max_at_k, powers_of_two
 from maxrl_fast.evaluation.scores import MAX, PASS
 from maxrl_fast.records import Prompts, Samples
-from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
-from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
+from maxrl_fast.rollout import Engine, RolloutRequest, Sampling, sample_and_score
 from maxrl_fast.runtime.background import Progress, no_progress
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task

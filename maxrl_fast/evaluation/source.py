@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxrl_fast.errors import InputError, warn
-from maxrl_fast.model.hub import check_model, directory_of, find_model
+from maxrl_fast.model.checkpoint import check_model, directory_of, find_model
 from maxrl_fast.runtime.files import read_json
 from maxrl_fast.runtime.run_folder import RunFolder
 

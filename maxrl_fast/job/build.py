@@ -27,8 +27,7 @@ from maxrl_fast.job.build_parts import (
     find_policy,
 )
 from maxrl_fast.job.run_files import Saved
-from maxrl_fast.model.attention import kernel_name
-from maxrl_fast.model.flash import choose
+from maxrl_fast.model.attention import choose, kernel_name
 from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.ops.dispatch import kernels_for
 from maxrl_fast.rewards.combined import MajorityVote

@@ -15,8 +15,8 @@ from maxrl_fast.config.options import Config, Decoding, EvaluationConfig, Reward
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.run_files import Saved
 from maxrl_fast.model import checkpoint
+from maxrl_fast.model.checkpoint import HUB, directory_of, find_model
 from maxrl_fast.model.decoder import Decoder
-from maxrl_fast.model.hub import HUB, directory_of, find_model
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.policy import backend_of, check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
@@ -26,9 +26,8 @@ from maxrl_fast.rewards.combined import WeightedRewards
 from maxrl_fast.rewards.models import CLASSIFIER, Classifier
 from maxrl_fast.rewards.output import RewardOutput
 from maxrl_fast.rewards.pool import RewardPool, UserCode
-from maxrl_fast.rollout import Engine
+from maxrl_fast.rollout import CheckedEngine, Engine
 from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.rollout.validation import CheckedEngine
 from maxrl_fast.runtime.files import read_json
 from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.runtime.ranks import Ranks
@@ -168,11 +167,11 @@ def build_engine(
         hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
         made = build_from_code("rollout", name, Engine, offered, {**own, **cache}, hint)
     else:
-        from maxrl_fast.rollout import vllm, vllm_server  # of which few runs need anything
+        from maxrl_fast.rollout import vllm  # of which few runs need anything
 
         how["filters_tokens"] = sampling.top_p < 1
         if (url := own["vllm_url"]) is not None:
-            made = vllm_server.VllmServerEngine(model, dtype, url, **how)
+            made = vllm.VllmServerEngine(model, dtype, url, **how)
         else:
             how |= {"max_batch": max(max_batch, 256), **cache}
             number = own["vllm_tensor_parallel"]

@@ -45,8 +45,7 @@ from maxrl_fast.job.run_files import RunFiles, check_same, find_saved, fingerpri
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rollout import RolloutRequest
-from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
+from maxrl_fast.rollout import RolloutRequest, sample_and_score
 from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.files import locked
 from maxrl_fast.runtime.loading import naming_user_code

@@ -28,7 +28,7 @@ from maxrl_fast.config.options import SHAPE, Config
 from maxrl_fast.config.resolve import NAMES_CODE
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.scores import PASS, score_of
-from maxrl_fast.model.hub import HUB
+from maxrl_fast.model.checkpoint import HUB
 from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import (

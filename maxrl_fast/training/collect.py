@@ -11,8 +11,15 @@ from torch.nn.functional import pad
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import PROMPT, SEQUENCE, Prompts, Rollouts, Samples
-from maxrl_fast.rollout import Engine, RolloutRequest, Sampling, check_finite, check_rewards
-from maxrl_fast.rollout.sampling_and_scoring import ScoredSamples, sample_and_score
+from maxrl_fast.rollout import (
+    Engine,
+    RolloutRequest,
+    Sampling,
+    ScoredSamples,
+    check_finite,
+    check_rewards,
+    sample_and_score,
+)
 from maxrl_fast.runtime.background import Stopwatch
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task

@@ -7,8 +7,7 @@ from maxrl_fast.evaluation import evaluator
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator
 from maxrl_fast.evaluation.kept_samples import SampleTally, sample_records
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.validation import CheckedEngine
+from maxrl_fast.rollout import CheckedEngine, Sampling
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask, shortest_path
 from maxrl_fast.tasks.scorer import Scorer

@@ -24,12 +24,11 @@ from maxrl_fast.job.learner_state import random_states, set_random_states
 from maxrl_fast.job.log import Log, flat
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.runtime.files import atomic_file
+from maxrl_fast.runtime.files import RunFolder, atomic_file
 from maxrl_fast.runtime.loading import check_members, naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.names import OBJECT
+from maxrl_fast.tasks.dataset_specs import OBJECT
 
 NOTEBOOK_LINES = 20  # progress lines per stage; a terminal shows one moving line
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.config.names import OF_ONE_START
-from maxrl_fast.runtime.run_folder import RunFolder
+from maxrl_fast.runtime.files import RunFolder
 
 # how numbers round depends on them
 _ROUNDING = """threads device token_budget sharding kv_cache_gb vllm_tensor_parallel

@@ -22,8 +22,7 @@ from maxrl_fast.config.resolve import num_held_out, place_of, response_limit
 from maxrl_fast.config.rules import View, refuse, wrong_rewards
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
-from maxrl_fast.evaluation.outcome import RESULTS
-from maxrl_fast.evaluation.source import Source, find_source, free_folder
+from maxrl_fast.evaluation.outcome import RESULTS, Source, find_source, free_folder
 from maxrl_fast.tasks import Task, held_out_sets
 from maxrl_fast.tasks.dataset import DatasetOptions
 

@@ -18,9 +18,8 @@ from maxrl_fast.config.parts import SECTIONS, default_of, options_of_part, owner
 from maxrl_fast.config.rules import check, unused_options
 from maxrl_fast.errors import InputError, printable, warn
 from maxrl_fast.rewards.models import CLASSIFIER
-from maxrl_fast.runtime.files import JSON_BYTES, check_regular
+from maxrl_fast.runtime.files import JSON_BYTES, RunFolder, check_regular
 from maxrl_fast.runtime.loading import is_file
-from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.training.objectives.registry import objective_presets
 
 if sys.version_info >= (3, 11):

@@ -12,7 +12,7 @@ from maxrl_fast.algorithms.losses.registry import CLIPS
 from maxrl_fast.config.options import Config, Options
 from maxrl_fast.config.parts import loss_of
 from maxrl_fast.errors import InputError
-from maxrl_fast.tasks.names import is_reward, spec_of
+from maxrl_fast.tasks.dataset_specs import is_reward, spec_of
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.objective import Objective, has_teacher
 from maxrl_fast.training.objectives.registry import find_objective, make_objective

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.evaluation import MAX, PASS
 from maxrl_fast.evaluation.coverage import max_at_k, powers_of_two
-from maxrl_fast.evaluation.scores import MAX, PASS
 from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score

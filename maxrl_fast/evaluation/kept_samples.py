@@ -12,8 +12,7 @@ from torch import Tensor
 from maxrl_fast.errors import printable
 from maxrl_fast.records import Samples, unpack
 from maxrl_fast.rollout import check_finite
-from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.texts import response_texts, shown_text
+from maxrl_fast.tasks import Task, response_texts, shown_text
 
 MOST_SAMPLES, MOST_OF_A_PROMPT = 32, 4  # kept by an evaluation during training
 MOST_PROMPTS, PROMPT_LENGTH = 512, 2_000  # held-out prompts kept as text, and their characters

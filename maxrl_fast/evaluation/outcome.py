@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, warn
+from maxrl_fast.evaluation import PASS
 from maxrl_fast.evaluation.coverage import max_at_k, outcomes
 from maxrl_fast.evaluation.evaluator import is_correct
-from maxrl_fast.evaluation.scores import PASS
+from maxrl_fast.model.hub import check_model, directory_of, find_model
 from maxrl_fast.records import unpack
-from maxrl_fast.runtime.files import read_json
+from maxrl_fast.runtime.files import RunFolder, read_json
 from maxrl_fast.tasks import Task
 
 RESULTS = "eval.json"
@@ -94,3 +96,53 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> str:
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     found = [f"{name}: {one.get(name)} and {other.get(name)}" for name in names if name != DIGEST]
     return "; ".join(found) or "the prompts themselves" * bool(names)
+
+
+@dataclass(frozen=True)
+class Source:
+    checkpoint: Path  # a Hugging Face directory, absolute, links followed
+    name: str  # for tables and file names
+    run: Path | None = None  # the folder of the run that it lies in
+
+    def describe(self) -> str:
+        if self.run is None:
+            return str(self.checkpoint)
+        record = read_json(self.checkpoint / "progress.json")
+        phase, step = record["progress"]["phase"], record["progress"]["step"]
+        total = record["options"]["steps" if phase == "training" else "sft_steps"]
+        kind = "step" if phase == "training" else "warm start step"
+        return f"{self.checkpoint}, the policy after {kind} {step} of {total}"
+
+
+def find_source(name: str) -> Source:
+    """Return the checkpoint of a path or a name of the hub, which is downloaded."""
+    wanted = "CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run"
+    path = Path(name)
+    if check_model(name, wanted) is not None:
+        pinned = find_model(name, warn)
+        short = pinned.rpartition("@")[0].rpartition("/")[2]
+        return Source(directory_of(pinned, with_weights=True), short)
+    if not (path / "config.json").exists():
+        raise InputError(f"{wanted}, got {path}, which has no config.json")
+    if RunFolder(path).is_run:
+        newest = RunFolder(path).newest
+        if newest is None:
+            raise InputError(
+                f"{path} is the folder of a run without a checkpoint: wait for its first"
+            )
+        path = newest
+    path = path.resolve()
+    run = next((folder for folder in list(path.parents)[:2] if RunFolder(folder).is_run), None)
+    return Source(path, path.name if run is None else f"{run.name}-{path.name}", run)
+
+
+def free_folder(out: Path | None, name: str) -> Path:
+    """Return --out, or a folder named after the policy and the time."""
+    out = out or Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # The files that a stopped evaluation leaves are overwritten.
+    is_free = not out.exists() or (
+        out.is_dir() and all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir())
+    )
+    if not is_free:
+        raise InputError(f"--out must be a new or empty folder, got {out}")
+    return out

@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.table import Table
 
+from maxrl_fast.evaluation import MAX, PASS, label_of
 from maxrl_fast.evaluation.coverage import Interval
-from maxrl_fast.evaluation.scores import MAX, PASS, label_of
 
 CONTINUOUS = "Some rewards are neither 0 nor 1. max@1 is the mean reward."
 

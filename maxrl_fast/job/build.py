@@ -26,13 +26,12 @@ from maxrl_fast.job.build_task import build_run_task, build_scorer, closing_task
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.model.flash import choose
 from maxrl_fast.model.policy_model import Change, PolicyModel
-from maxrl_fast.rewards.combined import MajorityVote
-from maxrl_fast.rewards.output import RewardOutput
+from maxrl_fast.rewards import MajorityVote
+from maxrl_fast.rewards.pool import RewardOutput
 from maxrl_fast.rollout import Engine, Sampling
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import AnsweredTask, Task, held_out_sets
-from maxrl_fast.tasks.episode import EpisodeTask
+from maxrl_fast.tasks import AnsweredTask, EpisodeTask, Task, held_out_sets
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.text_codec import end_of
 from maxrl_fast.training.collect import LengthPenalty, RolloutCollector

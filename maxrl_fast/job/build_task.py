@@ -11,17 +11,15 @@ import torch
 from maxrl_fast.config.options import Config, Reward
 from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
-from maxrl_fast.rewards import RewardSource
-from maxrl_fast.rewards.combined import WeightedRewards
+from maxrl_fast.rewards import RewardSource, WeightedRewards
 from maxrl_fast.rewards.models import CLASSIFIER, Classifier
-from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rewards.pool import RewardPool, UserCode
+from maxrl_fast.rewards.pool import RewardOutput, RewardPool, UserCode
 from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.dataset import DatasetTask
+from maxrl_fast.tasks.dataset_specs import GYM, OBJECT, is_plugin, lost_object
 from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.tasks.names import GYM, OBJECT, is_plugin, lost_object
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.tools import ToolTask
 

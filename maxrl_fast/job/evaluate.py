@@ -14,6 +14,7 @@ from maxrl_fast.config.evaluation import resolve, set_configs
 from maxrl_fast.config.options import EvaluationConfig
 from maxrl_fast.config.rules import own_options
 from maxrl_fast.errors import InputError
+from maxrl_fast.evaluation import MAX, PASS
 from maxrl_fast.evaluation.coverage import (
     Interval,
     bootstrap,
@@ -27,12 +28,11 @@ from maxrl_fast.evaluation.kept_samples import SampleTally
 from maxrl_fast.evaluation.outcome import (
     RESULTS,
     Outcome,
+    Source,
     contents_of,
     differences,
     settings_of,
 )
-from maxrl_fast.evaluation.scores import MAX, PASS
-from maxrl_fast.evaluation.source import Source
 from maxrl_fast.evaluation.tables import add_scores, new_table, shown, summary_table
 from maxrl_fast.job.build_policy import build_engine
 from maxrl_fast.job.build_task import build_scorer, build_task, closing_task

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from maxrl_fast.evaluation.scores import PASS, label_of, score_of
+from maxrl_fast.evaluation import PASS, label_of, score_of
 
 STEPS = 10  # a condition must hold over this many steps
 OF_REWARDS = ("no_reward", "all_solved", "zero_variance_groups", "equal_rewards")

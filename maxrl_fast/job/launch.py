@@ -21,7 +21,7 @@ from maxrl_fast.errors import (
     StorageError,
     UserCodeError,
 )
-from maxrl_fast.evaluation.scores import score_of
+from maxrl_fast.evaluation import score_of
 from maxrl_fast.evaluation.tables import add_scores, new_table
 from maxrl_fast.job.build import RunContext, answered_task, prepare
 from maxrl_fast.job.build_task import build_run_task, closing_task
@@ -34,7 +34,7 @@ from maxrl_fast.job.loop import RunLoop
 from maxrl_fast.job.resume import check_same, find_saved
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
-from maxrl_fast.rewards.output import RewardOutput
+from maxrl_fast.rewards.pool import RewardOutput
 from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
 from maxrl_fast.runtime.device import resolve_device

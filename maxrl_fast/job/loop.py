@@ -6,16 +6,16 @@ from typing import Any
 from torch import Tensor
 
 from maxrl_fast.config.resolve import evaluation_schedule
+from maxrl_fast.evaluation import label_of, score_of
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator, over_sets
 from maxrl_fast.evaluation.kept_samples import KeptSamples, prompt_records, sample_lines
-from maxrl_fast.evaluation.scores import label_of, score_of
 from maxrl_fast.job.build import RunContext
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.health import Health
 from maxrl_fast.job.rollout_records import rollout_records
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
-from maxrl_fast.runtime.run_folder import RunFolder
+from maxrl_fast.runtime.files import RunFolder
 from maxrl_fast.training.metrics import summary
 from maxrl_fast.training.objectives.objective import has_teacher
 from maxrl_fast.training.trainer import StepRecord

@@ -2,7 +2,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from maxrl_fast.evaluation.scores import PASS, score_of
+from maxrl_fast.evaluation import PASS, score_of
 
 
 def draw_curves(

@@ -12,9 +12,8 @@ from maxrl_fast.config.options import SHAPE, Config
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.progress import Progress
 from maxrl_fast.runtime.device import versions
-from maxrl_fast.runtime.files import DamagedError, verify_checksums
+from maxrl_fast.runtime.files import DamagedError, RunFolder, verify_checksums
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from maxrl_fast.job.plots import draw_curves
 from maxrl_fast.job.resume import Saved
 from maxrl_fast.job.trackers import Tracker
 from maxrl_fast.runtime.device import versions
-from maxrl_fast.runtime.files import atomic_file, fsync, remove, storing, write_json
-from maxrl_fast.runtime.run_folder import RunFolder
+from maxrl_fast.runtime.files import RunFolder, atomic_file, fsync, remove, storing, write_json
 from maxrl_fast.training.objectives.weight import weight_of
 
 LOGS = "metrics", "eval", "eval_prompts", "pass_rates", "warnings", "samples", "rollouts"

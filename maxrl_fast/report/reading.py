@@ -7,9 +7,8 @@ from statistics import fmean
 from typing import Any
 
 from maxrl_fast.errors import InputError, printable
-from maxrl_fast.evaluation.scores import PASS, score_of
-from maxrl_fast.runtime.files import read_json
-from maxrl_fast.runtime.run_folder import RunFolder
+from maxrl_fast.evaluation import PASS, score_of
+from maxrl_fast.runtime.files import RunFolder, read_json
 
 EVALUATION_BYTES = 1 << 28  # eval.json has numbers for each prompt
 MOST_TEXTS, PROMPT_LENGTH = 1_000, 2_000  # of held-out prompts

@@ -8,8 +8,7 @@ import torch
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.huggingface_checkpoint import Quiet
 from maxrl_fast.model.tokenizer import load_tokenizer
-from maxrl_fast.rewards import Outcomes, RewardSource, Rows, failure
-from maxrl_fast.rewards.function import outcome_of
+from maxrl_fast.rewards import Outcomes, RewardSource, Rows, failure, outcome_of
 
 CLASSIFIER, BATCH = "hf:", 16  # texts
 

@@ -1,7 +1,8 @@
 """Reward functions and environments, called in worker processes, which can neither hang nor corrupt
-a run, or in this process. `worker.py` is the side of a worker."""
+a run, or in this process. `user_code.py` is the side of a worker."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -13,22 +14,40 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
+from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 from maxrl_fast.config.options import Reward
 from maxrl_fast.errors import InputError, RewardError
-from maxrl_fast.rewards import PROGRESS_INTERVAL, Outcome, Outcomes, RewardSource, Rows, failure
-from maxrl_fast.rewards.environment import EnvironmentHost
-from maxrl_fast.rewards.function import LISTS, ROW, STYLES, Caller, LateCall, Signature, outcome_of
-from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rewards.worker import close_memory
+from maxrl_fast.rewards import (
+    PROGRESS_INTERVAL,
+    LateCall,
+    Outcome,
+    Outcomes,
+    RewardSource,
+    Rows,
+    failure,
+    outcome_of,
+)
+from maxrl_fast.rewards.user_code import (
+    LISTS,
+    ROW,
+    STYLES,
+    Caller,
+    EnvironmentHost,
+    Signature,
+    close_memory,
+)
 from maxrl_fast.runtime.loading import LoadError
 
+FILE_NAME, MOST_BYTES = "reward_output.log", 10_000_000
+FULL = b"\n[more was printed: this file is full]\n"
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
 # Not multiprocessing: it would run the user's script again.
 BOOTSTRAP = (
     "import json, sys; settings = json.loads(sys.argv.pop()); sys.path[:] = settings['path']; "
-    "from maxrl_fast.rewards.worker import main; main(settings)"
+    "from maxrl_fast.rewards.user_code import main; main(settings)"
 )
 LOADING = -1  # the number of a worker's first call
 START_LIMIT = 60.0  # seconds for starting a process and loading the function
@@ -46,6 +65,56 @@ VARIABLES = re.compile(
     "HF_HUB_OFFLINE|TORCH_HOME|SSL_CERT_FILE|SSL_CERT_DIR"
 )
 Calls = deque[tuple[int, str]]  # that are not made yet: numbers, and arguments as JSON
+
+
+class RewardOutput:
+    """The standard output and error of workers, a pipe that a thread reads all the time, so that no
+    call waits for it. What comes before `open` is kept in memory; what the file has no room for is
+    dropped."""
+
+    def __init__(self) -> None:
+        self._lock, self._pipe, self._left = Lock(), -1, MOST_BYTES
+        self._file: io.BytesIO | io.FileIO = io.BytesIO()
+
+    def fileno(self) -> int:
+        """Return the descriptor to write to, which is there from the first call on."""
+        if self._pipe < 0:
+            reader, self._pipe = os.pipe()
+            self._thread = Thread(target=self._read, args=(reader,), daemon=True)
+            self._thread.start()
+        return self._pipe
+
+    def open(self, folder: Path, is_resumed: bool) -> None:
+        """Write to a file in a run's folder, if there are workers; append if resumed."""
+        with self._lock:
+            if self._pipe >= 0 and isinstance(self._file, io.BytesIO):
+                kept = self._file.getvalue()
+                self._file = io.FileIO(folder / FILE_NAME, "ab" if is_resumed else "wb")
+                self._left = MOST_BYTES - self._file.tell()
+                self._keep(kept)
+
+    def _read(self, reader: int) -> None:
+        while data := os.read(reader, 1 << 16):
+            with self._lock:
+                self._keep(data)
+        os.close(reader)
+
+    def _keep(self, data: bytes) -> None:
+        part, self._left = data[: max(self._left, 0)], self._left - len(data)
+        try:
+            if part:
+                self._file.write(part + FULL * (self._left <= 0))
+        except OSError:  # a full disk, of which the run's other files tell
+            self._left = 0
+
+    def close(self) -> None:
+        """End the thread once the worker processes have ended."""
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._thread.join(1.0)  # a program that left its process group may keep the pipe open
+            with self._lock:
+                self._left = 0
+                self._file.close()
 
 
 class UserCode(RewardSource):

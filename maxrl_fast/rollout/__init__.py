@@ -14,7 +14,7 @@ from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges, unpack
 from maxrl_fast.rollout.random import sample_keys
 from maxrl_fast.runtime.background import Progress, no_progress
 from maxrl_fast.runtime.device import memory_bytes
-from maxrl_fast.tasks.episode import Environments
+from maxrl_fast.tasks import Environments
 
 ENGINES = ("native", "vllm")  # the names that --rollout takes
 MAX_BATCH = {"cpu": 1024, "cuda": 16384}  # samples decoded at a time; larger batches are no faster

@@ -9,7 +9,7 @@ from maxrl_fast.errors import EngineError
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks.episode import Reply
+from maxrl_fast.tasks import Reply
 
 
 class Turns:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from maxrl_fast.records import SEQUENCE, Rollouts, Samples
 from maxrl_fast.rollout import Engine, RolloutRequest, cut
-from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.episode import EpisodeTask
+from maxrl_fast.tasks import EpisodeTask, Task
 from maxrl_fast.tasks.scorer import Scorer
 
 

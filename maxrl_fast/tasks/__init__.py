@@ -1,11 +1,13 @@
 """Tasks produce prompts and score the responses to them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.rewards import Outcome, Progress, no_progress
 
 
 class Task(Protocol):
@@ -72,3 +74,101 @@ class AnsweredTask(Task, Protocol):
         """Return the reference answer to each of the S responses, N to each prompt. Where the
         reasoning ends must not depend on the tokens that follow it: only then is the probability of
         the answer after it an unbiased estimate of that of a response that gives it."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment answers to a turn."""
+
+    sample: int  # s = g N + n of the S in this call of generate
+    tokens: list[int]  # that the policy reads next, at least one unless `is_last`
+    is_last: bool  # the episode ends; the tokens are ignored
+
+
+class Environments(Protocol):
+    """The environments of the S samples of one call of generate, one each."""
+
+    def submit(self, sample: int, turn: list[int]) -> None:
+        """Take a finished turn, its stop token included."""
+
+    def replies(self, wait: bool) -> list[Reply]:
+        """Return the replies that are there; with `wait`, at least one of those that are due."""
+
+    def finish(self) -> list[Outcome]:
+        """Wait for the calls that are due, end the environments, and return the outcomes [S]."""
+
+    def close(self) -> None:
+        """End the environments without rewards, after an error."""
+
+
+@runtime_checkable
+class EpisodeTask(Task, Protocol):
+    """A task whose responses are episodes."""
+
+    max_turns: int
+
+    def environments(
+        self, prompts: Prompts, num_samples: int, beat: Progress = no_progress
+    ) -> Environments:
+        """Return an environment for each of `num_samples` episodes of each prompt, which call
+        `beat` while they wait."""
+
+
+OPEN, CLOSE = "⟦", "⟧"  # around what was inserted
+_PLAIN = str.maketrans({OPEN: "[[", CLOSE: "]]"})  # what they are in the texts themselves
+
+
+def response_texts(task: Task, rollouts: Rollouts, with_special: bool = False) -> list[str]:
+    """Return each response as rewards and answers read it, with what was inserted."""
+    whole = ([x for part in parts for x in part] for parts in rollouts.turns())
+    return [task.decode(tokens, with_special) for tokens in whole]
+
+
+def shown_text(task: Task, parts: list[list[int]]) -> str:
+    """Return a response, one of Rollouts.turns, as samples show it: with special tokens, and what
+    was inserted between marks."""
+    texts = [task.decode(part, with_special=True) for part in parts]
+    if len(texts) == 1:
+        return texts[0]
+    return "".join(
+        f"{OPEN}{text.translate(_PLAIN)}{CLOSE}" if i % 2 else text.translate(_PLAIN)
+        for i, text in enumerate(texts)
+    )
+
+
+def decode_words(words: Sequence[str], tokens: Sequence[int]) -> str:
+    return " ".join(
+        words[token] if token < len(words) else f"<reserved_{token}>" for token in tokens
+    )
+
+
+def word_tokenizer_files(words: Sequence[str], vocab_size: int) -> dict[str, Any]:
+    """Return the JSON files, by name, of a Hugging Face tokenizer with one token per word; it
+    ignores spaces, and decodes without them. The first words are <pad>, <bos>, <eos> and <unk>; ids
+    from len(words) on are reserved."""
+    all_words = [*words, *(f"<reserved_{i}>" for i in range(len(words), vocab_size))]
+    special = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos", "unk")}
+    how = {"lstrip": True, "rstrip": True, "single_word": False, "normalized": False}
+    # Every word is an added token: transformers 5 loads the tokenizer of a qwen2 checkpoint as a
+    # byte-level one, which ignores words.
+    added = [
+        {"id": i, "content": word, "special": word in special.values(), **how}
+        for i, word in enumerate(all_words)
+    ]
+    off = ("add_prefix_space", "trim_offsets", "use_regex")
+    byte_level: dict[str, Any] = {"type": "ByteLevel"} | dict.fromkeys(off, False)
+    vocabulary = {word: i for i, word in enumerate(all_words)}
+    tokenizer = {
+        "version": "1.0",
+        **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor")),
+        "added_tokens": added,
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": "<unk>"},
+    }
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "model_max_length": 10**9,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": config | special}

@@ -15,11 +15,18 @@ from maxrl_fast.algorithms.options import Count, Limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks import ReferenceAnswer
-from maxrl_fast.tasks.jsonl import Line, read_demonstrations
-from maxrl_fast.tasks.names import other_prompts, spec_of
-from maxrl_fast.tasks.sources import TEST, Part, divided, file_part, filtered, hub_parts
-from maxrl_fast.tasks.text_answers import text_answers
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
+from maxrl_fast.tasks.dataset_specs import other_prompts, spec_of
+from maxrl_fast.tasks.sources import (
+    TEST,
+    Line,
+    Part,
+    divided,
+    file_part,
+    filtered,
+    hub_parts,
+    read_demonstrations,
+)
+from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of, text_answers
 
 # prompts of lines that are not too long, by their tokens, with the line
 Kept = list[tuple[list[int], dict[str, Any]]]

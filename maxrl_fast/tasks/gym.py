@@ -16,8 +16,7 @@ from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards import verifiers
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import TAGS
-from maxrl_fast.tasks.text_answers import text_answers
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
+from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of, text_answers
 
 TEST_SHARE = 5  # about one question in this many is held out
 TRIES = 200  # draws for a question of its split

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.options import Limit
 from maxrl_fast.records import Prompts, Rollouts, pack
-from maxrl_fast.tasks import ReferenceAnswer
-from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
+from maxrl_fast.tasks import ReferenceAnswer, decode_words, word_tokenizer_files
 
 # One token per word; ids 17..31 are reserved, as in the paper's configuration.
 WORDS = (

@@ -13,9 +13,7 @@ from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Prompts, Rollouts, unpack
 from maxrl_fast.rewards import LEFT, Outcome, Progress, RewardSource, no_progress
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.episode import Environments, EpisodeTask
-from maxrl_fast.tasks.texts import response_texts
+from maxrl_fast.tasks import Environments, EpisodeTask, Task, response_texts
 
 FAILURE_KINDS = ("exception", "timeout", "crash", "memory", "invalid")
 CURES = {

@@ -2,13 +2,191 @@
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from maxrl_fast.errors import InputError
-from maxrl_fast.tasks.dataset_specs import NAMED_SETS, UNNAMED, NamedSet, look_up
-from maxrl_fast.tasks.jsonl import Line, read_hub, read_lines
+from maxrl_fast.errors import InputError, printable
+from maxrl_fast.model.tokenizer import REASONING, Message, Prompt
+from maxrl_fast.runtime.files import check_regular
+from maxrl_fast.tasks.dataset_specs import NAMED_SETS, UNNAMED, AsLine, NamedSet, keys_of, look_up
+
+ROLES = ("system", "user", "assistant", "tool", "developer")
+
+Line = tuple[str, dict[str, Any]]  # its place, for error messages, and its JSON object
+
+
+def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line]:
+    """Return the lines of a file, or its rows if its name ends in .parquet, each with a prompt."""
+    return [_checked(x, place, prompt_key) for place, x in _read_objects(path, option)]
+
+
+def read_demonstrations(path: Path, prompt_key: str) -> list[tuple[str, Any, str | Message]]:
+    """Return place, prompt and response of each line of --sft-data. A line has a prompt and text at
+    "response", or messages at `prompt_key` or "messages" of which the last is the response."""
+    found = []
+    for place, fields in _read_objects(path, "--sft-data"):
+        is_chat = prompt_key not in fields and "messages" in fields
+        prompt = _prompt_of(fields, place, "messages" if is_chat else prompt_key)
+        said: Any = fields.get("response")
+        response: Any = said
+        if said is None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+            *prompt, response = prompt
+            said = (response["content"] or response.get(REASONING[0])) if prompt else None
+        if not isinstance(said, str) or not said:
+            raise InputError(
+                f"{place}: a demonstration must have text at 'response', or messages of which the "
+                f"last is the assistant's, got {said!r:.80}; {keys_of(fields)}"
+            )
+        check_utf8(said, f"{place}: response")
+        found.append((place, prompt, response))
+    return found
+
+
+def read_hub(
+    name: str, splits: Sequence[str], prompt_key: str, as_line: AsLine | None = None
+) -> list[list[Line]]:
+    """Return the rows of NAME or NAME:CONFIG of the Hugging Face hub, or of the library's cache: of
+    the first split, and of others if it has them."""
+    repository, _, config = name.partition(":")
+    found = _load(name, repository, config or None)
+    if splits[0] not in found:
+        raise InputError(f"{name} has no split {splits[0]}, but {', '.join(found)} (NAME@SPLIT)")
+    lines: list[list[Line]] = []
+    for split in dict.fromkeys(x for x in splits if x in found):
+        lines.append([])
+        for place, row in _rows(found[split], f"{name}, {split} row"):
+            try:
+                line = as_line(row) if as_line else row
+            except InputError as error:
+                raise InputError(f"{place}: {error}; {keys_of(row)}") from error
+            lines[-1].append(_checked(line, place, prompt_key))
+    return lines
+
+
+def _read_objects(path: Path, option: str) -> list[Line]:
+    shown = printable(path)
+    try:
+        check_regular(path)
+        if path.suffix == ".parquet":
+            return _rows(_load(shown, "parquet", data_files=str(path))["train"], f"{shown}, row")
+        with open(path, "rb") as file:
+            numbered = [(f"{shown}, line {i}", x) for i, x in enumerate(file, 1) if x.strip()]
+    except OSError as error:
+        wanted = f"{option} must be a readable JSON Lines or Parquet file"
+        raise InputError(f"{wanted}, got {shown}: {error}") from error
+    if not numbered:
+        raise InputError(f"{shown} must have a JSON object on each line, got none")
+    return [(place, _object(line, place)) for place, line in numbered]
+
+
+def _object(line: bytes, place: str) -> dict[str, Any]:
+    """Return the object of a line; NaN and infinite numbers become null."""
+    why = "it is no object"
+    try:
+        fields = json.loads(line, parse_constant=lambda _: None)
+        if isinstance(fields, dict):
+            return fields
+    # invalid JSON, invalid UTF-8, an integer of too many digits, or too deep
+    except (ValueError, RecursionError) as error:
+        why = str(error)
+    raise InputError(
+        f"{place}: it must be a JSON object in UTF-8, got {line!r:.60}: {why}; pandas.read_csv or "
+        "read_json(FILE).to_parquet(NEW) converts a CSV file or an array"
+    )
+
+
+def _load(shown: str, kind: str, *config: str | None, **files: str) -> Any:
+    """Return the splits of a data set of the hub, or of a Parquet file, by name."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError(
+            f"reading {shown} needs datasets: pip install datasets, or give JSON Lines with --data "
+            f"FILE ({error})"
+        ) from error
+    try:
+        return datasets.load_dataset(kind, *config, **files)
+    except Exception as error:  # errors of the network, the hub, or the parsers of its files
+        cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+        advice = "" if files else "; --data FILE and --test-data FILE read a local copy"
+        raise InputError(f"cannot read {shown}: {cause}{advice}") from error
+
+
+def _rows(split: Any, place: str) -> list[Line]:
+    """Return rows as lines of a file have them: bytes are null, and what else JSON lacks text."""
+
+    def plain(value: object) -> str | None:
+        return None if isinstance(value, bytes) else str(value)
+
+    texts = (json.dumps(row, default=plain) for row in split)
+    return [(x := f"{place} {i}", _object(row.encode(), x)) for i, row in enumerate(texts, 1)]
+
+
+def _checked(fields: dict[str, Any], place: str, prompt_key: str) -> Line:
+    prompt = _prompt_of(fields, place, prompt_key)
+    for name in ("response", "response_raw"):
+        if name in fields:
+            raise InputError(
+                f"{place}: the key {name!r} is reserved for the response that is scored; rename it"
+            )
+    return place, {**fields, prompt_key: prompt}
+
+
+def _prompt_of(fields: dict[str, Any], place: str, key: str) -> Any:
+    if key not in fields:
+        raise InputError(
+            f"{place}: the line must have a prompt at {key!r} (--prompt-key), but {keys_of(fields)}"
+        )
+    return read_prompt(fields[key], f"{place}: {key}")
+
+
+def read_prompt(prompt: Any, what: str) -> Prompt:
+    """Return text, or messages as chat templates take them: a value that is null is absent, and a
+    list of text parts is their text. `what` it is, for error messages."""
+    if isinstance(prompt, str) and prompt:
+        check_utf8(prompt, what)
+        return prompt
+    if not isinstance(prompt, (list, tuple)) or not prompt:
+        raise InputError(
+            f"{what} must be text or a list of messages, not empty, got {prompt!r:.80}"
+        )
+    return [_message(message, what) for message in prompt]
+
+
+def _message(given: Any, what: str) -> Message:
+    fields = given if isinstance(given, Mapping) else {}
+    # Arrow gives every message the keys of all
+    message = {
+        REASONING[0] if key in REASONING else key: x
+        for key, x in fields.items()
+        if x is not None and (key == "content" or x != [])
+    }
+    if isinstance(parts := message.get("content"), (list, tuple)):
+        texts = [x.get("text") if isinstance(x, Mapping) else None for x in parts]
+        is_text = all(isinstance(x, str) for x in texts)
+        message["content"] = "".join(map(str, texts)) if is_text else None
+    others = message.keys() - {"role", "content"}
+    is_known = len(message) == len(others) + 2 and message["role"] in ROLES
+    if message.get("role") == "assistant":
+        others -= {REASONING[0]}
+    if others or not is_known or not all(isinstance(x, str) for x in message.values()):
+        raise InputError(
+            f"{what} must have messages with a role in {', '.join(ROLES)} and a content, of the "
+            f"assistant also with {REASONING[0]}, each as text, got {given!r:.200}"
+        )
+    for value in message.values():
+        check_utf8(value, what)
+    return message
+
+
+def check_utf8(text: Any, what: str) -> None:
+    try:
+        text.encode()
+    except (AttributeError, UnicodeEncodeError) as error:  # no text, or half a surrogate pair
+        raise InputError(f"{what} must be text in UTF-8: {error}") from error
+
 
 TEST_SHARE = 10  # about one prompt in this many is held out if no test prompts are given
 TEST = "test"  # the name of a held-out set without others

@@ -11,9 +11,9 @@ from maxrl_fast.model.tokenizer import Message
 from maxrl_fast.records import Prompts
 from maxrl_fast.rewards import PROGRESS_INTERVAL, Outcome, Progress, failure, no_progress
 from maxrl_fast.rewards.pool import UserCode
+from maxrl_fast.tasks import Reply
 from maxrl_fast.tasks.dataset import DatasetTask
-from maxrl_fast.tasks.episode import Reply
-from maxrl_fast.tasks.jsonl import Line
+from maxrl_fast.tasks.sources import Line
 from maxrl_fast.tasks.tool_calls import ToolCall
 
 OTHER_TEXT = "reset returned another text than at the start of the run for the same columns"

@@ -14,9 +14,8 @@ from maxrl_fast.records import PROMPT, SEQUENCE, Prompts, Rollouts, Samples
 from maxrl_fast.rollout import Engine, RolloutRequest, Sampling, check_finite, check_rewards
 from maxrl_fast.rollout.sampling_and_scoring import ScoredSamples, sample_and_score
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import Task
+from maxrl_fast.tasks import Task, response_texts
 from maxrl_fast.tasks.scorer import MetricAccumulator, Scorer
-from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.policy_reward import PolicyReward
 from maxrl_fast.training.schedule import Carried, Schedule
 from maxrl_fast.training.stopwatch import Stopwatch

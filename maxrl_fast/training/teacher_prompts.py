@@ -8,7 +8,7 @@ from maxrl_fast.model.tokenizer import Prompt
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.runtime.loading import describe_error, load_code
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.jsonl import read_prompt
+from maxrl_fast.tasks.sources import read_prompt
 from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 from maxrl_fast.training.policy_reward import check_answers
 

@@ -16,8 +16,7 @@ from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.job import launch
 from maxrl_fast.job import learner_state as state
 from maxrl_fast.job.progress import Progress
-from maxrl_fast.runtime.files import DamagedError, locked, verify_checksums
-from maxrl_fast.runtime.run_folder import RunFolder
+from maxrl_fast.runtime.files import DamagedError, RunFolder, locked, verify_checksums
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
 from tests.models import save_checkpoint, tiny_decoder

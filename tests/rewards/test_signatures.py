@@ -5,7 +5,8 @@ import numpy
 import pytest
 import sympy
 
-from maxrl_fast.rewards.function import InvalidReward, outcome_of, signature_of, taken
+from maxrl_fast.rewards import InvalidReward, outcome_of
+from maxrl_fast.rewards.user_code import signature_of, taken
 from tests.rewards import pools
 from tests.rewards.pools import rewards
 from tests.tables import table

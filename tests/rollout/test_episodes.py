@@ -19,7 +19,7 @@ from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.random import sample_keys
 from maxrl_fast.rollout.validation import find_wrong
 from maxrl_fast.rollout.vllm_server import VllmServerEngine
-from maxrl_fast.tasks.episode import Reply
+from maxrl_fast.tasks import Reply
 from tests.batches import Chosen, make_prompts, one_batch
 from tests.families import tiny_config, tiny_model
 from tests.models import on_threads, response_logits, tiny_decoder

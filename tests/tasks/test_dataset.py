@@ -13,7 +13,7 @@ from maxrl_fast.config.resolve import resolve
 from maxrl_fast.job.build_task import build_run_task
 from maxrl_fast.records import Rollouts, unpack
 from maxrl_fast.tasks.dataset import DatasetTask
-from maxrl_fast.tasks.jsonl import read_lines
+from maxrl_fast.tasks.sources import read_lines
 from maxrl_fast.tasks.text_codec import TextOptions, TextTask
 from tests.models import save_checkpoint, tiny_decoder
 from tests.tables import refused, table

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from maxrl_fast import train
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
-from maxrl_fast.tasks.jsonl import read_demonstrations
+from maxrl_fast.tasks.sources import read_demonstrations
 from tests.tables import refused
 from tests.tasks.test_dataset import SUMS, texts_of, written
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.huggingface_checkpoint import Quiet
@@ -49,12 +50,11 @@ class Classifier(RewardSource):
         self._longest = int(min(positions, self._tokenizer.model_max_length, 2**31))
         # a decoder reads its score at the last token that is not padding
         pad = self._tokenizer.pad_token_id
-        self._can_pad = pad is not None and pad != self._tokenizer.eos_token_id
-        self._model.config.pad_token_id = pad if self._can_pad else None
-        self._tokenizer.padding_side = "right"
+        self._pad = None if pad == self._tokenizer.eos_token_id else pad
+        self._model.config.pad_token_id = self._pad
 
     def outcomes(self, rows: Rows, group: int) -> Outcomes:
-        encoded, size = [self._encode(row) for row in rows], BATCH if self._can_pad else 1
+        encoded, size = [*map(self._encode, rows)], 1 if self._pad is None else BATCH
         order = sorted(range(len(rows)), key=lambda i: len(encoded[i]))
         for i in [i for i in order if not 0 < len(encoded[i]) <= self._longest]:
             order.remove(i)
@@ -80,13 +80,10 @@ class Classifier(RewardSource):
 
     @torch.no_grad()
     def _forward(self, batch: list[list[int]]) -> list[float]:
-        if self._can_pad:
-            padded = self._tokenizer.pad({"input_ids": batch}, return_tensors="pt")
-        else:
-            tokens = torch.tensor(batch)
-            padded = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        inputs = {key: padded[key].to(self._device) for key in ("input_ids", "attention_mask")}
-        logits = self._model(**inputs).logits.float().cpu()
+        parts = [torch.tensor(tokens, device=self._device) for tokens in batch]
+        ids = pad_sequence(parts, batch_first=True, padding_value=self._pad or 0)
+        mask = pad_sequence([torch.ones_like(part) for part in parts], batch_first=True)
+        logits = self._model(input_ids=ids, attention_mask=mask).logits.float().cpu()
         scores = logits[:, 0] if logits.shape[1] == 1 else logits.softmax(1)[:, 1]
         return [*map(float, scores)]
 

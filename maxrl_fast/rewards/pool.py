@@ -118,9 +118,9 @@ class RewardOutput:
 
 
 class UserCode(RewardSource):
-    """A reward function, or a class of environments, of this process, `name` in --reward or
-    --environment, called in the main thread, one call at a time, with copies of its arguments. A
-    call has a number, and a list of outcomes: one for each row, or one for all."""
+    """A reward function, or a class of environments, of this process, called in the main thread,
+    one call at a time, with copies of its arguments. A call has a number, and a list of outcomes:
+    one for each row, or one for all."""
 
     place = "in this process, without a time limit; FILE.py:FUNCTION runs in separate processes"
     concurrency = 1  # calls of an async function that are made at a time
@@ -251,17 +251,19 @@ class Worker:
         self.process.communicate(timeout=KILL_LIMIT)
         self.socket.close()
         self.number, self.has_ended, code = None, True, self.process.returncode
-        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-        return killed or f"exited with code {code}"
+        return (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with code {code}"
+        )
 
 
 class RewardPool(UserCode):
-    """Makes the calls of "path/to/file.py:name" or "package.module:name" in several processes.
-
-    A call that exceeds its time or memory limit or crashes its process fails alone, and its process
+    """Makes the calls of "path/to/file.py:name" or "package.module:name" in several processes. A
+    call that exceeds its time or memory limit or crashes its process fails alone, and its process
     is replaced. An environment lives in the worker of its number modulo their number, and ends with
-    it. One thread at a time may use the pool. `results` raises RewardError where the function can
-    no longer be loaded. `output` gets what the function prints; None: it is discarded."""
+    it. One thread at a time may use the pool. `results` raises RewardError where the code can no
+    longer be loaded. `output` gets what it prints; None: it is discarded."""
 
     def __init__(
         self,
@@ -335,6 +337,6 @@ class RewardPool(UserCode):
                 worker.end()
 
     def close(self) -> None:
-        """End the workers; what ones that start later print is discarded."""
+        """End the workers; what later ones print is discarded."""
         self.drop()
         self.output = None

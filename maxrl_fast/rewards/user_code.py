@@ -1,6 +1,5 @@
-"""How user code is called, reward functions by the names of their parameters and classes of
-environments, in a worker process, whose side this is, or in the trainer. Each worker imports this
-at its start, so it imports little.
+"""User code, reward functions and environments: how it is called, in a worker process, whose side
+this is, or in the trainer. Each worker imports this at its start, so it imports little.
 
 Environments are as TRL's `environment_factory` takes them: `reset(**columns)` begins an episode,
 every other public method is a tool, and `get_reward()` may end it. An operation is [number of the
@@ -90,18 +89,20 @@ def event_loop() -> Any:
     return loop
 
 
-def run_coroutines(coroutines: Sequence[Awaitable[Any]], seconds: float | None) -> list[Any]:
+def run_coroutines(
+    begin: Callable[[Any], Awaitable[Any]], arguments: Sequence[Any], seconds: float | None
+) -> list[Any]:
     """Run coroutines at the same time, and return what each returns or raises, or LateCall."""
     import asyncio
 
-    async def settle(one: Awaitable[Any]) -> Any:
+    async def settle(one: Any) -> Any:
         try:
-            return await one
+            return await begin(one)
         except BaseException as error:  # also a CancelledError that the function raises
             return error
 
     async def settle_all() -> list[Any]:
-        tasks = [asyncio.ensure_future(settle(one)) for one in coroutines]
+        tasks = [asyncio.ensure_future(settle(one)) for one in arguments]
         _, late = await asyncio.wait(tasks, timeout=seconds)
         values = [LateCall(seconds) if task in late else task.result() for task in tasks]
         for task in late:
@@ -114,7 +115,7 @@ def run_coroutines(coroutines: Sequence[Awaitable[Any]], seconds: float | None) 
 def awaited(result: Any) -> Any:
     """Return what a function has returned, or its coroutine returns."""
     if isinstance(result, Coroutine):
-        [result] = run_coroutines([result], None)
+        [result] = run_coroutines(lambda one: one, [result], None)
         if isinstance(result, BaseException):
             raise result
     return result
@@ -142,7 +143,7 @@ class Caller:
                         f"the {len(rows)} completions, got {SHORT_REPR.repr(result)}"
                     )
             elif self.signature["style"] == ROWS:
-                values = run_coroutines([*map(self._later, rows)], self._seconds)
+                values = run_coroutines(self._begin, rows, self._seconds)
             else:
                 values = [awaited(self._begin(rows[0]))]
         except BaseException as error:
@@ -151,9 +152,6 @@ class Caller:
 
     def _begin(self, arguments: dict[str, Any]) -> Any:
         return self._function(**taken(self.signature, arguments))
-
-    async def _later(self, arguments: dict[str, Any]) -> Any:
-        return await self._begin(arguments)
 
 
 def _lists_of(rows: Rows) -> dict[str, Any]:
@@ -290,7 +288,6 @@ def _as_text(value: Any) -> str:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Be a worker."""
     connection = socket.socket(fileno=settings["connection"])
     try:
         contain()
@@ -320,7 +317,7 @@ def write(lines: io.BufferedIOBase, is_last: bool, outcomes: list[Outcome]) -> N
 
 
 def contain() -> None:
-    # The kernel kills the process group when the trainer, however it ends, closes standard input: a
+    # The kernel kills the process group when the trainer, however it ends, closes standard input, a
     # signal-driven pipe. PR_SET_PDEATHSIG would spare programs that the function has started, and
     # end the worker with the thread that started it. Programs read an empty input.
     pipe = os.dup(0)

@@ -78,7 +78,7 @@ class AnsweredTask(Task, Protocol):
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment answers to a turn."""
+    """Of an environment to a turn."""
 
     sample: int  # s = g N + n of the S in this call of generate
     tokens: list[int]  # that the policy reads next, at least one unless `is_last`
@@ -103,15 +103,15 @@ class Environments(Protocol):
 
 @runtime_checkable
 class EpisodeTask(Task, Protocol):
-    """A task whose responses are episodes."""
+    """A task whose responses are episodes: turns of the policy, each answered by an environment."""
 
     max_turns: int
 
     def environments(
         self, prompts: Prompts, num_samples: int, beat: Progress = no_progress
     ) -> Environments:
-        """Return an environment for each of `num_samples` episodes of each prompt, which call
-        `beat` while they wait."""
+        """Return those of `num_samples` episodes of each prompt; they call `beat` while they
+        wait."""
 
 
 OPEN, CLOSE = "⟦", "⟧"  # around what was inserted
@@ -119,7 +119,7 @@ _PLAIN = str.maketrans({OPEN: "[[", CLOSE: "]]"})  # what they are in the texts 
 
 
 def response_texts(task: Task, rollouts: Rollouts, with_special: bool = False) -> list[str]:
-    """Return each response as rewards and answers read it, with what was inserted."""
+    """Return each response as rewards read it, with what was inserted."""
     whole = ([x for part in parts for x in part] for parts in rollouts.turns())
     return [task.decode(tokens, with_special) for tokens in whole]
 
@@ -143,8 +143,8 @@ def decode_words(words: Sequence[str], tokens: Sequence[int]) -> str:
 
 
 def word_tokenizer_files(words: Sequence[str], vocab_size: int) -> dict[str, Any]:
-    """Return the JSON files, by name, of a Hugging Face tokenizer with one token per word; it
-    ignores spaces, and decodes without them. The first words are <pad>, <bos>, <eos> and <unk>; ids
+    """Return the JSON files, by name, of a Hugging Face tokenizer with one token per word, which
+    ignores spaces and decodes without them. The first words are <pad>, <bos>, <eos> and <unk>; ids
     from len(words) on are reserved."""
     all_words = [*words, *(f"<reserved_{i}>" for i in range(len(words), vocab_size))]
     special = {f"{name}_token": f"<{name}>" for name in ("pad", "bos", "eos", "unk")}

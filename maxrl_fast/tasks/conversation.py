@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import REASONING, THINKING, ControlTokens, Message, Prompt, any_of
-from maxrl_fast.tasks.tool_calls import ARGUMENTS, NAME, ToolCall, learn
+from maxrl_fast.tasks.tool_calls import ARGUMENTS, NAME, ToolCall, common, learn
 
 # a noncharacter, which no text should have: text on both sides of it is encoded separately
 MARK = "\ufdd0"
@@ -30,15 +30,9 @@ _ASKED = {"role": "user", "content": "Hi"}
 
 
 class Conversation:
-    """The conversations of a tokenizer.
-
-    Args:
-        listed_stops: token ids that end a response, as the checkpoint's files list them.
-        tools: JSON schemas of what the policy may call.
-        arguments: of the template, such as {"enable_thinking": False}.
-        day: what the template's clock shows; None: today.
-        file: of the template, for messages; None: the tokenizer's.
-    """
+    """The conversations of a tokenizer. listed_stops: token ids that end a response, as the
+    checkpoint's files list them; tools: JSON schemas; arguments: of the template; day: what its
+    clock shows, None: today; file: of the template, for messages, None: the tokenizer's."""
 
     def __init__(
         self,
@@ -50,13 +44,13 @@ class Conversation:
         file: Path | None = None,
     ):
         self.tokenizer = tokenizer
-        own, names = Path(tokenizer.name_or_path), ("chat_template.jinja", "chat_template.json")
-        found = (own / x for x in (*names, "tokenizer_config.json") if (own / x).exists())
-        self._file = file or next(found, own)
+        own = Path(tokenizer.name_or_path)
+        names = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
+        self._file = file or next((own / x for x in names if (own / x).exists()), own)
         self._tools, self._arguments = [*tools] or None, arguments or {}
         self.note = ""  # what the template would do to earlier turns, which keep their tokens
         # the day that was given or that the template shows, YYYY-MM-DD
-        self.clock = None if day is None else day.isoformat()
+        self.clock = day and day.isoformat()
         self._template = self._with_day(day or date.today())
         self._control = ControlTokens(tokenizer, includes_thinking=True)
         self._chat_begin: int | None = None  # the first token of a chat
@@ -91,13 +85,13 @@ class Conversation:
         return [i for x in parts for i in encode(x, add_special_tokens=False)["input_ids"]]
 
     def text(self, tokens: Sequence[int], raw: bool = False) -> str:
-        """Return tokens as text; with `raw`, with special tokens."""
+        """`raw`: with special tokens."""
         # transformers 4 would write "[1 , 2]" as "[1, 2]"
         options = {"skip_special_tokens": not raw, "clean_up_tokenization_spaces": False}
         return str(self.tokenizer.decode(tokens, **options))
 
     def as_text(self, text: str) -> str:
-        """Return text for messages, in which what is written like a control token is text."""
+        """Return text of messages, in which what looks like a control token is none."""
         return self._control.divide(text.replace(MARK, "\ufffd"), MARK)
 
     def prompt(self, prompt: Prompt) -> list[int]:
@@ -117,8 +111,8 @@ class Conversation:
         return self.encode(text)
 
     def demonstration(self, prompt: Prompt, response: str | Message) -> tuple[list[int], list[int]]:
-        """Return the token ids of the prompt, and those to learn after it: what the template
-        writes of the response, up to the token that ends a turn."""
+        """Return the tokens of the prompt, and those to learn: what the template writes of the
+        response, up to the token that ends a turn."""
         answer = response if isinstance(response, dict) else _said(response)
         if isinstance(prompt, str):
             before, rest, end = prompt, _in_tags(answer), self._text_end
@@ -142,13 +136,13 @@ class Conversation:
         return self.encode(text)
 
     def _begin(self, prompt: Sequence[Message]) -> tuple[Sequence[Message], str, str]:
-        """Return the messages before the assistant's answer, their text up to it, and what a last
-        message of its own says, which is continued as it is."""
+        """Return the messages before the answer, their text up to it, and what a last message of
+        the assistant's says, which is continued as it is."""
         if prompt[-1]["role"] != "assistant":
             return prompt, self._render(prompt, begins=True), ""
         chat, start = prompt[:-1], _in_tags(prompt[-1])
         begin, frame = self._render(chat, begins=True), self._render([*chat, _said(WORD)])
-        between = frame[_common(begin, frame) :].partition(WORD)[0]
+        between = frame[common(begin, frame) :].partition(WORD)[0]
         written = re.split(r"\s*</think>|<think>", between)[0]
         if start and not start.startswith(written):
             raise self._error(
@@ -168,11 +162,11 @@ class Conversation:
             )
 
     def _rest(self, chat: Sequence[Message], begin: str, start: str, answer: Message) -> str:
-        """Return what the template writes after `begin`: of an answer that continues `start`, the
+        """Return what the template writes after `begin`; of an answer that continues `start`, the
         answer as it is and what follows one."""
         content, reasoning = answer["content"], answer.get(REASONING[0], "")
         frame = self._render([*chat, _said(WORD)])
-        same, closing = _common(begin, frame), frame.rpartition(WORD)[2]
+        same, closing = common(begin, frame), frame.rpartition(WORD)[2]
         if start:
             return _in_tags(answer) + closing
         whole, end = self._render([*chat, answer]), THINKING[1]
@@ -182,7 +176,7 @@ class Conversation:
             apart = _said(given[2].lstrip("\n"), **{REASONING[0]: given[1].strip()})
             filled = self._render([*chat, apart])
             whole = filled if _has(filled[same:], given[1] + end + given[2]) else whole
-        if not _has(whole[_common(begin, whole) :], reasoning):
+        if not _has(whole[common(begin, whole) :], reasoning):
             if end not in str(self._template):
                 raise self._error("does not write reasoning_content; give it in the content")
             return self._rest(chat, begin, start, _said(_in_tags(answer)))
@@ -201,8 +195,7 @@ class Conversation:
         )
 
     def reply(self, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[int]:
-        """Return the tokens between a sampled turn and the next one: the reply to each of its
-        calls, without what the template writes of the turn itself."""
+        """Return the tokens between a sampled turn and the next: the replies to its calls."""
         made = [_call(i, call.name or "unknown", {}) for i, call in enumerate(calls)]
         made[-1]["function"]["arguments"] = {"x": WORD}
         replies = [_replied(call, self.as_text(x)) for call, x in zip(made, texts, strict=True)]
@@ -228,7 +221,7 @@ class Conversation:
         self._opens_thinking, texts = before.rstrip().endswith(THINKING[0]), []
         for content in ("", WORD):
             text = self._render([_ASKED, _said(content, tool_calls=[call])])
-            after = text.rpartition(WORD)[2] if WORD in text else text[_common(before, text) :]
+            after = text.rpartition(WORD)[2] if WORD in text else text[common(before, text) :]
             if NAME in after:
                 texts.append(self._stops.split(after)[0])
         form = learn(texts, tools)
@@ -248,7 +241,7 @@ class Conversation:
         turn = _said("", tool_calls=[call], **{REASONING[0]: WORD})
         own = self._render([_ASKED, turn])
         later = self._render([_ASKED, turn, _replied(call, "1"), _said("2"), _ASKED], begins=True)
-        if lost := self._stops.split(own[_common(own, later) :])[0].strip():
+        if lost := self._stops.split(own[common(own, later) :])[0].strip():
             self.note = (
                 "turns stay as they were sampled, where the chat template would later leave out "
                 f"or rewrite {lost.replace(WORD, '...')[:30]!r}"
@@ -269,8 +262,8 @@ class Conversation:
 
     def _turn_end(self, listed: set[int]) -> int | None:
         """Return the token that ends a turn: of the control tokens right after the assistant's
-        text, the first that is listed, or the first of all; where there is none, as in GLM's, the
-        next message's first token. None: the template writes no such turn."""
+        text the first that is listed, or the first; where there is none, as in GLM's, the next
+        message's first token. None: the template writes no such turn."""
         control = {i for i, text in self._control.texts.items() if text not in THINKING}
         names = {self.text([i], raw=True): i for i in control | listed}
         pattern, end = any_of(names), 0
@@ -305,7 +298,7 @@ class Conversation:
         return source
 
     def _render(self, messages: Sequence[Message], *, begins: bool = False) -> str:
-        """Return the text of messages; begins: up to where the assistant's answer begins."""
+        """begins: up to where the assistant's answer begins."""
         if self._template is None:
             needs = "--environment needs one" if self._tools else "give prompts as text instead"
             who = self.tokenizer.name_or_path
@@ -316,21 +309,17 @@ class Conversation:
                 message["role"] = "system"
             if reasoning := message.get(REASONING[0]):
                 message |= dict.fromkeys(REASONING, reasoning)
-        apply = partial(
-            self.tokenizer.apply_chat_template,
-            chat_template=self._template,
-            tools=self._tools,
-            tokenize=False,
-            add_generation_prompt=begins,
-            **self._arguments,
-        )
+        how = {"chat_template": self._template, "tools": self._tools, "tokenize": False}
+        how |= {"add_generation_prompt": begins, **self._arguments}
+        apply = partial(self.tokenizer.apply_chat_template, **how)
         try:
             with _time_limit():
                 try:
                     return str(apply(chat))
                 except TypeError:  # some templates take the arguments of calls as text
-                    chat = json.loads(json.dumps(chat), object_hook=_with_text_arguments)
-                    return str(apply(chat))
+                    return str(
+                        apply(json.loads(json.dumps(chat), object_hook=_with_text_arguments))
+                    )
         # errors of jinja and of the template itself; MemoryError has no text
         except Exception as error:
             cause = str(error) or type(error).__name__
@@ -380,17 +369,11 @@ def _with_text_arguments(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_tags(message: Message) -> str:
-    """Return a message's content, with its reasoning in tags before it."""
+    """Return the content, with the reasoning in tags before it."""
     reasoning, content = message.get(REASONING[0], ""), message["content"]
     return f"{THINKING[0]}\n{reasoning}\n{THINKING[1]}\n\n{content}" if reasoning else content
 
 
 def _has(text: str, part: str) -> bool:
-    """Return whether a text has a part, in any white space."""
+    """Whether a text has a part, in any white space."""
     return "".join(part.split()) in "".join(text.split())
-
-
-def _common(one: str, other: str) -> int:
-    """Return the length of the common beginning of two texts."""
-    longest = min(len(one), len(other))
-    return next((i for i in range(longest) if one[i] != other[i]), longest)

@@ -14,7 +14,6 @@ import torch
 from maxrl_fast.algorithms.options import Count, Limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.dataset_specs import other_prompts, spec_of
 from maxrl_fast.tasks.sources import (
     TEST,
@@ -26,7 +25,7 @@ from maxrl_fast.tasks.sources import (
     hub_parts,
     read_demonstrations,
 )
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of, text_answers
+from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
 
 # prompts of lines that are not too long, by their tokens, with the line
 Kept = list[tuple[list[int], dict[str, Any]]]
@@ -74,14 +73,9 @@ class DatasetOptions(TextOptions):
 class DatasetTask(TextTask):
     """The lines of a data set. Training prompt i, as demonstration i, is line i mod n of the order
     of epoch i // n, which depends only on the seed and the epoch. The split "test" is all held-out
-    sets.
-
-    Args:
-        max_new_tokens: of demonstrations; None: the task's limit of a response.
-        needs_reward: whether the run needs one that it does not have itself.
-        test_only: read only held-out sets, where they are given.
-        options: those of DatasetOptions.
-    """
+    sets. max_new_tokens: of demonstrations, None: the task's limit of a response; needs_reward:
+    whether the run needs one that it does not have itself; test_only: read only held-out sets,
+    where they are given; options: those of DatasetOptions."""
 
     options: DatasetOptions
     num_test_prompts: int | None
@@ -106,7 +100,7 @@ class DatasetTask(TextTask):
             raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
         super().__init__(model, own, spec.suffix, tools)
         self.max_new_tokens = spec.max_new_tokens
-        self.reward, self.answer_limit = spec.reward, spec.answer_limit
+        self.reward, self.answer_limit, self.form = spec.reward, spec.answer_limit, spec.form
         self._num_long, self._odd = 0, list[str]()
         train, held_out = self._sources(test_only)
         self.name = ", ".join(x.shown for x in train or held_out)
@@ -124,11 +118,10 @@ class DatasetTask(TextTask):
     def _sources(self, test_only: bool) -> tuple[list[Part], list[Part]]:
         """Return training and held-out lines: given, the task's, of test splits, or a tenth."""
         own, spec, key, train = self.options, self._spec, self._key, list[Part]()
-        hub: tuple[str, ...] = own.hub
-        test_hub: tuple[str, ...] = own.test_hub
+        hub, test_hub = [*own.hub], [*own.test_hub]
         if spec.hub and not own.data and not hub:
-            hub = spec.hub[:1]
-            test_hub = test_hub if test_hub or own.test_data else spec.hub[1:]
+            hub = [spec.hub[0]]
+            test_hub = test_hub or [spec.hub[1]] * (not own.test_data)
         held_out = [file_part(x, key, "--test-data") for x in own.test_data]
         held_out += [part for x in test_hub for part in hub_parts(x, key, TEST)]
         splits = ["train"] if held_out else ["train", TEST]
@@ -140,8 +133,7 @@ class DatasetTask(TextTask):
                 held_out += [replace(part, number=None) for part in tests]
             train = filtered(own.where, train)
         if not held_out:
-            pairs = [divided(part) for part in train]
-            train, held_out = [first for first, _ in pairs], [second for _, second in pairs]
+            train, held_out = map(list, zip(*map(divided, train), strict=True))
         if not held_out[1:]:
             held_out = [replace(part, name=TEST) for part in held_out]
         names = [part.name for part in held_out]
@@ -166,8 +158,7 @@ class DatasetTask(TextTask):
             left = [x for x in kept if tuple(x[0]) not in self._left_out]
             asked += left * (part.number or 1)
         self.num_train_prompts, self.num_test_prompts = len(asked), len(shown)
-        counts = ({"train": self.num_train_prompts} if train else {}) | self.held_out
-        for split, number in counts.items():
+        for split, number in {"train": len(asked) or not train, **self.held_out}.items():
             if not number:
                 raise InputError(
                     f"{self.name} must have prompts of at most {own.max_prompt_tokens} tokens for "
@@ -182,23 +173,22 @@ class DatasetTask(TextTask):
             what = "kept" if own.allow_overlap else "left out of training"
             self._told.append(f"{num_shared} prompts that are held out too are {what}")
         if long := self._num_long:
-            most = own.max_prompt_tokens
-            self._told.append(f"{long} prompts longer than {most} tokens are left out")
+            told = f"{long} prompts longer than {own.max_prompt_tokens} tokens are left out"
+            self._told.append(told)
         if odd := self._odd:
             self._told.append(f"{len(odd)} without an answer left out, such as {odd[0]}")
 
     def describe(self) -> list[str]:
         is_text = any(isinstance(line["prompt"], str) for _, line in self._lines[TEST])
-        plain = "prompts are plain text, although the tokenizer has a chat template"
-        return [*self._told, *[plain] * (is_text and self._has_template), *super().describe()]
+        plain = ["prompts are plain text, although the tokenizer has a chat template"]
+        return [*self._told, *plain * (is_text and self._has_template), *super().describe()]
 
     def _read_demonstrations(self, path: Path, most_tokens: int) -> None:
         # a run lowers its limit to this, and a resumed one must find the same demonstrations
         if (room := self.positions - self.prompt_length) > 0:
             most_tokens = min(most_tokens, room)
-        lines = read_demonstrations(path, self._key)
         most, positions = self.options.max_prompt_tokens, self.positions
-        for place, asked, shown in lines:
+        for place, asked, shown in (lines := read_demonstrations(path, self._key)):
             prompt, response = self.encode_demonstration(self._asked(asked), shown, place)
             is_short = len(response) <= min(most_tokens, positions - len(prompt))
             if is_short and self.fits(prompt) and tuple(prompt) not in self._left_out:
@@ -219,8 +209,8 @@ class DatasetTask(TextTask):
         return (self.prompt if self._spec.is_question else str)(prompt + self._suffix)
 
     def _kept(self, part: Part) -> Kept:
-        """Return the prompts of lines that are not too long and whose answer can be read, with the
-        lines as the reward gets them."""
+        """Return prompts that are not too long and whose answer can be read, with their lines as
+        the reward gets them."""
         lines, gold = list[Line](), part.form.gold or self._spec.gold
         answer_key = None if part.form.gold else self.options.answer_key
         for place, line in part.lines:
@@ -262,14 +252,6 @@ class DatasetTask(TextTask):
         chosen = [self._shuffled(self._demonstrations, i) for i in ids]
         prompts = prompts_of([prompt for prompt, _ in chosen], ids, [{}] * count)
         return prompts, Rollouts.given([response for _, response in chosen])
-
-    def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        if self._spec.form is None:
-            raise InputError(
-                "the reference answer must be known, but only the reward function reads the lines "
-                f"of {self.name}"
-            )
-        return text_answers(self, self._spec.form, prompts, rollouts)
 
     def answer(self, response: str) -> str:
         return self._spec.answer(response)

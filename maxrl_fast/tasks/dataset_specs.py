@@ -1,4 +1,5 @@
-"""The built-in data sets: where they are, how lines become prompts, and what scores responses."""
+"""The built-in data sets: where they are, how lines become prompts, and what scores responses; and
+the other names that --task takes."""
 
 import ast
 import zlib
@@ -53,10 +54,8 @@ def keys_of(line: dict[str, Any]) -> str:
 
 def look_up(line: dict[str, Any], key: str) -> Any:
     """Return the value at a key, or a path such as reward_model.ground_truth; None: no such."""
-    if key in line:
-        return line[key]
     value: Any = line
-    for part in key.split("."):
+    for part in [key] if key in line else key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
@@ -75,7 +74,7 @@ def _answer_text(line: dict[str, Any], key: str) -> str:
 
 
 def gsm8k_answer(line: dict[str, Any], key: str | None) -> str:
-    """Return the number after the last #### of a solution, or the whole text if it has no ####."""
+    """Return the number after the last #### of a solution, or the whole text."""
     return _answer_text(line, key or "answer").rpartition("####")[2].strip().replace(",", "")
 
 
@@ -118,7 +117,7 @@ class NamedSet:
     hub: str
     prompt_key: str | None = "problem"
     gold: GoldAnswer | None = math_answer
-    as_line: AsLine | None = None
+    as_line: AsLine = dict
 
 
 UNNAMED = NamedSet("", None, None)
@@ -183,7 +182,7 @@ OBJECT = "python:"
 
 
 def is_plugin(name: str) -> bool:
-    """Whether it is a class of the user's: FILE.py:CLASS or package.module:CLASS."""
+    """Whether it is FILE.py:CLASS or package.module:CLASS."""
     return _is_class(name) if is_file(name) else is_code(name)
 
 
@@ -215,7 +214,6 @@ def _is_class(name: str) -> bool:
 
 
 def other_prompts(name: str) -> str:
-    """Return what besides --data gives a task FILE.py:NAME prompts."""
     file, _, wanted = name.rpartition(":")
     return f", or a class {wanted} in {file} that makes its own prompts" if file else ""
 

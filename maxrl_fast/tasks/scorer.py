@@ -34,7 +34,7 @@ class MetricAccumulator(dict[str, tuple[float, float]]):
             self.add(name, total, count)
 
     def over(self, ranks: Ranks) -> dict[str, float]:
-        """Return the means over the values of all ranks."""
+        """Return the means over all ranks."""
         whole = MetricAccumulator()
         for sums in ranks.values(self):
             whole.merge(sums)
@@ -43,8 +43,6 @@ class MetricAccumulator(dict[str, tuple[float, float]]):
 
 @dataclass
 class Scorer:
-    """Gives every response its reward."""
-
     task: Task
     source: RewardSource | None  # None: the task scores, or the environments of an EpisodeTask
     # of the rewards of one `score`, and between two calls of `failures`
@@ -65,7 +63,7 @@ class Scorer:
 
     @property
     def can_fail(self) -> bool:
-        """Whether single responses can fail: the task does not score them itself."""
+        """Whether single responses can: the task does not score them itself."""
         return self.source is not None or isinstance(self.task, EpisodeTask)
 
     def score(
@@ -76,9 +74,9 @@ class Scorer:
         beat: Progress = no_progress,
         zero_truncated: bool = False,
     ) -> Tensor:
-        """Return rewards [S] float32 of N responses to each prompt; NaN where one failed. The
+        """Return rewards [S] float32 of N responses to each prompt, NaN where one failed. The
         environments `episodes` end; a source gives the rewards of those that did not fail. With
-        `zero_truncated`, a truncated response and its components have 0, also if they failed."""
+        `zero_truncated`, truncated responses and their components have 0, also if they failed."""
         self.components = [{}] * len(rollouts)
         if episodes is None and self.source is None:
             rewards = self.task.score(prompts, rollouts)
@@ -147,8 +145,8 @@ class Scorer:
             self._metrics.add("answers_timed_out", num_late, len(responses))
 
     def pop_metrics(self) -> MetricAccumulator:
-        """Return the components of this rank's rewards since the last call, and with an answer
-        limit the fractions of answers that were not compared."""
+        """Return this rank's components of rewards since the last call, and with an answer limit
+        the fractions of answers that were not compared."""
         metrics, self._metrics = self._metrics, MetricAccumulator()
         return metrics
 

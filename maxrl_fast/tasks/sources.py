@@ -1,4 +1,5 @@
-"""Where the lines of a data set come from: files and the Hugging Face hub."""
+"""The lines of data sets: JSON Lines, and with the library `datasets` Parquet files and the Hugging
+Face hub. The data is untrusted: an error names the invalid line."""
 
 import json
 import zlib
@@ -10,7 +11,7 @@ from typing import Any
 from maxrl_fast.errors import InputError, printable
 from maxrl_fast.model.tokenizer import REASONING, Message, Prompt
 from maxrl_fast.runtime.files import check_regular
-from maxrl_fast.tasks.dataset_specs import NAMED_SETS, UNNAMED, AsLine, NamedSet, keys_of, look_up
+from maxrl_fast.tasks.dataset_specs import NAMED_SETS, UNNAMED, NamedSet, keys_of, look_up
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
@@ -18,7 +19,7 @@ Line = tuple[str, dict[str, Any]]  # its place, for error messages, and its JSON
 
 
 def read_lines(path: Path, prompt_key: str, option: str = "--data") -> list[Line]:
-    """Return the lines of a file, or its rows if its name ends in .parquet, each with a prompt."""
+    """Return the lines of a file, or the rows of a name in .parquet, each with a prompt."""
     return [_checked(x, place, prompt_key) for place, x in _read_objects(path, option)]
 
 
@@ -44,27 +45,6 @@ def read_demonstrations(path: Path, prompt_key: str) -> list[tuple[str, Any, str
     return found
 
 
-def read_hub(
-    name: str, splits: Sequence[str], prompt_key: str, as_line: AsLine | None = None
-) -> list[list[Line]]:
-    """Return the rows of NAME or NAME:CONFIG of the Hugging Face hub, or of the library's cache: of
-    the first split, and of others if it has them."""
-    repository, _, config = name.partition(":")
-    found = _load(name, repository, config or None)
-    if splits[0] not in found:
-        raise InputError(f"{name} has no split {splits[0]}, but {', '.join(found)} (NAME@SPLIT)")
-    lines: list[list[Line]] = []
-    for split in dict.fromkeys(x for x in splits if x in found):
-        lines.append([])
-        for place, row in _rows(found[split], f"{name}, {split} row"):
-            try:
-                line = as_line(row) if as_line else row
-            except InputError as error:
-                raise InputError(f"{place}: {error}; {keys_of(row)}") from error
-            lines[-1].append(_checked(line, place, prompt_key))
-    return lines
-
-
 def _read_objects(path: Path, option: str) -> list[Line]:
     shown = printable(path)
     try:
@@ -83,18 +63,17 @@ def _read_objects(path: Path, option: str) -> list[Line]:
 
 def _object(line: bytes, place: str) -> dict[str, Any]:
     """Return the object of a line; NaN and infinite numbers become null."""
-    why = "it is no object"
     try:
         fields = json.loads(line, parse_constant=lambda _: None)
-        if isinstance(fields, dict):
-            return fields
+        if not isinstance(fields, dict):
+            raise ValueError("it is no object")
+        return fields
     # invalid JSON, invalid UTF-8, an integer of too many digits, or too deep
     except (ValueError, RecursionError) as error:
-        why = str(error)
-    raise InputError(
-        f"{place}: it must be a JSON object in UTF-8, got {line!r:.60}: {why}; pandas.read_csv or "
-        "read_json(FILE).to_parquet(NEW) converts a CSV file or an array"
-    )
+        raise InputError(
+            f"{place}: it must be a JSON object in UTF-8, got {line!r:.60}: {error}; "
+            "pandas.read_csv or read_json(FILE).to_parquet(NEW) converts a CSV file or an array"
+        ) from error
 
 
 def _load(shown: str, kind: str, *config: str | None, **files: str) -> Any:
@@ -213,14 +192,27 @@ def file_part(given: Path, key: str, option: str) -> Part:
 
 
 def hub_parts(text: str, key: str, *splits: str) -> list[Part]:
-    """Return NAME[:CONFIG][@SPLIT] by its first split, and others if they exist."""
+    """Return the rows of NAME[:CONFIG][@SPLIT] of the hub, or of the library's cache, by its first
+    split, and by others if it has them."""
     text, number = _number(text)
     name, _, split = text.partition("@")
     form = NAMED_SETS.get(name, UNNAMED)
     place, _, own = (form.hub or name).partition("@")
-    key = form.prompt_key or key
-    found = read_hub(place, [split or own or splits[0], *splits[1:]], key, form.as_line)
-    return [Part(place, text.replace("/", "-"), key, number, lines, form) for lines in found]
+    key, first = form.prompt_key or key, split or own or splits[0]
+    repository, _, config = place.partition(":")
+    found, parts = _load(place, repository, config or None), list[Part]()
+    if first not in found:
+        raise InputError(f"{place} has no split {first}, but {', '.join(found)} (NAME@SPLIT)")
+    for split in [x for x in dict.fromkeys([first, *splits[1:]]) if x in found]:
+        lines = list[Line]()
+        for at, row in _rows(found[split], f"{place}, {split} row"):
+            try:
+                line = form.as_line(row)
+            except InputError as error:
+                raise InputError(f"{at}: {error}; {keys_of(row)}") from error
+            lines.append(_checked(line, at, key))
+        parts.append(Part(place, text.replace("/", "-"), key, number, lines, form))
+    return parts
 
 
 def _number(text: str) -> tuple[str, int | None]:
@@ -238,10 +230,10 @@ def divided(part: Part) -> tuple[Part, Part]:
 
 
 def filtered(where: Sequence[str], parts: list[Part]) -> list[Part]:
-    """Return the lines with a value of --where in each of its columns. A set that does not have the
-    column keeps all its lines."""
+    """Return the lines with a value of --where in each of its columns. A set without the column
+    keeps all its lines."""
     for column in dict.fromkeys(text.partition("=")[0] for text in where):
-        texts = [text for text in where if text.partition("=")[0] == column]
+        texts = [text for text in where if text.startswith(f"{column}=")]
         told, is_known = " or ".join(texts), False
         for i, part in enumerate(parts):
             own = [f"{column}={_text(look_up(line, column))}" for _, line in part.lines]
@@ -261,5 +253,4 @@ def filtered(where: Sequence[str], parts: list[Part]) -> list[Part]:
 
 
 def _text(value: object) -> str:
-    """Return a value of a column as --where gives it, "" for none."""
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ from maxrl_fast.runtime.files import JSON_BYTES, check_regular, read_json
 from maxrl_fast.tasks import ReferenceAnswer, Task
 from maxrl_fast.tasks.conversation import Conversation
 from maxrl_fast.tasks.dataset_specs import AnswerForm
+from maxrl_fast.tasks.tool_calls import common
 
 
 def _is_day(text: str) -> bool:
@@ -66,6 +66,7 @@ class TextTask:
     are text, where the options have none; tools: as of Conversation, prompts are then messages."""
 
     name = fingerprint = ""
+    form: AnswerForm | None = None  # how a response gives the answer in the column "answer"
     reward: str | None = None
     answer_limit: int | None = None
     has_demonstrations = False
@@ -102,8 +103,8 @@ class TextTask:
                 )
             if not (tools or (is_one and ids[0] in added)):  # no other tokens spell an added one
                 self.stop_texts.append(x)
-        day = options.template_date and date.fromisoformat(options.template_date)
-        how = listed, tools, options.chat_template_kwargs, day or None, file
+        day = date.fromisoformat(options.template_date) if options.template_date else None
+        how = listed, tools, options.chat_template_kwargs, day, file
         self.conversation = Conversation(self.tokenizer, *how)
         self.stop_ids = self.conversation.stop_ids
         control = None if options.allow_special_tokens else ControlTokens(self.tokenizer)
@@ -111,7 +112,7 @@ class TextTask:
         self._has_tools, self._has_template = bool(tools), self.tokenizer.chat_template is not None
 
     def _listed_stops(self) -> set[int]:
-        """Return the end-of-sequence tokens of all files where transformers looks for them."""
+        """Return the end-of-sequence tokens, from wherever transformers looks for them."""
         listed = [self.tokenizer.eos_token_id]
         for name in ("generation_config.json", "config.json"):
             path = self.model / name
@@ -123,23 +124,23 @@ class TextTask:
         return {i for i in listed if type(i) is int and 0 <= i < self.vocab_size}
 
     def prompt(self, question: str) -> str | list[Message]:
-        """Return one user message, or the question unchanged if no chat template is used."""
+        """Return one user message, or the question itself if no chat template is used."""
         uses_chat = self._has_template and not self.options.plain_prompts
         return [{"role": "user", "content": question}] if uses_chat else question
 
     def encode_prompt(self, prompt: Prompt, place: str) -> list[int]:
-        """Return the token ids of a prompt of any length; `place` is for messages."""
+        """Encode a prompt of any length; `place` is for messages."""
         with _at(place):
             return self.conversation.prompt(self._checked(prompt))
 
     def fits(self, tokens: list[int]) -> bool:
-        """Return whether a prompt has at least one token and not too many."""
+        """Whether a prompt has at least one token and not too many."""
         return 0 < len(tokens) <= self.options.max_prompt_tokens
 
     def encode_demonstration(
         self, prompt: Prompt, response: str | Message, place: str
     ) -> tuple[list[int], list[int]]:
-        """Return the token ids of a prompt, and of the response with the token that ends it."""
+        """Encode a prompt, and the response with the token that ends it."""
         with _at(place):
             self._refuse(response if isinstance(response, str) else [response], "a response")
             return self.conversation.demonstration(self._checked(prompt), response)
@@ -183,6 +184,46 @@ class TextTask:
         """Only for a run without `reward` and a function, which needs no rewards, as distill."""
         return torch.zeros(len(rollouts))
 
+    def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
+        """Return the reference answer after the first marker of each response: where a token
+        reaches beyond the marker, its text must begin the answer. The answer's tokens are the
+        tokenizer's for marker and answer together. A response without the marker, or that continues
+        otherwise within a token, has the marker as its lead."""
+        if self.form is None:
+            raise InputError(
+                "the reference answer must be known, but only the reward function reads the lines "
+                f"of {self.name}"
+            )
+        num_rollouts, ids = len(rollouts) // len(prompts), prompts.ids.tolist()
+        (marker, opening, closing), wholes = self.form, list[str]()
+        for i, line in zip(ids, prompts.columns or ({},) * len(ids), strict=True):
+            if not isinstance(answer := line.get("answer"), str):
+                raise InputError(
+                    f"every prompt must have a reference answer as text, got none for prompt {i}"
+                )
+            wholes.append(f"{marker}{opening}{answer}{closing}")
+        pairs = zip(wholes, ids, strict=True)
+        encoded = [self.encode_piece(x, f"the reference answer to prompt {i}") for x, i in pairs]
+        responses = unpack(rollouts.tokens, rollouts.lengths)
+        ends = [self._marker_end(marker, tokens) for tokens in responses]
+        # of answers; only those that have been checked above
+        texts = {x for s, (_, x) in enumerate(ends) if wholes[s // num_rollouts].startswith(x)}
+        starts = {x: self.encode_piece(x, "an answer") for x in {marker, *texts}}
+        found = []
+        for s, (length, start) in enumerate(ends):
+            whole, lead = encoded[s // num_rollouts], starts.get(start)
+            if length is None or lead is None or whole[: len(lead)] != lead or whole == lead:
+                # the tokens with which the marker and the whole begin, but not all of the whole
+                length, lead = None, whole[: common(starts[marker], whole[:-1])]
+            found.append(ReferenceAnswer(length, lead, whole[len(lead) :]))
+        return found
+
+    def _marker_end(self, marker: str, tokens: list[int]) -> tuple[int | None, str]:
+        """Return how many tokens have the marker in their text, and their text from it on."""
+        length = shortest(tokens, lambda beginning: marker in self.decode(beginning))
+        after = "" if length is None else self.decode(tokens[:length]).partition(marker)[2]
+        return length, marker + after
+
     @cached_property
     def _files(self) -> dict[str, bytes]:
         return saved_files(self.tokenizer, self.model, self._template)
@@ -200,12 +241,12 @@ def _at(place: str) -> Iterator[None]:
 
 
 def end_of(task: Task) -> Callable[[list[int]], int | None] | None:
-    """Return where stop texts end the responses to a task, for `Sampling`; None without such."""
+    """Return where stop texts end responses, for `Sampling`; None without such."""
     return task.length_to_stop if isinstance(task, TextTask) and task.stop_texts else None
 
 
 def shortest(tokens: list[int], fits: Callable[[list[int]], bool]) -> int | None:
-    """Return the length of the shortest beginning that fits, as all longer ones then do."""
+    """Return the length of the shortest beginning that fits; all longer ones then do."""
     if not fits(tokens):
         return None
     return bisect.bisect_left(range(len(tokens) + 1), True, key=lambda n: fits(tokens[:n]))
@@ -226,42 +267,3 @@ def _read_template(path: Path) -> str:
         raise InputError(
             f"--chat-template must be a file of a Jinja template, got {path}: {error}"
         ) from error
-
-
-def text_answers(
-    text: TextTask, form: AnswerForm, prompts: Prompts, rollouts: Rollouts
-) -> list[ReferenceAnswer]:
-    """Return the reference answer, the column "answer" of each prompt, after the first marker of
-    each response: where a token reaches beyond the marker, its text must begin the answer. The
-    answer's tokens are the tokenizer's for marker and answer together. A response without the
-    marker, or that continues otherwise within a token, has the marker as its lead."""
-    num_rollouts, ids = len(rollouts) // len(prompts), prompts.ids.tolist()
-    wholes, ids_of_wholes = list[str](), list[list[int]]()
-    for i, line in zip(ids, prompts.columns or ({},) * len(ids), strict=True):
-        if not isinstance(answer := line.get("answer"), str):
-            raise InputError(
-                f"every prompt must have a reference answer as text, got none for prompt {i}"
-            )
-        wholes.append(f"{form.marker}{form.opening}{answer}{form.closing}")
-        ids_of_wholes.append(text.encode_piece(wholes[-1], f"the reference answer to prompt {i}"))
-    responses = unpack(rollouts.tokens, rollouts.lengths)
-    ends = [_marker_end(text, form.marker, tokens) for tokens in responses]
-    # of answers; only those that have been checked above
-    texts = {x for s, (_, x) in enumerate(ends) if wholes[s // num_rollouts].startswith(x)}
-    starts = {x: text.encode_piece(x, "an answer") for x in {form.marker, *texts}}
-    found = []
-    for s, (length, start) in enumerate(ends):
-        ids, lead = ids_of_wholes[s // num_rollouts], starts.get(start)
-        if length is None or lead is None or ids[: len(lead)] != lead or len(ids) == len(lead):
-            # the tokens with which the marker and the whole begin, but not all of the whole
-            both = zip(starts[form.marker], ids[:-1], strict=False)
-            length, lead = None, [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
-        found.append(ReferenceAnswer(length, lead, ids[len(lead) :]))
-    return found
-
-
-def _marker_end(text: TextTask, marker: str, tokens: list[int]) -> tuple[int | None, str]:
-    """Return how many tokens have the marker in their text, and their text from the marker on."""
-    length = shortest(tokens, lambda beginning: marker in text.decode(beginning))
-    after = "" if length is None else text.decode(tokens[:length]).partition(marker)[2]
-    return length, marker + after

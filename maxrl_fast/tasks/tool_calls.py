@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 # of the learned call: words, which no template escapes, trims or divides
@@ -40,7 +41,6 @@ class CallForm:
     strings: frozenset[tuple[str, str]] = frozenset()
 
     def read(self, text: str) -> list[ToolCall]:
-        """Return the calls in the text of a turn."""
         text, found = _plain_json(text, self.quote), list[ToolCall]()
         at = _skip(text, 0, self.head, anywhere=True)
         while at is not None and (self.head.strip() or text[at:].startswith("{")):
@@ -61,7 +61,7 @@ class CallForm:
         return found
 
     def _read_one(self, text: str, at: int) -> tuple[Any, Any, int]:
-        """Return the name and the arguments of the call whose head ends at `at`, and its end."""
+        """Return name, arguments and end of the call whose head ends at `at`."""
         name: Any = ""
         if self.keys is None:
             if (word := re.compile(r"\s*([\w.:/-]+)").match(text, at)) is None:
@@ -106,7 +106,7 @@ class CallForm:
 
 
 def learn(texts: Sequence[str], tools: Sequence[Mapping[str, Any]]) -> CallForm | None:
-    """Return the form of the call NAME(ARGUMENTS), which ends each text; None if it is unknown."""
+    """Return the form of the call NAME(ARGUMENTS), which ends each text, if it is known."""
     words = NAME, KEYS[0], VALUES[0], KEYS[1], VALUES[1]
     if not texts or any(word not in text for word in words for text in texts):
         return None
@@ -154,9 +154,13 @@ def _plain_json(text: str, quote: str) -> str:
 
 def _common_end(texts: Sequence[str], rest: int = 0) -> str:
     """Return the end that texts have in common, each without its last `rest` characters."""
-    first, *others = (text[: len(text) - rest] for text in texts)
-    ends = (first[i:] for i in range(len(first) + 1))
-    return next(end for end in ends if all(other.endswith(end) for other in others))
+    ends = [text[: len(text) - rest] for text in texts]
+    return ends[0][len(ends[0]) - common(*(text[::-1] for text in ends)) :]
+
+
+def common(*parts: Sequence[Any]) -> int:
+    """Return the length of the beginning that texts, or lists of tokens, have in common."""
+    return sum(1 for _ in takewhile(lambda x: len({*x}) == 1, zip(*parts, strict=False)))
 
 
 def _skip(text: str, at: int, wanted: str, anywhere: bool = False) -> int | None:

@@ -11,7 +11,7 @@ import torch
 from maxrl_fast import evaluate
 from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.report.reading import read_folder
+from maxrl_fast.report.page import read_folder
 from maxrl_fast.tasks.maze import MazeTask
 from tests import brute_force
 from tests.models import save_checkpoint, tiny_decoder

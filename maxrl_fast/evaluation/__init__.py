@@ -1,4 +1,5 @@
-"""Evaluation of a policy's samples: estimates with intervals, tables, a plot and files."""
+"""Evaluation of a policy's samples. Shown is pass@k, or max@k, which is the same where all rewards
+are 0 or 1."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,7 +8,7 @@ PASS, MAX = "pass_at_k", "max_at_k"  # keys of eval.jsonl and eval.json
 
 
 def score_of(records: Iterable[Mapping[str, Any]]) -> str:
-    """Return PASS, or MAX if any of these evaluations has a reward other than 0 and 1."""
+    """Return MAX if any of these evaluations has a reward other than 0 and 1, else PASS."""
     return PASS if all(x.get(MAX, x.get(PASS)) == x.get(PASS) for x in records) else MAX
 
 

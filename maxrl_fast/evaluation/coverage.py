@@ -27,9 +27,9 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def max_at_k(rewards: Tensor, k: int) -> Tensor:
-    """Return the mean over size-k subsets, 1 <= k <= n, of their best reward: rewards [..., n] ->
-    float64 [...]. In ascending order, r_(i) is the best reward of C(i-1, k-1) of the C(n, k)
-    subsets, a fraction q_i k / i, where q_i = C(i, k) / C(n, k)."""
+    """Return the mean best reward of size-k subsets, 1 <= k <= n: rewards [..., n] -> float64
+    [...]. In ascending order, r_(i) is the best of C(i-1, k-1) of the C(n, k) subsets, a fraction
+    q_i k / i, where q_i = C(i, k) / C(n, k)."""
     num_samples = rewards.shape[-1]
     _check_k(num_samples, k)
     rank = torch.arange(1, num_samples + 1, dtype=torch.float64)

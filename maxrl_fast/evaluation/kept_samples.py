@@ -28,8 +28,8 @@ def sample_records(
     components: Components,
     chosen: Sequence[int] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a JSON object for each response, or for the chosen ones; a reward [S] of NaN becomes
-    null. The texts show special tokens; the columns of the data set are cut where they are long."""
+    """Yield a JSON object for each response, or the chosen ones; a reward [S] of NaN becomes null.
+    Texts show special tokens; long columns of the data set are cut."""
     prompts, rollouts, num = samples.prompts, samples.rollouts, samples.num_rollouts
     chosen = range(len(rollouts)) if chosen is None else chosen
     rollouts = rollouts.select(torch.tensor(chosen, device=rewards.device, dtype=torch.int64))
@@ -61,7 +61,6 @@ def sample_records(
 
 
 def prompt_records(task: Task, split: str, num_prompts: int) -> Iterator[dict[str, Any]]:
-    """Yield id and text of the first 512 prompts of a split, for eval_prompts.jsonl."""
     prompts = task.prompts(split, 0, min(num_prompts, MOST_PROMPTS))
     parts = unpack(prompts.tokens, prompts.lengths)
     for i, tokens in zip(prompts.ids.tolist(), parts, strict=True):
@@ -83,8 +82,8 @@ def _cut(value: Any) -> Any:
 
 
 def sample_lines(record: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Yield lines of this width that show a sample: its reward, and the ends of its prompt and
-    response, where the question and the answer stand."""
+    """Yield lines that show a sample: its reward, and the ends of its prompt and response, where
+    the question and the answer stand."""
     reward = "failed" if record["reward"] is None else f"{record['reward']:g}"
     yield f"  sample    prompt {record['id']}, reward {reward}"
     for name in ("prompt", "response"):

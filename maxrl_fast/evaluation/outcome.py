@@ -1,4 +1,4 @@
-"""A finished evaluation, and what it may be compared with."""
+"""The folders of evaluations: what is evaluated, where results go, and finished evaluations."""
 
 import hashlib
 import json
@@ -39,7 +39,6 @@ class Outcome:
 
     @classmethod
     def read(cls, folder: Path) -> "Outcome":
-        """Read the folder of a finished evaluation."""
         try:
             content = read_json(folder / RESULTS, RESULTS_BYTES)
             counts, rewards = (content["per_prompt"][name] for name in ("num_correct", "rewards"))
@@ -82,7 +81,7 @@ def settings_of(options: dict[str, Any], contents: Sequence[str]) -> dict[str, A
 
 
 def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
-    """Return the first prompts of a split as JSON: all columns of a data set, or else the text;
+    """Return the first prompts of a split as JSON: all columns of a data set, or else the text, as
     tokens differ from model to model."""
     prompts = task.prompts(split, 0, num_prompts)
     parts = unpack(prompts.tokens, prompts.lengths)
@@ -104,18 +103,9 @@ class Source:
     name: str  # for tables and file names
     run: Path | None = None  # the folder of the run that it lies in
 
-    def describe(self) -> str:
-        if self.run is None:
-            return str(self.checkpoint)
-        record = read_json(self.checkpoint / "progress.json")
-        phase, step = record["progress"]["phase"], record["progress"]["step"]
-        total = record["options"]["steps" if phase == "training" else "sft_steps"]
-        kind = "step" if phase == "training" else "warm start step"
-        return f"{self.checkpoint}, the policy after {kind} {step} of {total}"
-
 
 def find_source(name: str) -> Source:
-    """Return the checkpoint of a path or a name of the hub, which is downloaded."""
+    """Return that of a path or a name of the hub, which is downloaded."""
     wanted = "CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run"
     path = Path(name)
     if check_model(name, wanted) is not None:
@@ -137,12 +127,9 @@ def find_source(name: str) -> Source:
 
 
 def free_folder(out: Path | None, name: str) -> Path:
-    """Return --out, or a folder named after the policy and the time."""
     out = out or Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     # The files that a stopped evaluation leaves are overwritten.
-    is_free = not out.exists() or (
-        out.is_dir() and all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir())
-    )
-    if not is_free:
+    found = out.iterdir() if out.is_dir() else [out] * out.exists()
+    if any(x.name != "lock" and x.suffix != ".partial" for x in found):
         raise InputError(f"--out must be a new or empty folder, got {out}")
     return out

@@ -274,7 +274,7 @@ def _introduction(
     config: EvaluationConfig, source: Source, evaluator: Evaluator, num_distinct: int
 ) -> Iterator[str]:
     sampling, measure, task = config.sampling, config.measure, evaluator.task
-    what = f"{source.describe()}; task {task.name}, seed {sampling.seed}"
+    what = f"{source.checkpoint}; task {task.name}, seed {sampling.seed}"
     yield f"maxrl_fast {versions()['maxrl_fast']}: {what}"
     if source.run is not None:
         whose = f"those of the run {source.run}, unless a flag overrides them"

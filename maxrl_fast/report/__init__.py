@@ -1,13 +1,11 @@
-"""Show runs as one web page: `python -m maxrl_fast.report RUN... --out report.html`. `page/` holds
-the style and the scripts, which are embedded in every page."""
+"""Shows runs as one web page, whose style and scripts are in `page/`."""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from maxrl_fast.errors import InputError, printable, warn
-from maxrl_fast.report.page import render
-from maxrl_fast.report.reading import read_folder
+from maxrl_fast.report.page import read_folder, render
 from maxrl_fast.runtime.files import atomic_file
 from maxrl_fast.runtime.output import command, show_help
 
@@ -21,7 +19,6 @@ file that needs no network. An existing FILE.html (default: report.html) is repl
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    """Write the page."""
     show_help(arguments, HELP)
     words = [part for word in arguments for part in word.split("=", word.startswith("--out="))]
     out = Path("report.html")

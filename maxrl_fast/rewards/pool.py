@@ -73,7 +73,7 @@ class RewardOutput:
     dropped."""
 
     def __init__(self) -> None:
-        self._lock, self._pipe, self._left = Lock(), -1, MOST_BYTES
+        self._lock, self._pipe = Lock(), -1
         self._file: io.BytesIO | io.FileIO = io.BytesIO()
 
     def fileno(self) -> int:
@@ -90,7 +90,6 @@ class RewardOutput:
             if self._pipe >= 0 and isinstance(self._file, io.BytesIO):
                 kept = self._file.getvalue()
                 self._file = io.FileIO(folder / FILE_NAME, "ab" if is_resumed else "wb")
-                self._left = MOST_BYTES - self._file.tell()
                 self._keep(kept)
 
     def _read(self, reader: int) -> None:
@@ -100,12 +99,10 @@ class RewardOutput:
         os.close(reader)
 
     def _keep(self, data: bytes) -> None:
-        part, self._left = data[: max(self._left, 0)], self._left - len(data)
-        try:
-            if part:
-                self._file.write(part + FULL * (self._left <= 0))
-        except OSError:  # a full disk, of which the run's other files tell
-            self._left = 0
+        # a full disk, of which the run's other files tell, or the file is closed
+        with contextlib.suppress(OSError, ValueError):
+            if (left := MOST_BYTES - self._file.tell()) > 0:
+                self._file.write(data[:left] + FULL * (left <= len(data)))
 
     def close(self) -> None:
         """End the thread once the worker processes have ended."""
@@ -113,7 +110,6 @@ class RewardOutput:
             os.close(self._pipe)
             self._thread.join(1.0)  # a program that left its process group may keep the pipe open
             with self._lock:
-                self._left = 0
                 self._file.close()
 
 
@@ -144,8 +140,7 @@ class UserCode(RewardSource):
 
     def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
         """Yield the numbers and outcomes of calls, after a wait of at most `seconds`."""
-        calls = [*self._queues[0]]
-        self._queues[0].clear()
+        [calls], self._queues = self._queues, [Calls()]
         for number, arguments in calls:
             yield number, self._host.call(json.loads(arguments))
 
@@ -209,7 +204,6 @@ class Worker:
         self._expect(LOADING, START_LIMIT)
 
     def give(self) -> None:
-        """Begin the next call, if there is one and it is free."""
         if self._queue and self.number is None and not self.has_ended:
             number, arguments = self._queue.popleft()
             with contextlib.suppress(OSError):  # of a process that has ended, which `look` tells

@@ -234,7 +234,6 @@ class EnvironmentHost(Caller):
         raise LateCall(self._seconds)
 
     def call(self, rows: Any) -> list[Outcome]:
-        """Return the outcome of an operation."""
         try:
             if self._seconds is not None:
                 signal.setitimer(signal.ITIMER_REAL, self._seconds)

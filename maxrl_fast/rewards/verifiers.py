@@ -76,7 +76,6 @@ def gym_dataset(name: str, config: str, seed: int) -> Any:
 
 @lru_cache(1024)
 def gym_entry(name: str, config: str, seed: int, index: int) -> dict[str, Any]:
-    """Return the question, answer and metadata of entry `index`."""
     found: dict[str, Any] = gym_dataset(name, config, seed)[index]
     return found
 

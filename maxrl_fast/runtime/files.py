@@ -1,5 +1,5 @@
 """Files that survive a kill (written to a temporary file, flushed to the disk and renamed), folder
-locks, and JSON files of others."""
+locks, JSON files of others, and the folder of a run, read without PyTorch."""
 
 import contextlib
 import ctypes
@@ -70,7 +70,6 @@ def _rename(new: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -128,9 +127,9 @@ def locked(
     limit: float = 0.0,
     tell: Callable[[str], object] = lambda message: None,
 ) -> Iterator[None]:
-    """Hold the lock of a folder, which is created if needed, or do nothing unless `is_owner`. The
-    kernel releases it when the owner, whom the file names, dies. Another owner may be exiting, so
-    this waits up to `limit` seconds, after a message to `tell`."""
+    """Hold the lock of a folder, which is created if needed, if `is_owner`. The kernel releases it
+    when the owner, whom the file names, dies. Another owner may be exiting, so this waits up to
+    `limit` seconds, after a message to `tell`."""
     if not is_owner:
         yield
         return
@@ -162,7 +161,7 @@ def _lock(file: IO[str], folder: Path, limit: float, tell: Callable[[str], objec
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether another process holds the lock of a folder, or it cannot be taken."""
+    """Whether the lock of a folder cannot be taken."""
     try:
         with locked(folder):
             return False
@@ -171,7 +170,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
-    """Refuse what is no file, which could not be read or would block, and one that is too large."""
+    """Refuse what is no file, which would block, and one that is too large."""
     limit = "" if most_bytes is None else f" of at most {most_bytes} bytes"
     if path.exists() and not (path.is_file() and path.stat().st_size <= (most_bytes or 1 << 62)):
         raise InputError(f"{printable(path)} must be a regular file{limit}")
@@ -210,7 +209,6 @@ class RunFolder:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The options that have a value, by name."""
         file = self.path / "progress.json"  # of a session, whose config.json is the policy's
         is_session = file.exists()
         content = read_json(file if is_session else self.path / "config.json")

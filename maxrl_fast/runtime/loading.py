@@ -57,8 +57,8 @@ def build_from_code(
     arguments: Mapping[str, Any],
     hint: str,
 ) -> Any:
-    """Construct the class that an option names with `arguments` and those of `offered` that it
-    takes, and check its members. `hint` ends the message about wrong parameters."""
+    """Construct an option's class with `arguments` and those of `offered` that it takes, and check
+    its members. `hint` ends the message about wrong parameters."""
     who, cls = f"--{option} {name}", load_code(option, name, "CLASS")
     if not inspect.isclass(cls):
         raise InputError(f"{who} must be a class, got {cls!r:.80}")
@@ -76,8 +76,8 @@ def build_from_code(
 
 
 def check_members(who: str, value: object, protocol: type) -> None:
-    """Refuse an object that lacks a member of a protocol, or whose method does not take the
-    protocol's arguments. A method that is inherited from it counts as missing."""
+    """Refuse an object that lacks a protocol's member, or whose method takes other arguments. A
+    method that is inherited from the protocol counts as missing."""
     methods = {name: x for name, x in vars(protocol).items() if inspect.isfunction(x)}
     for name, asked in methods.items():
         if name.startswith("_"):

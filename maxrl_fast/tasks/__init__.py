@@ -78,8 +78,6 @@ class AnsweredTask(Task, Protocol):
 
 @dataclass(frozen=True)
 class Reply:
-    """Of an environment to a turn."""
-
     sample: int  # s = g N + n of the S in this call of generate
     tokens: list[int]  # that the policy reads next, at least one unless `is_last`
     is_last: bool  # the episode ends; the tokens are ignored

@@ -14,7 +14,7 @@ import torch
 from maxrl_fast.algorithms.options import Count, Limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.tasks.dataset_specs import other_prompts, spec_of
+from maxrl_fast.tasks.dataset_specs import spec_of
 from maxrl_fast.tasks.sources import (
     TEST,
     Line,
@@ -95,7 +95,9 @@ class DatasetTask(TextTask):
         spec, own = spec_of(name), DatasetOptions(**options)
         self._seed, self._spec, self._key = seed, spec, own.prompt_key or spec.prompt_key
         if not (own.data or own.hub or spec.hub or (test_only and (own.test_data or own.test_hub))):
-            raise InputError(f"--task {name} needs --data FILE or --hub NAME{other_prompts(name)}")
+            file, _, wanted = name.rpartition(":")
+            other = f", or a class {wanted} in {file} that makes its own prompts" if file else ""
+            raise InputError(f"--task {name} needs --data FILE or --hub NAME{other}")
         if needs_reward and spec.reward is None:
             raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
         super().__init__(model, own, spec.suffix, tools)
@@ -142,7 +144,6 @@ class DatasetTask(TextTask):
         return train, held_out
 
     def _arrange(self, train: list[Part], held_out: list[Part]) -> None:
-        """Encode the lines of parts, and set what prompts are made of."""
         own, asked = self.options, Kept()
         self._lines = {"train": asked, TEST: (shown := Kept())}
         self._starts, self.held_out = dict[str, int](), dict[str, int]()

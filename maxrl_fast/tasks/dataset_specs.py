@@ -53,7 +53,7 @@ def keys_of(line: dict[str, Any]) -> str:
 
 
 def look_up(line: dict[str, Any], key: str) -> Any:
-    """Return the value at a key, or a path such as reward_model.ground_truth; None: no such."""
+    """Return the value at a key, or a path such as reward_model.ground_truth, or None."""
     value: Any = line
     for part in [key] if key in line else key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -211,11 +211,6 @@ def _is_class(name: str) -> bool:
     except (OSError, ValueError):  # whoever loads it reports this
         return False
     return any(isinstance(x, ast.ClassDef) and x.name == wanted for x in statements)
-
-
-def other_prompts(name: str) -> str:
-    file, _, wanted = name.rpartition(":")
-    return f", or a class {wanted} in {file} that makes its own prompts" if file else ""
 
 
 def lost_object(option: str, name: str) -> str:

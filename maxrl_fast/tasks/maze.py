@@ -70,7 +70,6 @@ def shortest_path(is_open: Grid) -> list[int]:
 
 
 def encode_maze(is_open: Grid) -> list[int]:
-    """Return <bos> GRID_START, each row's cells and NEWLINE, GRID_END PATH_START."""
     size = len(is_open)
     tokens = [BOS, GRID_START]
     for row in is_open:

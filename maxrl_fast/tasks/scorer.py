@@ -34,7 +34,6 @@ class MetricAccumulator(dict[str, tuple[float, float]]):
             self.add(name, total, count)
 
     def over(self, ranks: Ranks) -> dict[str, float]:
-        """Return the means over all ranks."""
         whole = MetricAccumulator()
         for sums in ranks.values(self):
             whole.merge(sums)
@@ -63,7 +62,7 @@ class Scorer:
 
     @property
     def can_fail(self) -> bool:
-        """Whether single responses can: the task does not score them itself."""
+        """Whether single responses can: the task itself does not score them."""
         return self.source is not None or isinstance(self.task, EpisodeTask)
 
     def score(
@@ -176,6 +175,5 @@ class Scorer:
         return by_kind, warning
 
     def close(self) -> None:
-        """End the worker processes."""
         if self.source is not None:
             self.source.close()

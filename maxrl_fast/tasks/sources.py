@@ -77,7 +77,6 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _load(shown: str, kind: str, *config: str | None, **files: str) -> Any:
-    """Return the splits of a data set of the hub, or of a Parquet file, by name."""
     try:
         import datasets
     except ImportError as error:
@@ -173,8 +172,6 @@ TEST = "test"  # the name of a held-out set without others
 
 @dataclass(frozen=True)
 class Part:
-    """The lines of a file, or of a split of a data set of the hub."""
-
     shown: str  # in messages
     name: str  # of a held-out set
     key: str  # of its prompts

@@ -19,9 +19,8 @@ from maxrl_fast.model.tokenizer import ControlTokens, Message, Prompt, load_toke
 from maxrl_fast.records import Prompts, Rollouts, pack, unpack
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, read_json
 from maxrl_fast.tasks import ReferenceAnswer, Task
-from maxrl_fast.tasks.conversation import Conversation
+from maxrl_fast.tasks.conversation import Conversation, common
 from maxrl_fast.tasks.dataset_specs import AnswerForm
-from maxrl_fast.tasks.tool_calls import common
 
 
 def _is_day(text: str) -> bool:
@@ -129,12 +128,10 @@ class TextTask:
         return [{"role": "user", "content": question}] if uses_chat else question
 
     def encode_prompt(self, prompt: Prompt, place: str) -> list[int]:
-        """Encode a prompt of any length; `place` is for messages."""
         with _at(place):
             return self.conversation.prompt(self._checked(prompt))
 
     def fits(self, tokens: list[int]) -> bool:
-        """Whether a prompt has at least one token and not too many."""
         return 0 < len(tokens) <= self.options.max_prompt_tokens
 
     def encode_demonstration(

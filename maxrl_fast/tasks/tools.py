@@ -12,9 +12,9 @@ from maxrl_fast.records import Prompts
 from maxrl_fast.rewards import PROGRESS_INTERVAL, Outcome, Progress, failure, no_progress
 from maxrl_fast.rewards.pool import UserCode
 from maxrl_fast.tasks import Reply
+from maxrl_fast.tasks.conversation import ToolCall
 from maxrl_fast.tasks.dataset import DatasetTask, Kept
 from maxrl_fast.tasks.sources import Line
-from maxrl_fast.tasks.tool_calls import ToolCall
 
 OTHER_TEXT = "reset returned another text than at the start of the run for the same columns"
 
@@ -72,7 +72,6 @@ class ToolTask(DatasetTask):
         return found
 
     def _observe(self, lines: list[Line]) -> list[str | None]:
-        """Return what `reset` says of each line."""
         workers, numbers = self.workers, {next(self._numbers): line for line in lines}
         for number, (_, columns) in numbers.items():
             workers.request(number, (number, "probe", columns))

@@ -37,9 +37,7 @@ class Folder:
         self.metrics: dict[str, list[Number]] = {}  # by column, one number per step
         self.eval_steps: list[int] = []
         self.eval_metrics: dict[str, list[Number]] = {}
-        self.coverage: list[
-            Record
-        ] = []  # of each evaluation: step, and rows of k, score, low, high
+        self.coverage: list[Record] = []  # step, and rows of k, score, low, high
         self.sets: dict[str, list[Record]] = {}  # of held-out sets by name
         self.warnings: list[Record] = []
         self.prompts: Record = {}  # ids, and for each evaluation each prompt's correct samples

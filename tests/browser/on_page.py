@@ -25,18 +25,10 @@ def drawn(chart, run, kind="line", role=""):
                 .filter(j => ys[j] !== undefined)
                 .map(j => [node.chart.data[0][j], ys[j]])])"""
     )
-    found = [
-        points
-        for own, type_, own_role, points in traces
-        if (own, type_, own_role) == (run, kind, role)
-    ]
-    return [[tuple(point) for point in points] for points in found]
+    wanted = [run, kind, role]
+    return [[*map(tuple, points)] for *own, points in traces if own == wanted]
 
 
 def runs_drawn(page, place):
-    charts = page.locator(f"{place} .chart")
-    return set(
-        charts.evaluate_all(
-            "nodes => nodes.flatMap(node => node.chart.series.slice(1).map(series => series.run))"
-        )
-    )
+    code = "nodes => nodes.flatMap(node => node.chart.series.slice(1).map(series => series.run))"
+    return {*page.locator(f"{place} .chart").evaluate_all(code)}

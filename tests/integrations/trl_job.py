@@ -87,13 +87,9 @@ def score(completion_ids, *, unknown, binary):
 def build(
     name, folder, *, arguments=None, config=None, unknown=False, weights=(1.0,), callbacks=None
 ):
-    """Return the trainer.
-
-    Args:
-        arguments, config: those of the trainer, and of GRPOConfig.
-        unknown: whether some rewards are not known.
-        weights: those of the rewards; the second is by length, and never known for some responses.
-    """
+    """Return the trainer. arguments, config: those of the trainer, and of GRPOConfig; unknown:
+    whether some rewards are not known; weights: those of the rewards; the second is by length, and
+    never known for some responses."""
 
     def reward(completion_ids, **_):
         return score(completion_ids, unknown=unknown, binary=name == "pacs")

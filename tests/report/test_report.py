@@ -24,8 +24,7 @@ LAZY = ("pass_rates.jsonl", "rollouts.jsonl")
 
 
 class Page(HTMLParser):
-    """The elements of a page, and the text in each script and style, as a browser would find
-    them."""
+    """The elements of a page, and the text in each script and style, as a browser finds them."""
 
     def __init__(self, text):
         super().__init__()
@@ -46,11 +45,8 @@ class Page(HTMLParser):
             self.texts[-1] += data
 
     def text_of(self, tag, **attributes):
-        (text,) = [
-            text
-            for (name, own), text in zip(self.tags, self.texts, strict=True)
-            if name == tag and attributes.items() <= own.items()
-        ]
+        elements = zip(self.tags, self.texts, strict=True)
+        [text] = [x for (y, own), x in elements if y == tag and attributes.items() <= own.items()]
         return text
 
     @property
@@ -96,9 +92,9 @@ def test_embedded_numbers_equal_the_files(tmp_path, report):
         nothing = {"advantage": None, "components": {}, "answer": "", "columns": ""}
         own = {"left_out": 0, "turns": None}
         assert run["samples"] == [x | nothing | own for x in read(folder / "samples.jsonl")]
+        rollouts = read(folder / "rollouts.jsonl")
         assert run["rollouts"] == [
-            rollout | own | {"columns": json.dumps(rollout["columns"])}
-            for rollout in read(folder / "rollouts.jsonl")
+            x | own | {"columns": json.dumps(x["columns"])} for x in rollouts
         ]
         assert run["in_files"] == {"samples": 26, "rollouts": 24}
         counts = read(folder / "pass_rates.jsonl")

@@ -35,10 +35,7 @@ def save_byte_level_policy(
     directory, positions=256, special=CHAT_TOKENS, marked=(), added=(), chat=CHAT, normalizer=None
 ):
     """Save a tiny policy with a token for every byte and Qwen's chat tokens; return its directory.
-
-    Args:
-        marked, added: more tokens, marked special and not.
-    """
+    marked, added: more tokens, marked special and not."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -208,13 +205,10 @@ def test_prompts_with_words_spaces_and_think_tags_that_are_tokens_are_accepted(t
         (b'{"prompt": "\\ud800"}', "line 2: prompt must be text in UTF-8"),
         (b'{"question": "1"}', r"have a prompt at 'prompt' \(--prompt-key\), but .* 'quest"),
         (b'{"prompt": null}', "line 2: prompt must be text or a list .* not empty, got None"),
-        (
-            b'{"prompt": [{"role": "user"}]}',
-            "line 2: prompt must have messages .* each as text",
-        ),
+        (b'{"prompt": [{"role": "user"}]}', "line 2: prompt must have messages .* each as text"),
         (
             b'{"prompt": [{"role": "user", "content": "1", "name": "Ada"}]}',
-            "line 2: prompt must have messages with .* each as text, got {'role': 'user', .*'name'",
+            "must have messages with .* each as text, got {'role': 'user', .*'name'",
         ),
         (b'{"prompt": [{"role": "user", "content": "1", "thinking": "a"}]}', "must have messages"),
         (b'{"prompt": [{"role": "assistant", "content": "1", "name": "a"}]}', "must have messages"),
@@ -264,21 +258,13 @@ def test_options_that_do_not_fit_the_task_are_refused(tmp_path, policy):
             task_of(written(tmp_path / "data.jsonl", asked), policy)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    table("""
-    x.csv | x.csv, line 1: .* got b'prompt.*; pandas.read_csv or read_json.* converts a CSV file or
-    x.json | x.json, line 1: it must be a JSON object in UTF-8, got .*; pandas.read_csv or read_json
-    """),
-)
 @pytest.mark.parametrize("option", ["data", "test_data"])
-def test_other_kinds_of_files_are_refused(tmp_path, policy, option, name, message):
-    rows = [{"prompt": f"{i}?"} for i in range(60)]
-    (tmp_path / "x.json").write_text(json.dumps(rows))
-    (tmp_path / "x.csv").write_text("prompt\n1?\n")
-    data = written(tmp_path / "x.jsonl", rows)
-    with refused(message):
-        task_of(data, policy, **{option: (tmp_path / name,)})
+def test_other_kinds_of_files_are_refused(tmp_path, policy, option):
+    data = written(tmp_path / "x.jsonl", SUMS)
+    for text in ("prompt\n1?\n", json.dumps(SUMS)):
+        (tmp_path / "x.csv").write_text(text)
+        with refused("x.csv, line 1: .* got b'.*; pandas.read_csv or read_json.* converts a CSV"):
+            task_of(data, policy, **{option: (tmp_path / "x.csv",)})
 
 
 OBJECTIVE = "def advantage(rewards):\n    return rewards - rewards.mean(1, keepdim=True)\n"

@@ -45,7 +45,7 @@ class Task(Protocol):
 
 
 def describe_task(task: Task) -> list[str]:
-    """Return what the task's own `describe`, which is optional, says at the start of a run."""
+    """Return what the task's `describe`, which is optional, says at the start of a run."""
     lines: list[str] = getattr(task, "describe", list)()
     return lines
 
@@ -128,16 +128,12 @@ def shown_text(task: Task, parts: list[list[int]]) -> str:
     texts = [task.decode(part, with_special=True) for part in parts]
     if len(texts) == 1:
         return texts[0]
-    return "".join(
-        f"{OPEN}{text.translate(_PLAIN)}{CLOSE}" if i % 2 else text.translate(_PLAIN)
-        for i, text in enumerate(texts)
-    )
+    plain = enumerate(text.translate(_PLAIN) for text in texts)
+    return "".join(f"{OPEN}{text}{CLOSE}" if i % 2 else text for i, text in plain)
 
 
 def decode_words(words: Sequence[str], tokens: Sequence[int]) -> str:
-    return " ".join(
-        words[token] if token < len(words) else f"<reserved_{token}>" for token in tokens
-    )
+    return " ".join(words[i] if i < len(words) else f"<reserved_{i}>" for i in tokens)
 
 
 def word_tokenizer_files(words: Sequence[str], vocab_size: int) -> dict[str, Any]:
@@ -164,9 +160,6 @@ def word_tokenizer_files(words: Sequence[str], vocab_size: int) -> dict[str, Any
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": "<unk>"},
     }
-    config = {
-        "tokenizer_class": "Qwen2Tokenizer",
-        "model_max_length": 10**9,
-        "clean_up_tokenization_spaces": False,
-    }
-    return {"tokenizer.json": tokenizer, "tokenizer_config.json": config | special}
+    config = {"tokenizer_class": "Qwen2Tokenizer", "model_max_length": 10**9, **special}
+    config["clean_up_tokenization_spaces"] = False
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}

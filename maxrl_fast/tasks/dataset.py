@@ -113,8 +113,8 @@ class DatasetTask(TextTask):
         self.num_demonstrations = len(self._demonstrations)
         self.has_demonstrations = bool(self._demonstrations)
         # with token ids: another chat template or tokenizer encodes the same lines otherwise
-        content = json.dumps([*self._lines.values(), self._demonstrations])
-        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        content = json.dumps([*self._lines.values(), self._demonstrations]).encode()
+        self.fingerprint = hashlib.sha256(content).hexdigest()
         self._order = lru_cache(4)(self._shuffle)
 
     def _sources(self, test_only: bool) -> tuple[list[Part], list[Part]]:
@@ -144,15 +144,15 @@ class DatasetTask(TextTask):
         return train, held_out
 
     def _arrange(self, train: list[Part], held_out: list[Part]) -> None:
-        own, asked = self.options, Kept()
+        own, asked, most = self.options, Kept(), self.options.max_prompt_tokens
         self._lines = {"train": asked, TEST: (shown := Kept())}
         self._starts, self.held_out = dict[str, int](), dict[str, int]()
         self.set_samples = {x.name: x.number for x in held_out if x.number}
         every = [self._kept(part) for part in train]
         for part in held_out:
-            self._starts[part.name] = len(shown)
-            shown += self._kept(part)
-            self.held_out[part.name] = len(shown) - self._starts[part.name]
+            kept = self._kept(part)
+            self._starts[part.name], self.held_out[part.name] = len(shown), len(kept)
+            shown += kept
         held = {tuple(tokens) for tokens, _ in shown}
         self._left_out = set() if own.allow_overlap else held
         for part, kept in zip(train, every, strict=True):
@@ -162,9 +162,9 @@ class DatasetTask(TextTask):
         for split, number in {"train": len(asked) or not train, **self.held_out}.items():
             if not number:
                 raise InputError(
-                    f"{self.name} must have prompts of at most {own.max_prompt_tokens} tokens for "
-                    f"the {split} split, got none; without --test-data a tenth of the prompts is "
-                    "held out, which are not trained on without --allow-overlap"
+                    f"{self.name} must have prompts of at most {most} tokens for the {split} "
+                    "split, got none; without --test-data a tenth of the prompts is held out, "
+                    "which are not trained on without --allow-overlap"
                 )
         self.prompt_length = max(len(tokens) for tokens, _ in asked + shown)
         told = f"{self.name}: {self.num_train_prompts} prompts and {self.num_test_prompts} held out"
@@ -174,8 +174,7 @@ class DatasetTask(TextTask):
             what = "kept" if own.allow_overlap else "left out of training"
             self._told.append(f"{num_shared} prompts that are held out too are {what}")
         if long := self._num_long:
-            told = f"{long} prompts longer than {own.max_prompt_tokens} tokens are left out"
-            self._told.append(told)
+            self._told.append(f"{long} prompts longer than {most} tokens are left out")
         if odd := self._odd:
             self._told.append(f"{len(odd)} without an answer left out, such as {odd[0]}")
 
@@ -201,8 +200,8 @@ class DatasetTask(TextTask):
         if not (found := len(self._demonstrations)):
             got = f"got none in {len(lines)} lines"
             raise InputError(f"{path.name} must have demonstrations with {wanted}, {got}")
-        told = f"{found} demonstrations of {path.name}"
-        self._told.append(told + f" of {len(lines)}: those with {wanted}" * (found < len(lines)))
+        others = f" of {len(lines)}: those with {wanted}" * (found < len(lines))
+        self._told.append(f"{found} demonstrations of {path.name}{others}")
 
     def _asked(self, prompt: Any) -> Any:
         if not isinstance(prompt, str):

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.rewards.programs import program_of, tests_of
-from maxrl_fast.rewards.verifiers import boxed
+from maxrl_fast.rewards.verifiers import boxed, program_of, tests_of
 from maxrl_fast.runtime.loading import is_code, is_file
 
 AsLine = Callable[[dict[str, Any]], dict[str, Any]]
@@ -177,8 +176,7 @@ DATASETS = {
 
 
 GYM = "gym:"
-# of a task or a reward that was given to maxrl_fast.run as a Python object, and has no other name
-OBJECT = "python:"
+OBJECT = "python:"  # of a Python object that was given to maxrl_fast.run
 
 
 def is_plugin(name: str) -> bool:
@@ -191,7 +189,7 @@ def is_dataset(name: str) -> bool:
 
 
 def spec_of(name: str) -> DatasetSpec:
-    """Return the specification of a data set, or of prompts for the reward FILE.py:FUNCTION."""
+    """Return that of a data set, or of prompts for the reward FILE.py:FUNCTION."""
     return DATASETS.get(name) or DatasetSpec(reward=name)
 
 
@@ -214,7 +212,6 @@ def _is_class(name: str) -> bool:
 
 
 def lost_object(option: str, name: str) -> str:
-    """Another process has given this Python object to maxrl_fast.run."""
     return (
         f"--{option} {name} is a Python object that was given to maxrl_fast.run, which only its "
         f"caller has; give it there again, as {option}=..."

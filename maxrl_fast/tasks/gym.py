@@ -82,8 +82,7 @@ class GymTask(TextTask):
         self.fingerprint, self.name = f"{version}, {encoded}", f"{name} of {version}"
         self.prompt_length = self.options.max_prompt_tokens
         self._question = lru_cache(4096)(self._find)
-        # some generators seed NumPy's global random numbers, and a thread makes training prompts
-        self._turn = Lock()
+        self._turn = Lock()  # some generators seed NumPy, and a thread makes training prompts
 
     def _find(self, split: str, i: int) -> tuple[list[int], dict[str, Any]]:
         epoch, index = divmod(i, self._size)

@@ -44,19 +44,16 @@ class MetricAccumulator(dict[str, tuple[float, float]]):
 class Scorer:
     task: Task
     source: RewardSource | None  # None: the task scores, or the environments of an EpisodeTask
-    # of the rewards of one `score`, and between two calls of `failures`
-    max_error_rate: float = 1.0
+    max_error_rate: float = 1.0  # of one `score`, and between two calls of `failures`
     threshold: float | None = None  # rewards above it become 1, others 0; None: unchanged
-    # in characters; responses with a longer answer or none get reward 0 without a call; None: no
+    # in characters; with a longer answer or none, the reward is 0 without a call
     answer_limit: int | None = None
     # that score a part each; one gives up where its failures alone are more than all may have
     num_ranks: int = 1
 
     def __post_init__(self) -> None:
-        # of several rewards, by the names of their components
         self.weights = self.source.weights if self.source else {}
-        # [S] of the last `score`, by name; {} where there are none
-        self.components: list[dict[str, float]] = []
+        self.components: list[dict[str, float]] = []  # [S] of the last `score`, by name
         self._num_scored, self._failures = 0, list[Outcome]()  # since the last call of `failures`
         self._metrics = MetricAccumulator()  # since the last call of `pop_metrics`
 
@@ -79,8 +76,8 @@ class Scorer:
         self.components = [{}] * len(rollouts)
         if episodes is None and self.source is None:
             rewards = self.task.score(prompts, rollouts)
-            if not isinstance(rewards, Tensor) or rewards.shape != (len(rollouts),):
-                got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards)
+            got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards)
+            if got != (len(rollouts),):
                 raise InputError(
                     f"the task must score {len(rollouts)} responses with a tensor [S], got {got}"
                 )
@@ -164,10 +161,8 @@ class Scorer:
         if not failed:
             return by_kind, ""
         kinds = ", ".join(f"{kind} {count}" for kind, count in by_kind.items() if count)
-        warning = (
-            f"{when}: {len(failed)} of {num_scored} rewards failed ({kinds}), for example: "
-            f"{failed[0][1]}"
-        )
+        counts = f"{len(failed)} of {num_scored} rewards failed ({kinds})"
+        warning = f"{when}: {counts}, for example: {failed[0][1]}"
         if num_left or len(failed) > min(self.max_error_rate * num_scored, num_scored - 1):
             limit = f"; that is more than --max-reward-error-rate {self.max_error_rate:g} allows"
             most = max(FAILURE_KINDS, key=by_kind.__getitem__)

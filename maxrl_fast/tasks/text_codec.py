@@ -261,6 +261,5 @@ def _read_template(path: Path) -> str:
         check_regular(path, JSON_BYTES)
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"--chat-template must be a file of a Jinja template, got {path}: {error}"
-        ) from error
+        wanted = "--chat-template must be a file of a Jinja template"
+        raise InputError(f"{wanted}, got {path}: {error}") from error

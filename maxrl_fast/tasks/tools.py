@@ -1,8 +1,8 @@
 """Episodes with tools: prompts of a data set, and an environment of the user's for each sample."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class ToolTask(DatasetTask):
     ):
         self.workers = workers = start()
         self.output, self.max_turns = workers.output, options["max_turns"]
-        self._numbers = itertools.count()  # of environments
+        self._numbers = count()  # of environments
         try:
             if needs_reward and not workers.signature["has_reward"]:
                 raise InputError(
@@ -80,8 +80,8 @@ class ToolTask(DatasetTask):
             for number, [outcome] in workers.results(PROGRESS_INTERVAL):
                 if outcome.kind:
                     workers.drop()
-                    where = f"--environment {workers.name}, {numbers[number][0]}"
-                    raise InputError(f"{where}: reset fails: {outcome.message}")
+                    who, why = f"--environment {workers.name}", outcome.message
+                    raise InputError(f"{who}, {numbers[number][0]}: reset fails: {why}")
                 found[number] = outcome.text
         return [found[number] for number in numbers]
 
@@ -122,7 +122,7 @@ class Episode:
 
 
 class ToolEpisodes:
-    """The episodes of one call of generate, whose environments live in workers."""
+    """The episodes of one call of generate."""
 
     def __init__(self, task: ToolTask, episodes: Sequence[Episode], beat: Progress):
         self._task, self._episodes, self._beat = task, episodes, beat

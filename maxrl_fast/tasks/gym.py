@@ -59,7 +59,7 @@ class GymTask(TextTask):
     num_test_prompts: int | None = None
     max_new_tokens = 256
     form = TAGS
-    reward = "maxrl_fast.rewards.verifiers:gym"
+    reward: str | None = "maxrl_fast.rewards.verifiers:gym"
 
     def __init__(self, name: str, seed: int, model: Path, **options: Any):
         text = {key: options.pop(key) for key in options.keys() & options_of(TextOptions)}

@@ -1,5 +1,5 @@
 """What a run and the readers of its files agree on. The report imports this in place of the
-options, which import PyTorch; `tests/report/test_report_command.py` compares the names with theirs.
+options, which import PyTorch; `tests/report/test_report.py` compares the names with theirs.
 """
 
 # of one start of a run, which do not belong to its configuration

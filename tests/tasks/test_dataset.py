@@ -10,11 +10,12 @@ from transformers import PreTrainedTokenizerFast
 from maxrl_fast import train
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.build_task import build_run_task, build_task
 from maxrl_fast.records import Rollouts, unpack
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.sources import read_lines
 from maxrl_fast.tasks.text_codec import TextOptions, TextTask
+from maxrl_fast.training.teacher_prompts import TeacherPrompts
 from tests.models import save_checkpoint, tiny_decoder
 from tests.tables import refused, table
 
@@ -321,3 +322,33 @@ def test_a_system_prompt_is_the_first_message_of_chats_that_have_none(tmp_path):
     assert codec.decode(prompt).startswith("system\nBe brief.")
     with refused("line 1: --system-prompt needs"):
         codec.encode_prompt("Hi", "line 1")
+
+
+LINES = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "word": "apple"} for i in range(40)]
+
+
+@pytest.fixture
+def task(tmp_path, policy):
+    data = written(tmp_path / "data.jsonl", LINES)
+    return build_task("dataset", {"data": (data,)}, 0, policy, needs_reward=False)
+
+
+def test_the_teacher_reads_the_answer_or_what_a_function_returns(tmp_path, task):
+    prompts = task.prompts("train", 3, 5)
+    code = "def f(prompt, word, **others):\n    return f'{word}: {prompt}'\n"
+    (tmp_path / "teacher.py").write_text(code)
+    made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 100)
+    wanted = [f"apple: {line['prompt']}" for line in prompts.columns]
+    assert texts_of(task, made(prompts)) == wanted
+    assert made(prompts).ids.tolist() == [3, 4, 5, 6, 7]
+    made.check()
+    with refused("1 to 4 tokens, which leave room for the response"):
+        TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4).check()
+
+
+def test_a_function_that_fails_is_named(tmp_path, task):
+    (tmp_path / "teacher.py").write_text("def f(**columns):\n    return 1 / 0\n")
+    with refused(r"fails for prompt 0: ZeroDivisionError: .* line 2\)"):
+        TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 100).check()
+    with refused("answer"):
+        TeacherPrompts(task, "answer", 100).check()  # only the reward reads these lines

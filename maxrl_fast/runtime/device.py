@@ -17,13 +17,14 @@ from maxrl_fast.errors import InputError
 
 def resolve_device(name: str) -> torch.device:
     """For a GPU, let this process add the parts of split matrix multiplications in float32."""
-    if name == "cuda" and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
         raise InputError(
             "--device cuda needs a CUDA device, but this PyTorch finds none; --device cpu runs "
             "without one"
         )
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if has_gpu else "cpu"
     if name == "cuda":
         matmul = torch.backends.cuda.matmul
         matmul.allow_bf16_reduced_precision_reduction = False
@@ -60,7 +61,7 @@ def memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware of a run: processes with a GPU each, or with a share of the CPU's memory."""
+    """Of a run: processes with a GPU each, or with a share of the CPU's memory."""
 
     device: str  # "cpu" or "cuda"
     processes: int

@@ -51,7 +51,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 def _rename(new: Path, path: Path) -> None:
     """Rename a file or folder to `path`. A folder there is exchanged and removed: a kill leaves one
-    of the two. Without the kernel's exchange (NFS), a kill in between leaves it as .NAME.old."""
+    of the two. Without the kernel's exchange (NFS), a kill may leave it as .NAME.old."""
     old, here, exchange = new, -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if new.is_symlink() or not (new.is_dir() and path.is_dir()):
         new.rename(path)
@@ -194,7 +194,7 @@ NOT_OPTIONS = ("versions", "command")  # entries of config.json beside the optio
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder, or what a session has saved; it may be incomplete, and written to."""
+    """A run's folder, or a session's; it may be incomplete, and written to."""
 
     path: Path
 
@@ -236,9 +236,9 @@ class RunFolder:
         """The checkpoints, whole or damaged, oldest first."""
         found = [
             (kind == "step", int(number), path)
-            for kind in ("warm-start", "step")
-            for path in self.path.glob(f"checkpoints/{kind}-*")
-            if (number := path.name.removeprefix(f"{kind}-")).isdecimal()
+            for path in self.path.glob("checkpoints/*")
+            for kind, _, number in [path.name.rpartition("-")]
+            if kind in ("warm-start", "step") and number.isdecimal()
         ]
         return [path for *_, path in sorted(found)]
 

@@ -65,12 +65,12 @@ def show_help(arguments: Sequence[str], text: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
-        lines = (f"  {name:<12}{what}" for name, what in COMMANDS.items())
+        lines = (f"  {x:<12}{what}" for x, what in COMMANDS.items())
         print("usage: maxrl-fast COMMAND [OPTIONS]\n", *lines, sep="\n")
         print("\nmaxrl-fast COMMAND --help lists the command's options, --version the versions.")
         return 0
     if name not in COMMANDS:
-        wanted = "the command must be train, sweep, evaluate, report or objectives"
+        wanted = f"the command must be one of {', '.join(COMMANDS)}"
         raise InputError(f"{wanted}, got {name}{nearest(name, COMMANDS)}")
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # not ignored, as in a background job of a shell

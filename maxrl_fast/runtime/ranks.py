@@ -1,5 +1,5 @@
-"""Several processes started by torchrun, one per GPU. Every rank has the whole step's records; only
-the work is divided: prompts for sampling, groups for training."""
+"""Several processes of torchrun, one per GPU. Every rank has a step's records; only the work is
+divided: prompts for sampling, groups for training."""
 
 import atexit
 import contextlib
@@ -45,7 +45,7 @@ class Ranks:
         return self.rank == 0
 
     def part(self, count: int) -> tuple[int, int]:
-        """Return start and length of this rank's share; they differ by at most one item."""
+        """Return start and length of this rank's share; lengths differ by at most one."""
         start, stop = (count * r // self.size for r in (self.rank, self.rank + 1))
         return start, stop - start
 

@@ -133,7 +133,7 @@ class Evaluator:
         prompts done and may raise; `keep` each chunk of this rank's samples, their rewards [S], NaN
         where scoring failed, and components [S]."""
         ranks, none = self.ranks, torch.zeros(0, dtype=torch.int64, device=self.device)
-        places, ids, rewards = [none], [none], [none.float()]  # of this rank's prompts and samples
+        places, ids, rewards = [none], [none], [none.float()]  # of this rank
         counts = torch.zeros(1, 2, dtype=torch.int64, device=self.device)  # tokens and truncated
         for start in range(0, self.num_prompts, self.chunk * ranks.size):
             count = min(self.chunk * ranks.size, self.num_prompts - start)

@@ -34,7 +34,7 @@ def sample_records(
     chosen = range(len(rollouts)) if chosen is None else chosen
     rollouts = rollouts.select(torch.tensor(chosen, device=rewards.device, dtype=torch.int64))
     tokens, ids = unpack(prompts.tokens, prompts.lengths), prompts.ids.tolist()
-    scores = rewards.tolist()
+    scores, cut = rewards.tolist(), rollouts.truncated.tolist()
 
     @cache  # of each prompt once
     def of_prompt(g: int) -> tuple[str, dict[str, Any]]:
@@ -44,7 +44,6 @@ def sample_records(
         own = {"answer": _cut(line.get("answer")), "columns": columns}
         return task.decode(tokens[g], with_special=True), own
 
-    cut = rollouts.truncated.tolist()
     for s, turns, is_truncated in zip(chosen, rollouts.turns(), cut, strict=True):
         text, own = of_prompt(s // num)
         yield {
@@ -68,7 +67,6 @@ def prompt_records(task: Task, split: str, num_prompts: int) -> Iterator[dict[st
 
 
 def finite(number: float) -> float | None:
-    """JSON has no infinite number and no NaN."""
     return number if math.isfinite(number) else None
 
 

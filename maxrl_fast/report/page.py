@@ -238,8 +238,8 @@ def page_data(folders: list[Folder]) -> Record:
 
 
 def _packed(folders: list[Folder]) -> str:
-    """Return samples, rollouts and prompts, each prompt's text once, as base64, which has no
-    meaning in HTML, of gzip of JSON: 20 times smaller."""
+    """Return samples, rollouts and prompts, each prompt's text once, as base64 of gzip of JSON: 20
+    times smaller, and without a meaning in HTML."""
     texts, runs = dict[str, int](), list[Record]()
     for folder in folders:
         own: Record = {"prompts": folder.prompts}

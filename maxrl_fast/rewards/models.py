@@ -15,8 +15,8 @@ CLASSIFIER, BATCH = "hf:", 16  # texts
 
 
 class Classifier(RewardSource):
-    """Scores a response by the logit of a classifier with one label, or the probability of the
-    second of two labels, after the chat template if there is one. `name` is hf:DIR."""
+    """Scores responses by the logit of a classifier with one label, or the probability of the
+    second of two, after the chat template if there is one. `name` is hf:DIR."""
 
     def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
         self.name, self._device = name, device
@@ -37,14 +37,11 @@ class Classifier(RewardSource):
         except Exception as error:  # transformers raises many kinds of errors
             cause = f"{type(error).__name__}: {error}"
             raise InputError(f"cannot read the classifier of --reward {name}: {cause}") from error
+        wanted, labels = f"--reward {name} must", model.config.num_labels
         if missing := sorted(loaded["missing_keys"]):  # transformers would draw them at random
-            raise InputError(
-                f"--reward {name} must be a sequence classifier, but it has no weights {missing[0]}"
-            )
-        if model.config.num_labels not in (1, 2):
-            raise InputError(
-                f"--reward {name} must have one label, or two, got {model.config.num_labels}"
-            )
+            raise InputError(f"{wanted} be a sequence classifier, but has no weights {missing[0]}")
+        if labels not in (1, 2):
+            raise InputError(f"{wanted} have one label, or two, got {labels}")
         self._model = model.eval().to(device)
         positions = model.config.to_dict().get("max_position_embeddings") or 2**31
         self._longest = int(min(positions, self._tokenizer.model_max_length, 2**31))
@@ -75,8 +72,7 @@ class Classifier(RewardSource):
         else:
             text = "\n\n".join(message["content"] for message in messages) + response
         encoded = tokenizer(text, add_special_tokens=not tokenizer.chat_template)
-        tokens: list[int] = encoded["input_ids"]
-        return tokens
+        return [*encoded["input_ids"]]
 
     @torch.no_grad()
     def _forward(self, batch: list[list[int]]) -> list[float]:
@@ -88,6 +84,6 @@ class Classifier(RewardSource):
         return [*map(float, scores)]
 
     def lines(self) -> list[str]:
-        is_one = self._model.config.num_labels == 1
+        is_one, where = self._model.config.num_labels == 1, self._device.type
         score = "the logit of its label" if is_one else "the probability of its second label"
-        return [f"reward {self.name}: {type(self._model).__name__} on {self._device.type}, {score}"]
+        return [f"reward {self.name}: {type(self._model).__name__} on {where}, {score}"]

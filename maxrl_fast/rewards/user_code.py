@@ -92,7 +92,7 @@ def event_loop() -> Any:
 def run_coroutines(
     begin: Callable[[Any], Awaitable[Any]], arguments: Sequence[Any], seconds: float | None
 ) -> list[Any]:
-    """Run coroutines at the same time, and return what each returns or raises, or LateCall."""
+    """Run coroutines at once, and return what each returns or raises, or LateCall."""
     import asyncio
 
     async def settle(one: Any) -> Any:
@@ -168,7 +168,7 @@ def _lists_of(rows: Rows) -> dict[str, Any]:
 
 def _signature_of_environment(cls: Any, with_schemas: bool) -> Signature:
     """Return how to reset the environments of a class, "tools" (JSON schemas, which transformers
-    makes slowly, or only names) and "has_reward". LoadError if it is not such a class."""
+    makes slowly, or only names) and "has_reward"."""
     if not inspect.isclass(cls):
         raise LoadError(f"an environment must be a class, got {SHORT_REPR.repr(cls)}")
     name, methods = cls.__name__, dict[str, Callable[..., Any]]()  # as an instance binds them
@@ -185,15 +185,11 @@ def _signature_of_environment(cls: Any, with_schemas: bool) -> Signature:
         inspect.signature(cls).bind()
     except (TypeError, ValueError) as error:
         raise LoadError(f"{name}() must need no arguments: {error}") from error
-    return {
-        **signature_of(methods[RESET]),
-        "style": "environment",
-        "tools": [
-            _schema(name, key, methods[key]) if with_schemas else {"function": {"name": key}}
-            for key in tools
-        ],
-        "has_reward": REWARD in methods,
-    }
+    made: list[Any] = [{"function": {"name": key}} for key in tools]
+    if with_schemas:
+        made = [_schema(name, key, methods[key]) for key in tools]
+    own = {"style": "environment", "tools": made, "has_reward": REWARD in methods}
+    return signature_of(methods[RESET]) | own
 
 
 def _schema(owner: str, name: str, tool: Callable[..., Any]) -> dict[str, Any]:

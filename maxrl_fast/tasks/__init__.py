@@ -11,7 +11,8 @@ from maxrl_fast.rewards import Outcome, Progress, no_progress
 
 
 class Task(Protocol):
-    """The interface between a task and the trainer; docs/adding_a_task.md explains each member."""
+    """The interface between a task and the trainer; docs/adding_a_task.md explains each member. A
+    split is "train", "test" or, if the task has it, a key of `held_out`, a dict of sizes."""
 
     name: str
     fingerprint: str  # changes with what decides the prompts besides the options
@@ -24,9 +25,7 @@ class Task(Protocol):
     reward: str | None  # PACKAGE.MODULE:FUNCTION; None: `score` scores responses
     answer_limit: int | None  # in characters; None: no limit
 
-    def prompts(self, split: str, start: int, count: int) -> Prompts:
-        """Return prompts `start` to `start + count - 1` of `split`, "train", "test" or, if the task
-        has it, a key of `held_out`, a dict of sizes."""
+    def prompts(self, split: str, start: int, count: int) -> Prompts: ...
 
     def demonstrations(self, start: int, count: int) -> tuple[Prompts, Rollouts]:
         """Return training prompts by index and one correct response to each."""
@@ -38,10 +37,10 @@ class Task(Protocol):
         """Return the answer in a response, "" if it has none."""
 
     def decode(self, tokens: list[int], with_special: bool = False) -> str:
-        """Return tokens as text, as rewards read it, or as samples show it, with special tokens."""
+        """Return text as rewards read it, or as samples show it, with special tokens."""
 
     def tokenizer_files(self) -> dict[str, Any]:
-        """Return JSON contents by file name, for checkpoints that `transformers` can load."""
+        """Return JSON contents by file name, for `transformers`."""
 
 
 def describe_task(task: Task) -> list[str]:

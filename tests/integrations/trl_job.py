@@ -76,12 +76,13 @@ def recorded(base):
 
 def score(completion_ids, *, unknown, binary):
     """Return how often two of the words occur, or whether; None where the reward is not known."""
-    counts = [float(ids.count(2) + ids.count(3)) for ids in completion_ids]
-    values = [float(count > 0) for count in counts] if binary else counts
-    return [
-        None if unknown and sum(ids) % 5 == 0 else value
-        for ids, value in zip(completion_ids, values, strict=True)
-    ]
+    scores = []
+    for ids in completion_ids:
+        count = ids.count(2) + ids.count(3)
+        scores.append(float(count > 0 if binary else count))
+        if unknown and sum(ids) % 5 == 0:
+            scores[-1] = None
+    return scores
 
 
 def build(
@@ -115,8 +116,7 @@ def build(
 
 
 def train(trainer):
-    """Train; `seen` then has prompt, response and advantage of each row that TRL's own loss was
-    given."""
+    """Train; `seen` then has prompt, response and advantage of each row of TRL's own loss."""
     original = GRPOTrainer._compute_loss
 
     def compute_loss(self, model, inputs):

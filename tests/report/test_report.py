@@ -29,8 +29,6 @@ LAZY = ("pass_rates.jsonl", "rollouts.jsonl")
 
 
 class Page(HTMLParser):
-    """The elements of a page, and the text in each script and style, as a browser finds them."""
-
     def __init__(self, text):
         super().__init__()
         self.tags, self.texts, self.is_open = [], [], False

@@ -1,5 +1,3 @@
-"""--task code: problems in the forms of TACO and LiveCodeBench, and programs of all kinds."""
-
 import json
 
 import pytest

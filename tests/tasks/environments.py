@@ -1,5 +1,3 @@
-"""Environments for tests: a counter in the form of TRL's documentation, and hostile ones."""
-
 import asyncio
 import os
 import time

@@ -71,7 +71,6 @@ def task_of(path, policy, seed=0, **options):
 
 
 def texts_of(task, packed, with_special=False):
-    """Return the texts of prompts, or of responses of one turn."""
     return [task.decode(x, with_special) for x in unpack(packed.tokens, packed.lengths)]
 
 
@@ -172,7 +171,6 @@ FOLDED = {
     ],
 )
 def test_the_text_of_a_prompt_cannot_forge_special_tokens(tmp_path, layout, text, token, is_chat):
-    """Whether they are marked special or not; --allow-special-tokens encodes them."""
     policy = save_byte_level_policy(tmp_path, **layout)
     asked = ([{"role": "user", "content": x}] if is_chat else x for x in ("hello", text))
     path = written(tmp_path / "data.jsonl", [{"prompt": prompt} for prompt in asked])
@@ -273,7 +271,6 @@ OBJECTIVE = "def advantage(rewards):\n    return rewards - rewards.mean(1, keepd
 
 @pytest.mark.slow
 def test_changed_files_are_refused_by_name_on_resume(tmp_path, monkeypatch, capsys):
-    """Code, chat template and stop tokens decide the result, and options name them only by path."""
     package, out, model = tmp_path / "own_rewards", tmp_path / "run", tmp_path / "policy"
     package.mkdir()
     (package / "__init__.py").write_text("")

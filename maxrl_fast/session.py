@@ -36,10 +36,11 @@ from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.files import CHECKSUMS, RunFolder, read_json
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import response_texts
+from maxrl_fast.tasks.conversation import TextOptions
 from maxrl_fast.tasks.dataset import DatasetOptions
 from maxrl_fast.tasks.dataset_specs import is_dataset
 from maxrl_fast.tasks.sources import check_utf8, read_prompt
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
+from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 
 _GROUPS = Model, Optimizer, Loss, Decoding, Place, TextOptions, VllmOptions

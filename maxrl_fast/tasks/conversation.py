@@ -16,8 +16,9 @@ from datetime import date
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
+from maxrl_fast.algorithms.options import Count, Limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import REASONING, THINKING, ControlTokens, Message, Prompt, any_of
 
@@ -193,29 +194,66 @@ _CLOCK = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 _ASKED = {"role": "user", "content": "Hi"}
 
 
+def _is_day(text: str) -> bool:
+    try:
+        return bool(date.fromisoformat(text))
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """Prompts and responses of text."""
+
+    prompt_suffix: str | None = None
+    """Text added to prompts that are text. By default the papers' for gsm8k and math."""
+    system_prompt: str | None = None
+    """System message of chats that have none; "" is an empty one. By default the chat template's
+    own, if any."""
+    plain_prompts: bool = False
+    """Questions of gsm8k, math and gym are prompts as they are, even where the tokenizer has a chat
+    template."""
+    max_prompt_tokens: Count = 1024
+    """Longer prompts are left out."""
+    allow_special_tokens: bool = False
+    """Prompts may have the tokenizer's control tokens in their text, such as <|im_end|>."""
+    chat_template: Path | None = None
+    """File of a chat template in Jinja, which checkpoints have too. By default the tokenizer's
+    own."""
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Limit("a JSON object", lambda x: isinstance(x, dict))
+    ] = None
+    """Arguments of the chat template as a JSON object, such as {"enable_thinking": false}."""
+    template_date: Annotated[str | None, Limit("a day such as 2026-11-26", _is_day)] = None
+    """What the clock of a chat template shows, if it has one, as YYYY-MM-DD. By default the day on
+    which the run starts."""
+    stop: Annotated[tuple[str, ...], Limit("a text of at least one character", bool)] = ()
+    """Texts that end a response, besides the stop tokens; the text is part of it."""
+
+
 class Conversation:
     """The conversations of a tokenizer. listed_stops: token ids that end a response, as the
-    checkpoint's files list them; tools: JSON schemas; arguments: of the template; day: what its
-    clock shows, None: today; file: of the template, for messages, None: the tokenizer's."""
+    checkpoint's files list them; tools: JSON schemas."""
 
     def __init__(
         self,
         tokenizer: Any,
         listed_stops: Collection[int] = (),
         tools: Sequence[dict[str, Any]] = (),
-        arguments: Mapping[str, Any] | None = None,
-        day: date | None = None,
-        file: Path | None = None,
+        options: TextOptions = TextOptions(),
     ):
-        self.tokenizer = tokenizer
+        self.tokenizer, given = tokenizer, options.template_date
         own = Path(tokenizer.name_or_path)
         names = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
-        self._file = file or next((own / x for x in names if (own / x).exists()), own)
-        self._tools, self._arguments = [*tools] or None, arguments or {}
+        self._file = options.chat_template or next(
+            (own / x for x in names if (own / x).exists()), own
+        )
+        self._tools, self._arguments = [*tools] or None, options.chat_template_kwargs or {}
         self.note = ""  # what the template would do to earlier turns, which keep their tokens
         # the day that was given or that the template shows, YYYY-MM-DD
-        self.clock = day and day.isoformat()
-        self._template = self._with_day(day or date.today())
+        day = date.fromisoformat(given) if given else date.today()
+        self.clock = day.isoformat() if given else None
+        self._template = self._with_day(day)
         self._control = ControlTokens(tokenizer, includes_thinking=True)
         self._chat_begin: int | None = None  # the first token of a chat
         if taken := self._arguments.keys() & {*OWN, *["tools"] * bool(tools)}:

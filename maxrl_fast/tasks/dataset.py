@@ -14,6 +14,7 @@ import torch
 from maxrl_fast.algorithms.options import Count, Limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.tasks.conversation import TextOptions
 from maxrl_fast.tasks.dataset_specs import spec_of
 from maxrl_fast.tasks.sources import (
     TEST,
@@ -25,7 +26,7 @@ from maxrl_fast.tasks.sources import (
     hub_parts,
     read_demonstrations,
 )
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
+from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 
 # prompts of lines that are not too long, by their tokens, with the line
 Kept = list[tuple[list[int], dict[str, Any]]]

@@ -14,8 +14,9 @@ from maxrl_fast.algorithms.options import Option, options_of
 from maxrl_fast.errors import InputError, nearest
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards import verifiers
+from maxrl_fast.tasks.conversation import TextOptions
 from maxrl_fast.tasks.dataset_specs import TAGS
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
+from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 
 TEST_SHARE = 5  # about one question in this many is held out
 TRIES = 200  # draws for a question of its split

@@ -3,61 +3,21 @@
 import bisect
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.options import Count, Limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.policy import read_sizes
 from maxrl_fast.model.tokenizer import ControlTokens, Message, Prompt, load_tokenizer, saved_files
 from maxrl_fast.records import Prompts, Rollouts, pack, unpack
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, read_json
 from maxrl_fast.tasks import ReferenceAnswer, Task
-from maxrl_fast.tasks.conversation import Conversation, common
+from maxrl_fast.tasks.conversation import Conversation, TextOptions, common
 from maxrl_fast.tasks.dataset_specs import AnswerForm
-
-
-def _is_day(text: str) -> bool:
-    try:
-        return bool(date.fromisoformat(text))
-    except ValueError:
-        return False
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """Prompts and responses of text."""
-
-    prompt_suffix: str | None = None
-    """Text added to prompts that are text. By default the papers' for gsm8k and math."""
-    system_prompt: str | None = None
-    """System message of chats that have none; "" is an empty one. By default the chat template's
-    own, if any."""
-    plain_prompts: bool = False
-    """Questions of gsm8k, math and gym are prompts as they are, even where the tokenizer has a chat
-    template."""
-    max_prompt_tokens: Count = 1024
-    """Longer prompts are left out."""
-    allow_special_tokens: bool = False
-    """Prompts may have the tokenizer's control tokens in their text, such as <|im_end|>."""
-    chat_template: Path | None = None
-    """File of a chat template in Jinja, which checkpoints have too. By default the tokenizer's
-    own."""
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Limit("a JSON object", lambda x: isinstance(x, dict))
-    ] = None
-    """Arguments of the chat template as a JSON object, such as {"enable_thinking": false}."""
-    template_date: Annotated[str | None, Limit("a day such as 2026-11-26", _is_day)] = None
-    """What the clock of a chat template shows, if it has one, as YYYY-MM-DD. By default the day on
-    which the run starts."""
-    stop: Annotated[tuple[str, ...], Limit("a text of at least one character", bool)] = ()
-    """Texts that end a response, besides the stop tokens; the text is part of it."""
 
 
 class TextTask:
@@ -102,9 +62,7 @@ class TextTask:
                 )
             if not (tools or (is_one and ids[0] in added)):  # no other tokens spell an added one
                 self.stop_texts.append(x)
-        day = date.fromisoformat(options.template_date) if options.template_date else None
-        how = listed, tools, options.chat_template_kwargs, day, file
-        self.conversation = Conversation(self.tokenizer, *how)
+        self.conversation = Conversation(self.tokenizer, listed, tools, options)
         self.stop_ids = self.conversation.stop_ids
         control = None if options.allow_special_tokens else ControlTokens(self.tokenizer)
         self._refuse = control.refuse if control else lambda prompt, what: None

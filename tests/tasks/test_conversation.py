@@ -13,8 +13,9 @@ from maxrl_fast.model.tokenizer import saved_files
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import Sampling, cut
 from maxrl_fast.tasks import conversation
+from maxrl_fast.tasks.conversation import TextOptions
 from maxrl_fast.tasks.sources import read_lines, read_prompt
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask
+from maxrl_fast.tasks.text_codec import TextTask
 from tests.tables import refused
 from tests.tasks.test_dataset import CHAT, save_byte_level_policy, texts_of
 

@@ -12,9 +12,10 @@ from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.job.build_task import build_run_task, build_task
 from maxrl_fast.records import Rollouts, unpack
+from maxrl_fast.tasks.conversation import TextOptions
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.sources import read_lines
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask
+from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
 from tests.models import save_checkpoint, tiny_decoder
 from tests.tables import refused, table

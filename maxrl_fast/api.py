@@ -18,19 +18,18 @@ import numpy as np
 
 from maxrl_fast.config.read import parse_options
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.scores import label_of, score_of
+from maxrl_fast.evaluation import label_of, score_of
 from maxrl_fast.job.build_parts import build_run_task
 from maxrl_fast.job.checkpoints import random_states, set_random_states
 from maxrl_fast.job.launch import train
 from maxrl_fast.job.run_files import flat
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.runtime.files import atomic_file
+from maxrl_fast.runtime.files import RunFolder, atomic_file
 from maxrl_fast.runtime.loading import check_members, naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.names import OBJECT
+from maxrl_fast.tasks.dataset_specs import OBJECT
 
 
 class Log(list[dict[str, Any]]):

@@ -36,14 +36,14 @@ from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
 from maxrl_fast.rollout import RolloutRequest, check_finite, sample_and_score
 from maxrl_fast.rollout.vllm import VllmOptions
 from maxrl_fast.runtime.device import resolve_device
-from maxrl_fast.runtime.files import CHECKSUMS, read_json
+from maxrl_fast.runtime.files import CHECKSUMS, RunFolder, read_json
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.run_folder import RunFolder
+from maxrl_fast.tasks import response_texts
+from maxrl_fast.tasks.conversation import TextOptions
 from maxrl_fast.tasks.dataset import DatasetOptions
-from maxrl_fast.tasks.jsonl import check_utf8, read_prompt
-from maxrl_fast.tasks.names import is_dataset
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
-from maxrl_fast.tasks.texts import response_texts
+from maxrl_fast.tasks.dataset_specs import is_dataset
+from maxrl_fast.tasks.sources import check_utf8, read_prompt
+from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 
 _GROUPS = Model, Optimizer, Loss, Decoding, Place, TextOptions, VllmOptions

@@ -22,11 +22,11 @@ from rich.console import Console
 from maxrl_fast.config.changes import differing
 from maxrl_fast.config.read import names_of_lists, parse, read_flags
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.scores import score_of
+from maxrl_fast.evaluation import score_of
 from maxrl_fast.evaluation.tables import add_scores, new_table
+from maxrl_fast.runtime.files import RunFolder
 from maxrl_fast.runtime.output import command, show_help
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.run_folder import RunFolder
 
 HELP = """usage: python -m maxrl_fast.sweep --seeds INT ... [OPTIONS OF maxrl_fast.train]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.runtime.run_folder import RunFolder
+from maxrl_fast.runtime.files import RunFolder
 
 # of one start of a run, which do not belong to its configuration
 OF_ONE_START = ("resume", "out", "allow_changes", "config", "dry_run")

@@ -31,12 +31,10 @@ from maxrl_fast.config.rules import (
     wrong_evaluation,
 )
 from maxrl_fast.errors import InputError, printable, warn
-from maxrl_fast.evaluation.outcome import RESULTS
-from maxrl_fast.evaluation.source import Source, find_source
+from maxrl_fast.evaluation.outcome import RESULTS, Source, find_source
 from maxrl_fast.rewards.models import CLASSIFIER
-from maxrl_fast.runtime.files import JSON_BYTES, check_regular
+from maxrl_fast.runtime.files import JSON_BYTES, RunFolder, check_regular
 from maxrl_fast.runtime.loading import is_file
-from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks.dataset import DatasetOptions
 from maxrl_fast.training.objectives.registry import METHODS, objective_class
 

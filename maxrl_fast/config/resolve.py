@@ -16,7 +16,7 @@ from maxrl_fast.config.read import absolute_function
 from maxrl_fast.config.rules import View, objective_of, part, refuse
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import powers_of_two
-from maxrl_fast.evaluation.source import Source
+from maxrl_fast.evaluation.outcome import Source
 from maxrl_fast.model.checkpoint import HUB
 from maxrl_fast.model.policy import backend_of, read_sizes
 from maxrl_fast.runtime.device import resolve_device, resolve_dtype

@@ -18,10 +18,9 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.rollout.vllm import VllmOptions
 from maxrl_fast.runtime.loading import is_code, load_code
 from maxrl_fast.tasks.dataset import DatasetOptions
-from maxrl_fast.tasks.dataset_specs import DATASETS
+from maxrl_fast.tasks.dataset_specs import DATASETS, GYM, OBJECT, is_reward, spec_of
 from maxrl_fast.tasks.gym import GymOptions, generator_options
 from maxrl_fast.tasks.maze import MazeOptions
-from maxrl_fast.tasks.names import GYM, OBJECT, is_reward, spec_of
 from maxrl_fast.training.answers import LIKELIHOODS
 from maxrl_fast.training.correction import CORRECTIONS
 from maxrl_fast.training.objectives.group import GroupObjective, Objective

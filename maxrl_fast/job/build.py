@@ -30,16 +30,15 @@ from maxrl_fast.job.run_files import Saved
 from maxrl_fast.model.attention import choose, kernel_name
 from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.ops.dispatch import kernels_for
-from maxrl_fast.rewards.combined import MajorityVote
-from maxrl_fast.rewards.output import RewardOutput
+from maxrl_fast.rewards import MajorityVote
+from maxrl_fast.rewards.pool import RewardOutput
 from maxrl_fast.rollout import ENGINES, MAX_BATCH, Engine, Sampling
 from maxrl_fast.rollout.vllm import MAX_SEQUENCES
 from maxrl_fast.runtime.background import Stopwatch
 from maxrl_fast.runtime.device import Machine, versions
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.runtime.tuning import chunk_bytes
-from maxrl_fast.tasks import AnsweredTask, Task, describe_task, held_out_sets
-from maxrl_fast.tasks.episode import EpisodeTask
+from maxrl_fast.tasks import AnsweredTask, EpisodeTask, Task, describe_task, held_out_sets
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.text_codec import end_of
 from maxrl_fast.training.answers import (

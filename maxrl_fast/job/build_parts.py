@@ -21,11 +21,9 @@ from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.policy import backend_of, check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tokenizer import load_tokenizer
-from maxrl_fast.rewards import RewardSource
-from maxrl_fast.rewards.combined import WeightedRewards
+from maxrl_fast.rewards import RewardSource, WeightedRewards
 from maxrl_fast.rewards.models import CLASSIFIER, Classifier
-from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rewards.pool import RewardPool, UserCode
+from maxrl_fast.rewards.pool import RewardOutput, RewardPool, UserCode
 from maxrl_fast.rollout import CheckedEngine, Engine
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.runtime.files import read_json
@@ -33,9 +31,9 @@ from maxrl_fast.runtime.loading import build_from_code
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.dataset import DatasetTask
+from maxrl_fast.tasks.dataset_specs import GYM, OBJECT, is_plugin, lost_object
 from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.tasks.names import GYM, OBJECT, is_plugin, lost_object
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.tasks.tools import ToolTask

@@ -27,9 +27,14 @@ from maxrl_fast.model.linear import adapter_config, adapters, save_adapters
 from maxrl_fast.model.policy_model import find_nonfinite
 from maxrl_fast.records import Inserted, Prompts, Ragged, Rollouts
 from maxrl_fast.runtime.background import Background
-from maxrl_fast.runtime.files import atomic_file, storing, temporary_path, write_checksums
+from maxrl_fast.runtime.files import (
+    RunFolder,
+    atomic_file,
+    storing,
+    temporary_path,
+    write_checksums,
+)
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
 

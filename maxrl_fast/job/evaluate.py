@@ -13,6 +13,7 @@ from torch import Tensor
 from maxrl_fast.config.options import EvaluationConfig
 from maxrl_fast.config.resolve import resolve_evaluation, set_configs
 from maxrl_fast.errors import InputError
+from maxrl_fast.evaluation import MAX, PASS
 from maxrl_fast.evaluation.coverage import (
     Interval,
     bootstrap,
@@ -26,12 +27,11 @@ from maxrl_fast.evaluation.kept_samples import SampleTally
 from maxrl_fast.evaluation.outcome import (
     RESULTS,
     Outcome,
+    Source,
     contents_of,
     differences,
     settings_of,
 )
-from maxrl_fast.evaluation.scores import MAX, PASS
-from maxrl_fast.evaluation.source import Source
 from maxrl_fast.evaluation.tables import add_scores, new_table, shown, summary_table
 from maxrl_fast.job.build_parts import (
     build_engine,
@@ -262,7 +262,7 @@ def _introduction(
     config: EvaluationConfig, source: Source, evaluator: Evaluator, num_distinct: int
 ) -> Iterator[str]:
     sampling, measure, task = config.sampling, config.measure, evaluator.task
-    what = f"{source.describe()}; task {task.name}, seed {sampling.seed}"
+    what = f"{source.checkpoint}; task {task.name}, seed {sampling.seed}"
     yield f"maxrl_fast {versions()['maxrl_fast']}: {what}"
     if source.run is not None:
         whose = f"those of the run {source.run}, unless a flag overrides them"

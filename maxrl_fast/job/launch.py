@@ -27,6 +27,7 @@ from maxrl_fast.errors import (
     StorageError,
     UserCodeError,
 )
+from maxrl_fast.evaluation import PASS, label_of, score_of
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator, over_sets
 from maxrl_fast.evaluation.kept_samples import (
     KeptSamples,
@@ -35,7 +36,6 @@ from maxrl_fast.evaluation.kept_samples import (
     sample_lines,
     sample_records,
 )
-from maxrl_fast.evaluation.scores import PASS, label_of, score_of
 from maxrl_fast.evaluation.tables import add_scores, new_table
 from maxrl_fast.job.build import RunContext, answered_task, describe_run, prepare
 from maxrl_fast.job.build_parts import build_run_task, closing_task
@@ -44,13 +44,12 @@ from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
 from maxrl_fast.job.run_files import RunFiles, check_same, find_saved, fingerprints
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.records import Prompts, Samples
-from maxrl_fast.rewards.output import RewardOutput
+from maxrl_fast.rewards.pool import RewardOutput
 from maxrl_fast.rollout import RolloutRequest, sample_and_score
 from maxrl_fast.runtime.device import resolve_device
-from maxrl_fast.runtime.files import locked
+from maxrl_fast.runtime.files import RunFolder, locked
 from maxrl_fast.runtime.loading import naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.tools import ToolTask
 from maxrl_fast.training.collect import CPU, RolloutBatch, check_binary

@@ -27,12 +27,13 @@ from maxrl_fast.config.changes import (
 from maxrl_fast.config.options import SHAPE, Config
 from maxrl_fast.config.resolve import NAMES_CODE
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.scores import PASS, score_of
+from maxrl_fast.evaluation import PASS, score_of
 from maxrl_fast.model.checkpoint import HUB
 from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import (
     DamagedError,
+    RunFolder,
     atomic_file,
     check_regular,
     fsync,
@@ -43,7 +44,6 @@ from maxrl_fast.runtime.files import (
 )
 from maxrl_fast.runtime.loading import is_code, is_file
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.objectives.registry import weight_of
 

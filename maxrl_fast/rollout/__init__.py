@@ -16,8 +16,7 @@ from maxrl_fast.records import SEQUENCE, Prompts, Rollouts, Samples, cumulative,
 from maxrl_fast.runtime.background import Progress, no_progress
 from maxrl_fast.runtime.device import memory_bytes
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.episode import Environments, EpisodeTask, Reply
+from maxrl_fast.tasks import Environments, EpisodeTask, Reply, Task
 from maxrl_fast.tasks.scorer import Scorer
 
 # Counter-based random numbers: a sample's do not depend on the rest of the batch.

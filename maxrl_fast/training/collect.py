@@ -22,9 +22,8 @@ from maxrl_fast.rollout import (
 )
 from maxrl_fast.runtime.background import Stopwatch
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import Task
+from maxrl_fast.tasks import Task, response_texts
 from maxrl_fast.tasks.scorer import MetricAccumulator, Scorer
-from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.answers import PolicyReward
 from maxrl_fast.training.schedule import Carried, Schedule
 

@@ -15,9 +15,6 @@ from tests import brute_force
 
 
 class Oracle:
-    """An engine that solves every maze with its first `solved` samples and walks into a wall with
-    the others."""
-
     def __init__(self, task, solved, split="test"):
         self.task, self.solved, self.split = task, solved, split
 
@@ -113,8 +110,6 @@ def test_sample_records():
 
 def test_the_tally_numbers_the_answers_to_each_prompt():
     class Letters(MazeTask):
-        """The answer is the last word before DONE. A response with UP has no answer."""
-
         def answer(self, response):
             return "" if "UP" in response else response.split()[-2]
 

@@ -15,8 +15,7 @@ from maxrl_fast import train
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.job import checkpoints, launch
 from maxrl_fast.job.run_files import Progress
-from maxrl_fast.runtime.files import DamagedError, locked, verify_checksums
-from maxrl_fast.runtime.run_folder import RunFolder
+from maxrl_fast.runtime.files import DamagedError, RunFolder, locked, verify_checksums
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
 from tests.models import save_checkpoint, tiny_decoder

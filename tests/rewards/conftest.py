@@ -1,5 +1,3 @@
-"""Pools that the tests of a file share."""
-
 import pytest
 
 from tests.rewards.pools import GB, pool

@@ -3,8 +3,8 @@ from io import FileIO
 
 import pytest
 
-from maxrl_fast.rewards import output as module
-from maxrl_fast.rewards.output import FILE_NAME, FULL, RewardOutput
+from maxrl_fast.rewards import pool as module
+from maxrl_fast.rewards.pool import FILE_NAME, FULL, RewardOutput
 from tests.rewards.pools import among_others, pool
 
 PRINTS = """

@@ -106,7 +106,6 @@ def test_a_forked_child_does_not_answer(patient, action):
 
 
 def test_children_end_with_their_call(patient, tmp_path):
-    """A call that leaves processes costs its worker, in whose process group they are."""
     for path in (tmp_path / "0", tmp_path / "1"):
         assert among_others(patient, "leave_child", path=str(path)).reward == 1.0
         assert eventually(lambda path=path: not is_alive(int(path.read_text())))

@@ -16,7 +16,7 @@ from maxrl_fast.rollout import RolloutRequest, Sampling, find_wrong, sample_keys
 from maxrl_fast.rollout.decode_slots import DecodeSlots
 from maxrl_fast.rollout.native import CpuEngine, native_engine
 from maxrl_fast.rollout.vllm import VllmServerEngine
-from maxrl_fast.tasks.episode import Reply
+from maxrl_fast.tasks import Reply
 from tests.batches import Chosen, make_prompts, one_batch
 from tests.families import tiny_config, tiny_model
 from tests.models import on_threads, response_logits, tiny_decoder

@@ -26,7 +26,6 @@ def scored(task, prompts, texts):
 
 @pytest.mark.parametrize("name", sorted(DATASETS))
 def test_every_data_set(name, policy):
-    """An answer that is text gets reward 1."""
     task = task_of(name, policy, **NEEDS.get(name, {}))
     prompts = task.prompts("train", 1, 1)
     (line,) = prompts.columns

@@ -245,12 +245,14 @@ def build(
     command: type[AnyOptions], by_user: Mapping[str, Given], of_run: Mapping[str, Given]
 ) -> AnyOptions:
     """Return the configuration. Where a user chooses another part, the run's options of that part
-    go, and those that follow from it."""
+    go, and those that follow from it. What is not given is as the objective presets it, or has its
+    default."""
     options, given, chosen = command.options(), {**of_run, **by_user}, dict[str, str]()
 
     def value(name: str) -> Any:
         return given[name].read(options[name]) if name in given else None
 
+    flags = dict[str, dict[str, str]]()
     for section in (x for x in SECTIONS if x in options):
         if not (name := value(section) or options[section].default):
             objective = objective_class(chosen["objective"])
@@ -263,38 +265,29 @@ def build(
         if name not in (before, absolute_function(before)):
             gone = {*options_of_part(section, before), *_FOLLOWS.get(section, ())}
             given = {key: x for key, x in given.items() if key in by_user or key not in gone}
-        chosen[section] = name
-        options |= options_of_part(section, name)
-    values = _values(given, options, chosen)
-    unused = unused_options(values)
-    for key, said in unused.items():
-        if said and key in by_user and by_user[key].value is not None:
-            raise by_user[key].refused(said)
-        values[key] = options[key].default
-    flags = {
-        section: {x.own_name: flag for flag, x in options_of_part(section, name).items()}
-        for section, name in chosen.items()
-    }
-    return command.of(values, flags=flags, unused=frozenset(unused))
-
-
-def _values(
-    given: Mapping[str, Given], options: Mapping[str, Option], chosen: Mapping[str, str]
-) -> dict[str, Any]:
-    """Options are as given, else as the objective presets them, or have their defaults."""
+        chosen[section], own = name, options_of_part(section, name)
+        flags[section] = {x.own_name: flag for flag, x in own.items()}
+        options |= own
     values = {name: option.default for name, option in options.items()}
     values |= getattr(METHODS.get(chosen.get("objective", "")), "presets", {})
     for name, x in given.items():
         option = options.get(name) or options.get(name.removeprefix("no_"))
         if option is None or (option.name != name and option.kind is not bool):
             raise _unknown(name, x, options, chosen)
-        if (value := x.read(option)) is not None:
-            values[option.name] = value if option.name == name else not value
-    for section, owner in chosen.items():
-        for name, option in options_of_part(section, owner).items():
-            if values[name] is REQUIRED:
-                raise InputError(f"{section} {owner} needs {option.flag}, {option.wanted}")
-    return {**values, **chosen}
+        if (found := x.read(option)) is not None:
+            values[option.name] = found if option.name == name else not found
+    for section, name in chosen.items():
+        for key in flags[section].values():
+            if values[key] is REQUIRED:
+                needed = f"{options[key].flag}, {options[key].wanted}"
+                raise InputError(f"{section} {name} needs {needed}")
+    values |= chosen
+    unused = unused_options(values)
+    for key, said in unused.items():
+        if said and key in by_user and by_user[key].value is not None:
+            raise by_user[key].refused(said)
+        values[key] = options[key].default
+    return command.of(values, flags=flags, unused=frozenset(unused))
 
 
 def _unknown(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from maxrl_fast.config.changes import OF_ONE_START, ended_before_first_step
-from maxrl_fast.config.options import Config, EvaluationConfig, Model, Place
+from maxrl_fast.config.options import Config, EvaluationConfig, Place
 from maxrl_fast.config.read import absolute_function
 from maxrl_fast.config.rules import View, objective_of, part, refuse
 from maxrl_fast.errors import InputError
@@ -53,6 +53,9 @@ def resolve(
     refuse({**config.values, "max_new_tokens": limit, "processes": ranks.size}, _wrong)
     objective, loss = objective_of(config), part("loss", config.chosen.loss)
     own = objective_defaults(config.chosen.objective, config.sampling.rollouts)
+    start, backend = config.model.directory, str(config.model.model_backend)
+    if start is not None and (start / "config.json").exists():  # one that resumes needs it no more
+        backend = backend_of(start, backend)
     # of the warm start and of reinforcement learning (docs/models.md)
     sft_lr, lr = (1e-4, 1e-5) if config.model.lora_rank else (1e-5, 1e-6)
     if config.model.model is None:
@@ -70,7 +73,7 @@ def resolve(
     derived = {name: x for name, x in defaults.items() if config.values.get(name) is None} | {
         "max_new_tokens": limit,
         "sft_steps": _sft_steps(config, task),
-        "model_backend": _backend(config.model),
+        "model_backend": backend.replace("auto", "native"),
         "eval_prompts": num_held_out(config.evaluation.eval_prompts, task),
         "out": config.run.resume or free_folder(config.run.out, "runs", short, ranks.is_first),
     }
@@ -99,14 +102,6 @@ def _wrong(c: View) -> Iterator[str]:
 
 def tensor_parallel(config: Config) -> int:
     return int(config.parts["rollout"].get("vllm_tensor_parallel", 1))
-
-
-def _backend(model: Model) -> str:
-    directory = model.directory
-    # a run that resumes has its own checkpoint
-    if directory is not None and (directory / "config.json").exists():
-        return backend_of(directory, model.model_backend)
-    return "native" if model.model_backend == "auto" else model.model_backend
 
 
 def response_limit(

@@ -9,7 +9,7 @@ from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.changes import FREE, ROUNDING, changes
 from maxrl_fast.config.options import SHAPE, Config
 from maxrl_fast.config.read import ELSEWHERE, hint, parse, parse_evaluation, parse_options
-from maxrl_fast.config.resolve import evaluation_schedule, resolve, tensor_parallel
+from maxrl_fast.config.resolve import evaluation_schedule, free_folder, resolve, tensor_parallel
 from maxrl_fast.config.rules import SECTIONS, loss_options, owners_by_option, unused_options
 from maxrl_fast.job.build import build_loss_settings
 from maxrl_fast.model.checkpoint import hf_config
@@ -143,6 +143,20 @@ def test_an_evaluation_takes_the_task_of_its_run_unless_another_is_given(tmp_pat
     assert taken("--task", "math") == ("None", None, 3, 3)
     with refused("--data is not used by task maze"):
         taken("--task", "maze", "--data", "/e")
+
+
+def test_a_folder_is_new_or_has_what_a_kill_leaves(tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "now")
+    for name in ("grpo-now", "grpo-now-1"):
+        out = free_folder(None, str(tmp_path), "grpo")
+        assert out.name == name
+        out.mkdir()
+    for name in ("lock", ".eval.json.partial"):
+        (out / name).touch()
+        assert free_folder(out, "evaluations", "") == out
+    (out / "notes").touch()
+    with refused("--out must be a new or empty folder, got .*, which holds something else"):
+        free_folder(out, "evaluations", "")
 
 
 def test_vllm_engines_divide_the_processes():

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def train(
         if ranks.values(is_resumed)[0] != is_resumed:
             wanted = "a folder that all processes share, but only some of them see a run in"
             raise InputError(f"--resume auto needs {wanted} {out}")
-        lock, saved = locked(out, ranks.is_first, LOCK_LIMIT, warn), None
+        lock, saved = locked(out, LOCK_LIMIT, warn) if ranks.is_first else nullcontext(), None
         if is_resumed:
             held.enter_context(lock)
             saved = find_saved(out, ranks, warn)

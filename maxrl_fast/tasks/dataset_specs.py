@@ -102,8 +102,8 @@ def _with_choices(row: dict[str, Any]) -> dict[str, Any]:
     for name in names:
         if not isinstance(row.get(name), str):
             raise InputError(f"it must have text at {name!r}, got {row.get(name)!r:.80}")
-    right, *wrong = (row[name] for name in names[1:])
-    choices = sorted([right, *wrong], key=lambda text: zlib.crc32(text.encode()))
+    right, *_ = answers = [row[name] for name in names[1:]]
+    choices = sorted(answers, key=lambda text: zlib.crc32(text.encode()))
     listed = "".join(f"\n{x}) {text}" for x, text in zip("ABCD", choices, strict=True))
     problem = f"{row['Question']}\n{listed}\n\nAnswer with the letter."
     return {"problem": problem, "answer": "ABCD"[choices.index(right)]}

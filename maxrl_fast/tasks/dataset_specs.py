@@ -63,10 +63,8 @@ def _answer_text(line: dict[str, Any], key: str) -> str:
     value = look_up(line, key)
     is_scalar = isinstance(value, (str, int, float)) and not isinstance(value, bool)
     if not is_scalar or not str(value).strip():
-        raise InputError(
-            f"each line must have an answer in {key!r}, got {value!r:.80} (--answer-key); "
-            f"{keys_of(line)}"
-        )
+        wanted = f"each line must have an answer in {key!r}"
+        raise InputError(f"{wanted}, got {value!r:.80} (--answer-key); {keys_of(line)}")
     if isinstance(value, float):  # the shortest decimal text that reads back, never 1e-05
         return f"{Decimal(str(value)):f}".removesuffix(".0")
     return str(value).strip()

@@ -4,7 +4,7 @@ evaluations, and warnings about training that goes wrong although all numbers ar
 import shlex
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -359,7 +359,7 @@ def train(
         if is_first_resumed != is_resumed:
             wanted = "a folder that all processes share, but only some of them see a run in"
             raise InputError(f"--resume auto needs {wanted} {out}")
-        lock, saved = locked(out, ranks.is_first, LOCK_LIMIT, warn), None
+        lock, saved = locked(out, LOCK_LIMIT, warn) if ranks.is_first else nullcontext(), None
         if is_resumed:
             held.enter_context(lock)
             saved = find_saved(out, ranks, warn)

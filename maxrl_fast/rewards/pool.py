@@ -266,16 +266,15 @@ class RewardPool(UserCode):
         is_environment: bool = False,
         output: RewardOutput | None = None,
     ) -> None:
-        shown = [x.strip() for x in options.reward_env.split(",") if x.strip()]
+        shown = options.reward_env.replace(",", " ").split()
         if unset := [x for x in shown if x not in os.environ]:
-            raise InputError(
-                f"--reward-env names {unset[0]}, which is not set: set it, or leave it out"
-            )
+            why = "which is not set: set it, or leave it out"
+            raise InputError(f"--reward-env names {unset[0]}, {why}")
         self.name, self.concurrency, self.output = name, options.reward_concurrency, output
         workers, seconds = options.reward_workers, options.reward_seconds
         self.place = f"in {workers} worker processes, which are no sandbox"
         close_memory()
-        seen = {x: os.environ[x] for x in os.environ if x in shown or VARIABLES.fullmatch(x)}
+        seen = {x: y for x, y in os.environ.items() if x in shown or VARIABLES.fullmatch(x)}
         self._variables, self.signature = {**SETTINGS, **seen}, Signature()
         self._settings = {
             "name": name,

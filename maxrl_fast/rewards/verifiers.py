@@ -59,7 +59,7 @@ def program_of(response: str, name: str = "") -> str:
 
 
 def run_tests(response: str, answer: str) -> float:
-    """Return 1 if the program passes all tests of `tests_of`, else 0."""
+    """Return 1 if the program passes all tests, which `tests_of` has made, else 0."""
     sys.set_int_max_str_digits(0)  # of this process, a reward worker
     name, tests = json.loads(answer)
     program = program_of(response, name)
@@ -167,9 +167,9 @@ def __getattr__(name: str) -> Any:
 
 
 def boxed(text: str) -> str:
-    """Return the content of the last \\boxed{...}, or \\fbox{...} if there is none, stripped; "" if
-    there is no box, or the last one is not closed. A box inside another is part of its content. A
-    box may have no braces, such as \\boxed 5."""
+    """Return the content of the last \\boxed{...}, or else \\fbox{...}, stripped; "" if there is no
+    box, or the last is not closed. A box inside another is part of its content. A box may have no
+    braces, such as \\boxed 5."""
     found, end = "", 0
     name = "boxed" if "\\boxed" in text else "fbox"
     while box := re.compile(rf"\\{name}(?![A-Za-z])\s*(\{{)?").search(text, end):
@@ -190,23 +190,20 @@ def boxed(text: str) -> str:
 
 
 def _score_mathematics(response: str, answer: str, given: str | None = None) -> float:
-    """Return 1 if what the last box holds, which the trainer has found, equals the answer."""
+    """given: what the last box holds, if the trainer has found it."""
     given = boxed(response) if given is None else given
     return float(bool(given) and equal(answer, given))
 
 
 @lru_cache(64)
 def gym_dataset(name: str, config: str, seed: int) -> Any:
-    """Return a data set of reasoning-gym. `config` is a JSON object of its options; "datasets" of
-    composite lists name, weight and config."""
+    """`config` is a JSON object of options; "datasets" of composite lists name, weight, config."""
     import reasoning_gym
     from reasoning_gym import composite
 
     options = json.loads(config)
     if name == "composite":
-        options["datasets"] = [
-            composite.DatasetSpec(**part) for part in options.get("datasets", [])
-        ]
+        options["datasets"] = [composite.DatasetSpec(**x) for x in options.get("datasets", [])]
     return reasoning_gym.create_dataset(name, seed=seed, **options)
 
 

@@ -122,17 +122,11 @@ def storing(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(
-    folder: Path,
-    is_owner: bool = True,
-    limit: float = 0.0,
-    tell: Callable[[str], object] = lambda message: None,
+    folder: Path, limit: float = 0.0, tell: Callable[[str], object] = lambda message: None
 ) -> Iterator[None]:
-    """Hold the lock of a folder, which is created if needed, if `is_owner`. The kernel releases it
-    when the owner, whom the file names, dies. Another owner may be exiting, so this waits up to
-    `limit` seconds, after a message to `tell`."""
-    if not is_owner:
-        yield
-        return
+    """Hold the lock of a folder, which is created if needed. The kernel releases it when the owner,
+    whom the file names, dies. Another owner may be exiting, so this waits up to `limit` seconds,
+    after a message to `tell`."""
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)

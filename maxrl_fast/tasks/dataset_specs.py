@@ -63,10 +63,8 @@ def _answer_text(line: dict[str, Any], key: str) -> str:
     value = look_up(line, key)
     is_scalar = isinstance(value, (str, int, float)) and not isinstance(value, bool)
     if not is_scalar or not str(value).strip():
-        raise InputError(
-            f"each line must have an answer in {key!r}, got {value!r:.80} (--answer-key); "
-            f"{keys_of(line)}"
-        )
+        wanted = f"each line must have an answer in {key!r}"
+        raise InputError(f"{wanted}, got {value!r:.80} (--answer-key); {keys_of(line)}")
     if isinstance(value, float):  # the shortest decimal text that reads back, never 1e-05
         return f"{Decimal(str(value)):f}".removesuffix(".0")
     return str(value).strip()
@@ -102,8 +100,8 @@ def _with_choices(row: dict[str, Any]) -> dict[str, Any]:
     for name in names:
         if not isinstance(row.get(name), str):
             raise InputError(f"it must have text at {name!r}, got {row.get(name)!r:.80}")
-    right, *wrong = (row[name] for name in names[1:])
-    choices = sorted([right, *wrong], key=lambda text: zlib.crc32(text.encode()))
+    right, *_ = answers = [row[name] for name in names[1:]]
+    choices = sorted(answers, key=lambda text: zlib.crc32(text.encode()))
     listed = "".join(f"\n{x}) {text}" for x, text in zip("ABCD", choices, strict=True))
     problem = f"{row['Question']}\n{listed}\n\nAnswer with the letter."
     return {"problem": problem, "answer": "ABCD"[choices.index(right)]}

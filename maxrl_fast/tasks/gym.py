@@ -29,7 +29,7 @@ class GymOptions(TextOptions):
 
 
 def generator_options(name: str) -> dict[str, Option]:
-    """Return the options of a data set's generator; other than numbers and texts they are JSON."""
+    """Return those of a data set's generator; other than numbers and texts they are JSON."""
     try:
         factory = importlib.import_module("reasoning_gym.factory")
     except ImportError as error:
@@ -70,10 +70,8 @@ class GymTask(TextTask):
             self._size = max(len(verifiers.gym_dataset(name, self._config, 0)), 1)
             answer = verifiers.gym_entry(name, self._config, 0, 0)["answer"]
         except Exception as error:  # its checks raise any exception, AssertionError too
-            raise InputError(
-                f"reasoning-gym cannot create {name!r} with {self._config}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            why, what = f"{type(error).__name__}: {error}", f"{name!r} with {self._config}"
+            raise InputError(f"reasoning-gym cannot create {what}: {why}") from error
         self.has_demonstrations = isinstance(answer, str)
         super().__init__(model, TextOptions(**text))
         version = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
@@ -116,9 +114,8 @@ class GymTask(TextTask):
         prompts, shown = self.prompts("train", start, count), []
         for line in prompts.columns or ():
             if "answer" not in line:
-                raise InputError(
-                    f"--sft-steps must be 0, as {self.name} has questions without an answer"
-                )
+                why = f"{self.name} has questions without an answer"
+                raise InputError(f"--sft-steps must be 0, as {why}")
             shown.append(self.encode_demonstration(line["prompt"], line["answer"], self.name)[1])
         return prompts, Rollouts.given(shown)
 

@@ -42,10 +42,8 @@ class TextTask:
         self.vocab_size, self.positions = sizes.vocab_size, sizes.max_position_embeddings
         self.tokenizer, file = load_tokenizer(model), options.chat_template
         if (needed := len(self.tokenizer)) > self.vocab_size:
-            raise InputError(
-                f"the policy in {model} must have a vocabulary of at least {needed}, got "
-                f"{self.vocab_size}"
-            )
+            wanted = f"the policy in {model} must have a vocabulary of at least {needed}"
+            raise InputError(f"{wanted}, got {self.vocab_size}")
         self._template = None if file is None else _read_template(file)
         if self._template is not None:
             self.tokenizer.chat_template = self._template
@@ -145,10 +143,8 @@ class TextTask:
         tokenizer's for marker and answer together. A response without the marker, or that continues
         otherwise within a token, has the marker as its lead."""
         if self.form is None:
-            raise InputError(
-                "the reference answer must be known, but only the reward function reads the lines "
-                f"of {self.name}"
-            )
+            why = f"only the reward function reads the lines of {self.name}"
+            raise InputError(f"the reference answer must be known, but {why}")
         num_rollouts, ids = len(rollouts) // len(prompts), prompts.ids.tolist()
         (marker, opening, closing), wholes = self.form, list[str]()
         for i, line in zip(ids, prompts.columns or ({},) * len(ids), strict=True):

@@ -161,6 +161,7 @@ def steps_of(part: str) -> list[Step]:
             bench("rollout", 40, "rollout --peers", f"{maze7} --no-others"),
             bench("whole_step", 60, step17, whole),
             bench("qwen_0.5b", 45, f"{qwen}-0.5b"),
+            bench("qwen_0.5b_12288", 25, f"{qwen}-0.5b --tokens 12288"),
             bench("qwen_1.5b", 55, f"{qwen}-1.5b"),
             bench("advantages", 40, "advantages --rounds 5", "--rounds 1"),
             gpu_tests("other_tests", OTHER_TESTS, 60, *eight),

@@ -23,7 +23,7 @@ from maxrl_fast.runtime.device import to_device
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.critic import Critic
 from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.optimizer import take_step, zero_gradients
+from maxrl_fast.training.optimizer import take_step
 from maxrl_fast.training.packing import MicroBatch, Packer
 from maxrl_fast.training.passes import Kept, Passes, run_batch
 
@@ -115,7 +115,8 @@ class Learner:
         """
         earlier, self.accumulated = self.accumulated, []
         if not earlier:
-            zero_gradients(self.model)
+            # DDP's stand in its buckets
+            self.optimizer.zero_grad(set_to_none=self._module is self.model)
         plan = self.plan(samples, advantages, sequences, draw)
         of_batch = partial(self.loss, plan)
         plan.done = self.passes.accumulate(self._module, plan.packer, plan.sequences, of_batch)

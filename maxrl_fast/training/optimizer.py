@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from maxrl_fast.model.linear import full_tensor, local_shard
+from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.runtime.device import to_host
 
 
@@ -42,15 +42,6 @@ def make_optimizer(model: nn.Module, beta2: float, weight_decay: float) -> torch
     return torch.optim.AdamW(groups, betas=(0.9, beta2), fused=True)
 
 
-def zero_gradients(model: nn.Module) -> None:
-    """Make all gradients 0, not None, with which the optimizer takes no step."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    torch._foreach_zero_([local_shard(p.grad) for p in trained if p.grad is not None])
-
-
 def take_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -62,6 +53,9 @@ def take_step(
     """Clip the gradients and take the optimizer's step. Return the norm before clipping, and the
     numbers on the host. refuse: called with the first, the loss, and the norm where one is not
     finite; the weights are unchanged."""
+    for p in model.parameters():
+        if p.requires_grad and p.grad is None:  # of no sample: the optimizer would skip it
+            p.grad = torch.zeros_like(p)
     norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), clip_grad))
     # one read before the step: values that are not finite must not change the weights
     norm, *read = to_host(norm, *numbers)

@@ -96,7 +96,7 @@ class Packer:
         starts = prompt_cu[:-1].repeat_interleave(self.num_rollouts)
         starts = torch.stack([starts, prompt_cu[-1] + response_cu[:-1]], 1)
         sizes = torch.stack([self._prompt_lengths, (response_cu.diff() - 1).clamp_min(0)], 1)
-        return SortedRows(*(x.numpy() for x in (self._on_host[3], starts, sizes)))
+        return SortedRows(*(x.numpy() for x in (self._on_host[3], starts, sizes)), self.shares_all)
 
     def pack(self, sequences: Tensor) -> MicroBatch:
         """Pack the chosen rollouts into a micro-batch; `sequences` [S] are ascending, on the host.
@@ -114,15 +114,16 @@ class Packer:
         lengths, of_host = self.lengths[sequences], sequences
         targets = ranges(self._on_host[1][:-1][sequences], lengths)  # among the sampled tokens
         of_rows = sequences.numpy(), self._read_at[targets].numpy(), lengths.numpy()
-        tree = self.rows.tree(*of_rows, self.shares_all)
+        tree = self.rows.tree(*of_rows)
         predicted_from = torch.from_numpy(tree.chosen)  # [T]
         predicts = torch.zeros(len(tree.index), dtype=torch.bool)
         predicts[predicted_from] = True
         device, target_rows = self.rollouts.tokens.device, (predicts.cumsum(0) - 1)[predicted_from]
-        index, positions, rows, target_rows, *by_row, cu, target_index, sequences = to_device(
+        by_row = torch.from_numpy(target_rows.numpy().argsort(kind="stable"))
+        index, positions, rows, target_rows, *of_row, cu, target_index, sequences = to_device(
             device,
             *(torch.from_numpy(tree.index), torch.from_numpy(tree.positions)),
-            *(predicts.nonzero()[:, 0], target_rows, target_rows.int().argsort(stable=True)),
+            *(predicts.nonzero()[:, 0], target_rows, by_row),
             *(cumulative(target_rows.bincount()), cumulative(lengths), targets, sequences),
         )
         rollouts = self.rollouts
@@ -136,7 +137,7 @@ class Packer:
             forest=Forest(torch.from_numpy(tree.lengths), torch.from_numpy(tree.parents), device),
             rows=rows,
             target_rows=target_rows,
-            by_row=by_row,
+            by_row=of_row,
             targets=rollouts.tokens[target_index],
             cu_seqlens=cu,
             advantages=self.advantages[sequences],

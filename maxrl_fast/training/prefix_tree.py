@@ -4,6 +4,7 @@ it."""
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ class SortedRows:
     tokens: Integers  # of all prompts and responses
     starts: Integers  # [S, 2] where the prompt and the response of each row begin
     sizes: Integers  # [S, 2] their tokens in the row
+    shares_all: bool  # all that rows begin with; False: equal prompts and equal rows only
 
     @cached_property
     def lengths(self) -> Integers:  # [S]
@@ -59,12 +61,14 @@ class SortedRows:
         data, bounds = self.tokens.tobytes(), np.stack([self.starts, self.starts + self.sizes], 2)
         of_prompt, of_response = (8 * bounds).swapaxes(0, 1).tolist()
         prompts = {a: data[a:b] for a, b in dict(of_prompt).items()}
+        pairs = zip(of_prompt, of_response, strict=True)
+        if not self.shares_all:
+            return self._by_equality(prompts, [(a, data[c:d]) for (a, _), (c, d) in pairs])
         shortest, heads = list[bytes](), dict[int, bytes]()
         for a in sorted(prompts, key=prompts.__getitem__):
             if not prompts[a].startswith((*shortest[-1:],)):
                 shortest.append(prompts[a])
             heads[a] = len(shortest).to_bytes(8, "big") + prompts[a][len(shortest[-1]) :]
-        pairs = zip(of_prompt, of_response, strict=True)
         keys = [heads[a] + data[c:d] for (a, _), (c, d) in pairs]
         order = sorted(range(len(keys)), key=keys.__getitem__)
         sizes, common = beginnings([keys[row] for row in order])
@@ -72,6 +76,20 @@ class SortedRows:
         common += self.lengths[order] - sizes
         common[is_first] = beginnings(shortest)[1]
         return np.array(order, dtype=np.int64), common
+
+    def _by_equality(
+        self, prompts: dict[int, bytes], rows: list[tuple[int, bytes]]
+    ) -> tuple[Integers, Integers]:
+        """As `_sorted`, of rows whose prompt begins at the byte and whose response has the bytes:
+        equal ones follow the first of them, which takes no sort of their tokens."""
+        first: dict[Any, int] = {}
+        number = {a: first.setdefault(prompt, a) for a, prompt in prompts.items()}
+        equal = [first.setdefault((number[a], x), i) for i, (a, x) in enumerate(rows)]
+        of_rows = np.array([equal, [number[a] for a, _ in rows]])  # [2, S]
+        order = np.lexsort(of_rows)
+        is_equal = np.diff(of_rows[:, order], prepend=-1) == 0  # to the row before, and its prompt
+        common = np.where(is_equal[1], self.sizes[order, 0], 0)
+        return order, np.where(is_equal.all(0), self.lengths[order], common)
 
     @cached_property
     def ranks(self) -> Integers:
@@ -88,16 +106,12 @@ class SortedRows:
         sequences: Integers,
         positions: Integers,
         counts: Integers,
-        shares_all: bool,
     ) -> Tree:
         """Return the forest of the rows [S'], and where `counts` [S'] tokens of each, those at the
-        packed `positions` [T] in its row, are in it. shares_all: all that rows begin with, or
-        prompts and whole rows only."""
+        packed `positions` [T] in its row, are in it."""
         by_rank = self.ranks[sequences].argsort()
         rows = sequences[by_rank]
         lengths, prompts, common = self.lengths[rows], self.sizes[rows, 0], self.common(rows)
-        if not shares_all:
-            common = np.where(common < lengths, np.where(common < prompts, 0, prompts), common)
         added = lengths - common
         starts = added.cumsum() - added
         above, adds = find(common, np.repeat(by_rank.argsort(), counts), positions)
@@ -128,6 +142,9 @@ def find(common: Integers, rows: Integers, positions: Integers) -> tuple[Integer
     steps = [above]  # 1, 2, 4, ... rows up
     while common[steps[-1]].any():
         steps.append(steps[-1][steps[-1]])
+    shared = np.flatnonzero(positions < common[rows])
+    adds, positions = rows[shared], positions[shared]
     for step in reversed(steps):
-        rows = np.where(positions < common[step[rows]], step[rows], rows)
-    return above, np.where(positions < common[rows], above[rows], rows)
+        adds = np.where(positions < common[step[adds]], step[adds], adds)
+    rows[shared] = above[adds]
+    return above, rows

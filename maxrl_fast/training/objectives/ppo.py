@@ -15,7 +15,7 @@ from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.critic import value_loss, values_of
 from maxrl_fast.training.learner import Learner
 from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep, objective
-from maxrl_fast.training.optimizer import take_step, zero_gradients
+from maxrl_fast.training.optimizer import take_step
 from maxrl_fast.training.packing import MicroBatch
 from maxrl_fast.training.passes import run_batch
 
@@ -151,7 +151,7 @@ def update_critic(
             f"{when}: the critic's loss is {loss:g} and the norm of its gradient {norm:g}"
         )
 
-    zero_gradients(critic.model)
+    critic.optimizer.zero_grad(set_to_none=critic.module is critic.model)
     done = learner.passes.accumulate(critic.module, packer, sequences, loss_of)
     total = learner.passes.total(done, 1, returns.device)
     how = critic.model, critic.optimizer, critic.lr, CLIP_GRAD, refuse

@@ -14,11 +14,13 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from maxrl_fast.records import Prompts
 from maxrl_fast.rollout import Engine
 from maxrl_fast.runtime.background import in_thread
+from maxrl_fast.runtime.device import beside
 from maxrl_fast.training.collect import RolloutBatch, RolloutCollector
 from maxrl_fast.training.learner import Learner, UpdateMetrics
 from maxrl_fast.training.metrics import step_metrics
@@ -72,7 +74,10 @@ class Trainer:
             with self.clock("wait for samples"):
                 wait([self._coming])  # an interrupt leaves it
             coming, self._coming = self._coming, None
-            self.waiting.append(coming.result())
+            self.waiting.append(batch := coming.result())
+            for x in batch.tensors():
+                if x.is_cuda:  # which this thread's stream reads, and frees
+                    x.record_stream(torch.cuda.current_stream(x.device))
         return self.waiting
 
     def _collect(self, n: int, first_prompt: int, weights: int) -> RolloutBatch:
@@ -96,7 +101,8 @@ class Trainer:
             waiting.append(self._collect(*following()))
         if len(waiting) <= self.ahead and n + len(waiting) <= last:
             self.load_engine()
-            self._coming = in_thread(partial(self._collect, *following()))
+            work = partial(self._collect, *following())
+            self._coming = in_thread(beside(self.learner.device, work))
         return waiting.pop(0)
 
     def step(self, n: int, first_prompt: int) -> StepRecord:

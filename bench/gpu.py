@@ -45,7 +45,7 @@ PARTS = ("smoke", "figures", "peers", "races", "maze")
 PYTHON = sys.executable
 TAIL = 4000  # characters of a failed step's output in the results
 # of tests/kernels: what every run needs, the rest, and for each kernel the smallest that launch it
-SMOKE_TESTS = ("token_loss", "decoding", "layer", "sharding")
+SMOKE_TESTS = ("update", "token_loss", "decoding", "layer", "sharding")
 OTHER_TESTS = ("attention", "advantage")
 SMALLEST_TESTS = ("token_loss", "advantage", "decoding")
 SMALLEST = (

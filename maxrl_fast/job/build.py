@@ -44,7 +44,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.objectives.objective import Objective
 from maxrl_fast.training.optimizer import LearningRate, make_optimizer
 from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward, check_answers
-from maxrl_fast.training.schedule import Carried, DynamicSampling, Schedule, StdFilter
+from maxrl_fast.training.schedule import Carried, Drawn, DynamicSampling, Schedule, StdFilter
 from maxrl_fast.training.sharding import distribute, is_sharded, shard
 from maxrl_fast.training.stopwatch import Stopwatch
 from maxrl_fast.training.teacher_prompts import TeacherPrompts
@@ -205,6 +205,8 @@ class RunContext:
             state[name] = torch.full((1,), torch.nan, dtype=torch.float64)
         if config.sampling.carry:
             state["carried"] = torch.zeros(config.sampling.prompts, 2, dtype=torch.int64)
+        if config.sampling.draw_rule():
+            state["drawn"] = torch.zeros(self._num_drawn_from(), 2, dtype=torch.float64)
         return self._learner(
             build_loss_settings(config),
             beta2,
@@ -214,6 +216,13 @@ class RunContext:
             objective_state=state,
             critic=critic,
         )
+
+    def _num_drawn_from(self) -> int:
+        size, most = getattr(self.task, "num_train_prompts", None), self.config.sampling.prompts
+        if size is None or size < most:
+            wanted = f"a task with at least the --prompts {most} as num_train_prompts"
+            raise InputError(f"--draw-prompts needs {wanted}, got {size} of task {self.task.name}")
+        return int(size)
 
     def _learner(self, settings: LossSettings, beta2: float, **others: Any) -> Learner:
         options = self.config.optimizer
@@ -249,7 +258,12 @@ class RunContext:
         config, needs, scorer = self.config, self.objective.needs, self.scorer
         options, reward, ranks, clock = config.sampling, config.reward, self.ranks, self.clock
         limit, policy_reward = options.max_new_tokens, None
-        table = self.learner.objective_state.get("carried")
+        chosen: Carried | Drawn | None = None
+        if options.carry:
+            chosen = Carried(self.learner.objective_state["carried"], options.carry)
+        elif rule := options.draw_rule():
+            table = self.learner.objective_state["drawn"]
+            chosen = Drawn(table, rule, options.prompts, config.run.seed)
         if answered := answered_task(config, self.task, self.objective):
             kind = PROBABILITY if needs.answers else reward.reward_source
             policy_reward = PolicyReward(kind, answered, self.learner, limit)
@@ -270,7 +284,7 @@ class RunContext:
             seed=config.run.seed,
             device=self.device,
             schedule=self._schedule(),
-            carried=None if table is None else Carried(table, options.carry),
+            chosen=chosen,
             needs=needs,
             policy_reward=policy_reward,
             length_penalty=(

@@ -18,7 +18,7 @@ from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.scorer import MetricAccumulator, Scorer
 from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.policy_reward import PolicyReward
-from maxrl_fast.training.schedule import Carried, Schedule
+from maxrl_fast.training.schedule import Carried, Drawn, Schedule
 from maxrl_fast.training.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
@@ -139,8 +139,8 @@ class RolloutCollector:
     seed: int = 0
     device: torch.device = CPU
     schedule: Schedule | None = None  # how many rollouts each prompt gets; None: N
-    # the prompts that go on from step to step; None: all are new. Not with a schedule
-    carried: Carried | None = None
+    # which prompts a step has; None: the next ones. Not with a schedule
+    chosen: Carried | Drawn | None = None
     needs: Needs = Needs()
     # scores in place of the scorer; not where the objective needs greedy responses or parts
     policy_reward: PolicyReward | None = None
@@ -156,8 +156,8 @@ class RolloutCollector:
         means, seconds = MetricAccumulator(), -self.clock.total("rollout")
         if self.schedule is not None:
             batch = self._in_rounds(self.schedule, step, first_prompt, means)
-        elif self.carried is not None:
-            batch = self._of_carried(self.carried, step, first_prompt, means)
+        elif self.chosen is not None:
+            batch = self._of_chosen(self.chosen, step, first_prompt, means)
         else:
             prompts = self._prompts(first_prompt, self.num_prompts)
             batch = self._sample(step, prompts, 0, self.num_rollouts, means)
@@ -165,15 +165,17 @@ class RolloutCollector:
         metrics = batch.metrics | means.over(self.ranks)
         return self._finished(replace(batch, metrics=metrics, rollout_seconds=seconds))
 
-    def _of_carried(
-        self, carried: Carried, step: int, first_prompt: int, means: MetricAccumulator
+    def _of_chosen(
+        self, chosen: Carried | Drawn, step: int, first_prompt: int, means: MetricAccumulator
     ) -> RolloutBatch:
-        places, num_new = carried.places(first_prompt)
+        places, num_new = chosen.places(first_prompt, step)
         prompts = Prompts.concatenate([self._prompts(index, 1) for index in places])
         batch = self._sample(step, prompts, 0, self.num_rollouts, means)
+        batch = replace(batch, metrics=batch.metrics | chosen.observe(batch.all_rewards))
+        if isinstance(chosen, Drawn):
+            return batch
         ends = torch.full_like(batch.rewards, self.num_rollouts, dtype=torch.int64)
-        metrics = batch.metrics | carried.observe(batch.all_rewards)
-        return replace(batch, metrics=metrics, drawn_by=ends, num_new=num_new)
+        return replace(batch, drawn_by=ends, num_new=num_new)
 
     def _prompts(self, first_prompt: int, count: int) -> Prompts:
         with self.clock("rollout"):

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +25,7 @@ from maxrl_fast.training.loss_settings import LossSettings
 from maxrl_fast.training.optimizer import take_step
 from maxrl_fast.training.packing import MicroBatch, Packer
 from maxrl_fast.training.passes import Kept, Passes, run_batch
+from maxrl_fast.training.schedule import seed_of
 
 REFERENCE = "the reference policy's numbers are"
 TOKEN_METRICS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", "logprob_diff")
@@ -198,7 +198,7 @@ class Learner:
             advantages=of_tokens,
             mask=torch.ones_like(index, dtype=torch.bool),
             cu_seqlens=cu_seqlens,
-            generator=torch.Generator().manual_seed(_seed(settings.seed, *draw)),
+            generator=torch.Generator().manual_seed(seed_of(settings.seed, *draw)),
         )
         keeps, found = tokens.mask, dict[str, Tensor]()
         for mask in settings.masks:
@@ -348,9 +348,3 @@ def _wrong_loss(plan: Plan) -> str:
             several = "one of the prompts" if len(ids) > 1 else "prompt"
             return f"{wrong} for {several} {', '.join(map(str, ids.tolist()))}"
     return ""
-
-
-def _seed(*numbers: int) -> int:
-    # of these numbers alone, so that a resumed run draws the same tokens
-    (mixed,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64).tolist()
-    return int(mixed >> 1)

@@ -42,7 +42,7 @@ def collector(table, carried, prompts, rollouts):
     task, engine = TriesTask(5), Tries()
     task.table = table
     how = Scorer(task, None), Sampling(1.0, 32, task.stop_ids), prompts, rollouts
-    return RolloutCollector(task, engine, *how, carried=carried), engine
+    return RolloutCollector(task, engine, *how, chosen=carried), engine
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
@@ -107,9 +107,9 @@ def test_a_prompt_keeps_its_place_until_a_success_or_the_last_round():
 
 def test_a_round_with_unknown_rewards_is_one_without_success():
     carried = Carried(torch.zeros(2, 2, dtype=torch.int64), 2)
-    carried.places(7)
+    carried.places(7, 1)
     carried.observe(torch.tensor([[torch.nan, 0.0], [torch.nan, 1.0]]))
-    assert carried.places(9) == ([7, 9], 1)
+    assert carried.places(9, 2) == ([7, 9], 1)
 
 
 BY_VERBS = """

@@ -45,7 +45,7 @@ PARTS = ("smoke", "figures", "peers", "races", "maze")
 PYTHON = sys.executable
 TAIL = 4000  # characters of a failed step's output in the results
 # of tests/kernels: what every run needs, the rest, and for each kernel the smallest that launch it
-SMOKE_TESTS = ("token_loss", "decoding", "layer", "sharding")
+SMOKE_TESTS = ("update", "token_loss", "decoding", "layer", "sharding")
 OTHER_TESTS = ("attention", "advantage")
 SMALLEST_TESTS = ("token_loss", "advantage", "decoding")
 SMALLEST = (
@@ -161,6 +161,7 @@ def steps_of(part: str) -> list[Step]:
             bench("rollout", 40, "rollout --peers", f"{maze7} --no-others"),
             bench("whole_step", 60, step17, whole),
             bench("qwen_0.5b", 45, f"{qwen}-0.5b"),
+            bench("qwen_0.5b_12288", 25, f"{qwen}-0.5b --tokens 12288"),
             bench("qwen_1.5b", 55, f"{qwen}-1.5b"),
             bench("advantages", 40, "advantages --rounds 5", "--rounds 1"),
             gpu_tests("other_tests", OTHER_TESTS, 60, *eight),

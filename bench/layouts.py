@@ -30,7 +30,6 @@ class Case:
     prompts: Prompts
     rollouts: Rollouts
     token_budget: int
-    checkpoint_activations: bool = False
 
 
 def padded_passes(case: Case, advantages: Tensor, dtype: torch.dtype, denominator: float) -> None:
@@ -127,7 +126,7 @@ class LayoutUpdates:
     @classmethod
     def on_device(cls, case: Case, device: torch.device, dtype: torch.dtype) -> "LayoutUpdates":
         """Build the updates of a case, whose policy and batch this moves to the device."""
-        case.model.to(device).checkpoint_activations = case.checkpoint_activations
+        case.model.to(device)
         case.prompts, case.rollouts = case.prompts.to(device), case.rollouts.to(device)
         return cls(case, dtype)
 

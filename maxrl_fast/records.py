@@ -3,7 +3,7 @@ per prompt, S = G N sequences, T packed response tokens, V vocabulary, H hidden.
 holds sequences end to end; sequence s is `[cu_seqlens[s], cu_seqlens[s + 1])`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain, pairwise
@@ -111,6 +111,12 @@ class Ragged(ABC):
                 whole = across(whole) if across else whole
                 joined[name] = cumulative(whole) if is_bounds else whole
         return replace(parts[0], **joined)
+
+    def tensors(self) -> Iterator[Tensor]:
+        for x in vars(self).values():
+            yield from (
+                [x] if isinstance(x, Tensor) else x.tensors() if isinstance(x, Ragged) else ()
+            )
 
     def to(self, device: torch.device) -> Self:
         values = ((name, getattr(self, name)) for name in _fields(type(self)))

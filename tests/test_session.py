@@ -285,14 +285,13 @@ def test_a_run_goes_on_as_a_session(shared_run, name):
 @pytest.mark.slow
 def test_the_loops_of_the_page_learn():
     text = (ROOT / "docs" / "session.md").read_text()
-    first, curriculum, best, game = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    names = [dict[str, object]() for _ in range(4)]
-    for code, own in zip((first, curriculum, best, game), names, strict=True):
+    first, carried, best, game = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = [dict[str, object]() for _ in range(3)]
+    for code, own in zip((first, best, game), names, strict=True):
         assert code.count("\n") < 60
         exec(code, own)
+    assert carried.count("\n") < 30  # tests/training/test_stopping.py runs it
     assert sum(map(sum, names[0]["rewards"])) / 128 > 0.5  # 0.02 at the start
-    rates = names[1]["rates"]
-    assert sum(rates.values()) / len(rates) > 0.3
-    assert sum(map(sum, names[2]["scores"])) / 128 > -8  # -24 at the start
-    assert sum(x.isdigit() for x in names[3]["digits"]) > 50  # of 64, 16 by chance
-    assert any(names[3]["found"])
+    assert sum(map(sum, names[1]["scores"])) / 128 > -8  # -24 at the start
+    assert sum(x.isdigit() for x in names[2]["digits"]) > 50  # of 64, 16 by chance
+    assert any(names[2]["found"])

@@ -25,9 +25,10 @@ from maxrl_fast.model.checkpoint import directory_of
 from maxrl_fast.ops.divergence import BETA
 from maxrl_fast.ops.loss_kernel import Aggregation
 from maxrl_fast.runtime.loading import load_code
-from maxrl_fast.training.schedule import Stopping
+from maxrl_fast.training.schedule import Learnability, Stopping
 
 AnyConfig = TypeVar("AnyConfig", bound="Options")
+Rule = TypeVar("Rule")
 DERIVED: Any = None  # a default that resolving replaces
 
 
@@ -130,6 +131,10 @@ class Sampling(Decoding):
     carry: CountOrZero = 0
     """Keep a prompt without a success for the next step, up to this many steps (R), which is
     MaxRL of order N R; 0: every step has new prompts."""
+    draw_prompts: str = "uniform"
+    """How a data set's prompts are drawn: uniform, each once an epoch; learnability, by the
+    variance p (1 - p) of their pass rate so far; or FILE:CLASS, a
+    maxrl_fast.training.schedule.Learnability with another rule."""
     schedule: str | None = None
     """FILE:CLASS, a maxrl_fast.training.schedule.Stopping with another rule."""
     dynamic_sampling: CountOrZero = 0
@@ -148,12 +153,22 @@ class Sampling(Decoding):
         """The rule of --stop-at."""
         if not self.stop_at:
             return None
-        name = self.schedule
-        rule = Stopping if name is None else load_code("schedule", name, "CLASS")
-        if not (isinstance(rule, type) and issubclass(rule, Stopping)):
-            wanted = "a class of maxrl_fast.training.schedule.Stopping"
-            raise InputError(f"--schedule {name} must be {wanted}, got {rule!r:.80}")
+        rule = self._class("schedule", Stopping) if self.schedule else Stopping
         return rule(self.prompts, self.first_rollouts, self.rollouts, self.stop_at)
+
+    def draw_rule(self) -> Learnability | None:
+        """The rule of --draw-prompts; None: uniform."""
+        if self.draw_prompts in ("uniform", "learnability"):
+            return Learnability() if self.draw_prompts == "learnability" else None
+        return self._class("draw_prompts", Learnability)()
+
+    def _class(self, option: str, base: type[Rule]) -> type[Rule]:
+        name = getattr(self, option)
+        rule: Any = load_code(option, name, "CLASS")
+        if not (isinstance(rule, type) and issubclass(rule, base)):
+            wanted = f"must be a class of {base.__module__}.{base.__name__}, got {rule!r:.80}"
+            raise InputError(f"--{option.replace('_', '-')} {name} {wanted}")
+        return rule
 
 
 @dataclass(frozen=True)

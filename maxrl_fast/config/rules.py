@@ -136,6 +136,7 @@ def _needs(c: View) -> Iterator[tuple[str, Any, str]]:
     another = f"carried prompts would make {c.objective} another objective"
     yield "carry", c.objective == "maxrl", f"needs --objective maxrl: {another}"
     yield "first_rollouts schedule", c.stop_at, "needs --stop-at"
+    yield "draw_prompts", c.task != "maze", "needs a task with a number of prompts, such as dataset"
     yield "std_filter", (c.dynamic_sampling or 0) > 1, "needs --dynamic-sampling of 2 or more"
     yield "kl teacher_prompt", c.kl_coef, "needs --kl-coef"
     yield "divergence", c.kl_coef and c.kl == "full", "needs --kl full"
@@ -201,6 +202,8 @@ def _fixed(c: View) -> Iterator[tuple[Any, str, dict[str, Any]]]:
     yield c.method.owns_loss, "{objective}, which has a loss of its own,", own
     alone = {"dynamic_sampling": 0, **given}
     yield c.stop_at, "--stop-at", alone
+    chosen = {"dynamic_sampling": 0, "stop_at": 0, "carry": 0}
+    yield c.draw_prompts != "uniform", "--draw-prompts {draw_prompts}", chosen
     yield c.carry, "--carry", {**alone, "stop_at": 0}
     # it has no log-probs before top-p at another temperature
     yield c.rollout == "vllm" and c.top_p < 1, "vllm with --top-p {top_p}", {"temperature": 1}
@@ -277,7 +280,7 @@ def check(config: Config) -> None:
     try:
         own = {"method": objective_of(config), "token_loss": part("loss", config.chosen.loss)}
         refuse({**config.values, **own}, _wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
-        config.sampling.stopping()  # or an error
+        config.sampling.stopping(), config.sampling.draw_rule()  # or an error
         loss_options(config)
     except InputError:
         raise

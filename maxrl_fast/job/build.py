@@ -68,7 +68,7 @@ from maxrl_fast.training.passes import (
     num_critic_weights,
     shard,
 )
-from maxrl_fast.training.schedule import Carried, DynamicSampling, Schedule, StdFilter
+from maxrl_fast.training.schedule import Carried, Drawn, DynamicSampling, Schedule, StdFilter
 from maxrl_fast.training.trainer import Trainer, WarmStart
 
 
@@ -221,6 +221,8 @@ class RunContext:
             state[name] = torch.full((1,), torch.nan, dtype=torch.float64)
         if config.sampling.carry:
             state["carried"] = torch.zeros(config.sampling.prompts, 2, dtype=torch.int64)
+        if config.sampling.draw_rule():
+            state["drawn"] = torch.zeros(self._num_drawn_from(), 2, dtype=torch.float64)
         return self._learner(
             build_loss_settings(config),
             beta2,
@@ -230,6 +232,13 @@ class RunContext:
             objective_state=state,
             critic=critic,
         )
+
+    def _num_drawn_from(self) -> int:
+        size, most = getattr(self.task, "num_train_prompts", None), self.config.sampling.prompts
+        if size is None or size < most:
+            wanted = f"a task with at least the --prompts {most} as num_train_prompts"
+            raise InputError(f"--draw-prompts needs {wanted}, got {size} of task {self.task.name}")
+        return int(size)
 
     def _learner(self, settings: LossSettings, beta2: float, **others: Any) -> Learner:
         options = self.config.optimizer
@@ -267,6 +276,11 @@ class RunContext:
         limit, state = options.max_new_tokens, self.learner.objective_state
         sizes, policy_reward, penalty = (options.prompts, options.rollouts), None, None
         schedule: Schedule | None = (stopping := options.stopping())
+        chosen: Carried | Drawn | None = None
+        if options.carry:
+            chosen = Carried(state["carried"], options.carry)
+        elif rule := options.draw_rule():
+            chosen = Drawn(state["drawn"], rule, options.prompts, config.run.seed)
         if answered := answered_task(config, self.task, self.objective):
             kind = PROBABILITY if needs.answers else reward.reward_source
             policy_reward = PolicyReward(kind, answered, self.learner, limit)
@@ -293,7 +307,7 @@ class RunContext:
             config.run.seed,
             self.device,
             schedule,
-            Carried(state["carried"], options.carry) if options.carry else None,
+            chosen,
             needs,
             policy_reward,
             penalty,

@@ -105,11 +105,6 @@ class LoraLinear(Linear):
         return torch.addmm(weight, b, a, alpha=self.scale)
 
 
-def local_shard(x: Tensor) -> Tensor:
-    local: Tensor = x.to_local() if hasattr(x, "to_local") else x
-    return local
-
-
 def full_tensor(x: Tensor) -> Tensor:
     full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return full

@@ -4,6 +4,7 @@ csrc/cuda/decode_sample.cu do, attention of a step, slots with a KV cache, CUDA 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from threading import current_thread, main_thread
 from typing import Any, NamedTuple
 
 import torch
@@ -379,10 +380,11 @@ class DecodeSlots:
         """No sample may have more than `width` tokens after them. A batch size's graph is captured
         at its first step: few calls use all sizes, and a freed cache loses its graphs."""
         for _ in range(count):
-            if not self.has_graphs:
-                self.step(sampling, width)
-            elif (graph := self.graphs.get((sampling, self.rows))) is not None:
+            if (graph := self.graphs.get((sampling, self.rows))) is not None:
                 graph.replay()
+            elif not self.has_graphs or current_thread() is not main_thread():
+                # a capture waits for the whole device, which may train meanwhile (--ahead)
+                self.step(sampling, self.shape.limit if self.has_graphs else width)
             else:  # which runs the step too
                 self.graphs[sampling, self.rows] = captured(
                     lambda: self.step(sampling, self.shape.limit), self.stream, self.pool

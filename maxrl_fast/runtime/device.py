@@ -6,13 +6,16 @@ import platform
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import maxrl_fast
 from maxrl_fast.errors import InputError
+
+T = TypeVar("T")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -51,6 +54,30 @@ def versions() -> dict[str, Any]:
         "processor": torch.backends.cpu.get_cpu_capability(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def beside(device: torch.device, work: Callable[[], T]) -> Callable[[], T]:
+    """Return the work for another thread. On a GPU it has its own stream, which begins after what
+    this thread has queued, so that what this thread queues later runs beside it; its tensors must
+    be recorded where another stream reads them (Tensor.record_stream)."""
+    if device.type != "cuda":
+        return work
+    side = _side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+
+    def run() -> T:
+        torch.cuda.set_device(device)  # a new thread has the first GPU
+        with torch.cuda.stream(side):
+            result = work()
+        side.synchronize()
+        return result
+
+    return run
 
 
 def memory_bytes(device: torch.device) -> int:

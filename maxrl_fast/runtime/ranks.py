@@ -35,6 +35,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None  # None: all processes of the run
+    on_host: bool = False  # a group of gloo, to which tensors go by the host
 
     @classmethod
     def of_environment(cls) -> "Ranks":
@@ -59,11 +60,16 @@ class Ranks:
 
     def copied(self) -> "Ranks":
         """Return the same for another thread. All ranks must call this."""
-        group = dist.new_group(timeout=COLLECTIVE_LIMIT) if self.size > 1 else None
-        return replace(self, group=group)
+        if self.size == 1:
+            return self
+        # NCCL's collectives of two threads may start in another order on another rank, and hang
+        group = dist.new_group(timeout=COLLECTIVE_LIMIT, backend="gloo")
+        return replace(self, group=group, on_host=True)
 
     def sum(self, x: Tensor) -> Tensor:
         """x may be overwritten."""
+        if self.on_host and x.device.type != "cpu":
+            return self.sum(x.cpu()).to(x.device)
         if self.size > 1:
             dist.all_reduce(x, group=self.group)
         return x
@@ -91,6 +97,8 @@ class Ranks:
             return x
         if x.dtype == torch.bool:
             return self.concatenate(x.to(torch.uint8)).bool()
+        if self.on_host and x.device.type != "cpu":
+            return self.concatenate(x.cpu()).to(x.device)
         counts = torch.zeros(self.size, dtype=torch.int64, device=x.device)
         counts[self.rank] = len(x)
         rows = self.sum(counts).tolist()

@@ -25,7 +25,7 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task, response_texts
 from maxrl_fast.tasks.scorer import MetricAccumulator, Scorer
 from maxrl_fast.training.answers import PolicyReward
-from maxrl_fast.training.schedule import Carried, Schedule
+from maxrl_fast.training.schedule import Carried, Drawn, Schedule
 
 CPU = torch.device("cpu")
 
@@ -141,8 +141,8 @@ class RolloutCollector:
     seed: int = 0
     device: torch.device = CPU
     schedule: Schedule | None = None  # how many rollouts each prompt gets; None: N
-    # not with a schedule
-    carried: Carried | None = None
+    # which prompts a step has; None: the next ones. Not with a schedule
+    chosen: Carried | Drawn | None = None
     needs: Needs = Needs()
     # in place of the scorer; not where the objective needs greedy responses or parts
     policy_reward: PolicyReward | None = None
@@ -157,8 +157,8 @@ class RolloutCollector:
         means, seconds = MetricAccumulator(), -self.clock.total("rollout")
         if self.schedule is not None:
             batch = self._in_rounds(self.schedule, step, first_prompt, means)
-        elif self.carried is not None:
-            batch = self._of_carried(self.carried, step, first_prompt, means)
+        elif self.chosen is not None:
+            batch = self._of_chosen(self.chosen, step, first_prompt, means)
         else:
             prompts = self._prompts(first_prompt, self.num_prompts)
             batch = self._sample(step, prompts, 0, self.num_rollouts, means)
@@ -166,13 +166,13 @@ class RolloutCollector:
         metrics = batch.metrics | means.over(self.ranks)
         return self._finished(replace(batch, metrics=metrics, rollout_seconds=seconds))
 
-    def _of_carried(
-        self, carried: Carried, step: int, first_prompt: int, means: MetricAccumulator
+    def _of_chosen(
+        self, chosen: Carried | Drawn, step: int, first_prompt: int, means: MetricAccumulator
     ) -> RolloutBatch:
-        places, num_new = carried.places(first_prompt)
+        places, num_new = chosen.places(first_prompt, step)
         prompts = Prompts.concatenate([self._prompts(index, 1) for index in places])
         batch = self._sample(step, prompts, 0, self.num_rollouts, means)
-        metrics = batch.metrics | carried.observe(batch.all_rewards)
+        metrics = batch.metrics | chosen.observe(batch.all_rewards)
         return replace(batch, metrics=metrics, num_new=num_new)
 
     def _prompts(self, first_prompt: int, count: int) -> Prompts:
@@ -291,8 +291,8 @@ class RolloutCollector:
             check_binary(known, prompts, f"step {step}")
         parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
         parts[of_rank] = components
-        is_plain = self.schedule is None and self.carried is None
-        ends = None if is_plain else rollouts.lengths.new_full(shape, begun + count)
+        in_rounds = self.schedule is not None or isinstance(self.chosen, Carried)
+        ends = rollouts.lengths.new_full(shape, begun + count) if in_rounds else None
         return RolloutBatch(
             prompts=prompts,
             rollouts=learned,

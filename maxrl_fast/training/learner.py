@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +18,7 @@ from maxrl_fast.algorithms.losses import (
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.errors import NonFiniteError, TeacherError
 from maxrl_fast.model.attention import has_kernel
-from maxrl_fast.model.linear import full_tensor, local_shard
+from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.model.policy_model import Change, PolicyModel, find_nonfinite
 from maxrl_fast.ops import linear_divergence
 from maxrl_fast.ops.function_loss import by_chunks
@@ -30,6 +29,7 @@ from maxrl_fast.runtime.device import to_host
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.packing import MicroBatch, Packer
 from maxrl_fast.training.passes import Kept, Passes, run_batch
+from maxrl_fast.training.schedule import seed_of
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,6 @@ def make_optimizer(model: nn.Module, beta2: float, weight_decay: float) -> torch
     return torch.optim.AdamW(groups, betas=(0.9, beta2), fused=True)
 
 
-def zero_gradients(model: nn.Module) -> None:
-    """Make all gradients 0, not None, with which the optimizer takes no step."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    torch._foreach_zero_([local_shard(p.grad) for p in trained if p.grad is not None])
-
-
 def take_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -82,6 +73,9 @@ def take_step(
     """Clip the gradients and take the optimizer's step. Return the norm before clipping, and the
     numbers on the host. The first is the loss: where it or the norm is not finite, `refuse` is
     called with both, and the weights are unchanged."""
+    for p in model.parameters():
+        if p.requires_grad and p.grad is None:  # of no sample: the optimizer would skip it
+            p.grad = torch.zeros_like(p)
     norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), clip_grad))
     # one read before the step: values that are not finite must not change the weights
     norm, *read = to_host(norm, *numbers)
@@ -251,7 +245,8 @@ class Learner:
         gradient, which are not computed."""
         earlier, self.accumulated = self.accumulated, []
         if not earlier:
-            zero_gradients(self.model)
+            # DDP's stand in its buckets
+            self.optimizer.zero_grad(set_to_none=self._module is self.model)
         plan = self.plan(samples, advantages, sequences, draw)
         for part in self.passes.with_gradients(self._module, plan.packer, plan.sequences):
             part.add(plan.done, *self.loss(plan, part.batch))
@@ -320,7 +315,7 @@ class Learner:
             of_tokens = of_tokens * rollouts.importance_weights[index]
         old, keeps = rollouts.logprobs[index].double(), torch.ones_like(index, dtype=torch.bool)
         tokens = Tokens(values[:, 0], values[:, 1], old, old, of_tokens, keeps, cu_seqlens)
-        tokens.generator = torch.Generator().manual_seed(_seed(settings.seed, *draw))
+        tokens.generator = torch.Generator().manual_seed(seed_of(settings.seed, *draw))
         found = dict[str, Tensor]()
         for mask in settings.masks:
             keeps = keeps & mask(tokens)
@@ -468,9 +463,3 @@ def _wrong_loss(plan: Plan) -> str:
             several = "one of the prompts" if len(ids) > 1 else "prompt"
             return f"{wrong} for {several} {', '.join(map(str, ids.tolist()))}"
     return ""
-
-
-def _seed(*numbers: int) -> int:
-    # of these numbers alone, so that a resumed run draws the same tokens
-    (mixed,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64).tolist()
-    return int(mixed >> 1)

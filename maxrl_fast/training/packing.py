@@ -5,6 +5,7 @@ tokens once per update, and go to the device in one asynchronous copy."""
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +51,7 @@ class SortedRows:
     tokens: Integers  # of all prompts and responses
     starts: Integers  # [S, 2] where the prompt and the response of each row begin
     sizes: Integers  # [S, 2] their tokens in the row
+    shares_all: bool  # all that rows begin with; False: equal prompts and equal rows only
 
     @cached_property
     def lengths(self) -> Integers:  # [S]
@@ -63,12 +65,14 @@ class SortedRows:
         data, bounds = self.tokens.tobytes(), np.stack([self.starts, self.starts + self.sizes], 2)
         of_prompt, of_response = (8 * bounds).swapaxes(0, 1).tolist()
         prompts = {a: data[a:b] for a, b in dict(of_prompt).items()}
+        pairs = zip(of_prompt, of_response, strict=True)
+        if not self.shares_all:
+            return self._by_equality(prompts, [(a, data[c:d]) for (a, _), (c, d) in pairs])
         shortest, heads = list[bytes](), dict[int, bytes]()
         for a in sorted(prompts, key=prompts.__getitem__):
             if not prompts[a].startswith((*shortest[-1:],)):
                 shortest.append(prompts[a])
             heads[a] = len(shortest).to_bytes(8, "big") + prompts[a][len(shortest[-1]) :]
-        pairs = zip(of_prompt, of_response, strict=True)
         keys = [heads[a] + data[c:d] for (a, _), (c, d) in pairs]
         order = sorted(range(len(keys)), key=keys.__getitem__)
         sizes, common = beginnings([keys[row] for row in order])
@@ -76,6 +80,20 @@ class SortedRows:
         common += self.lengths[order] - sizes
         common[is_first] = beginnings(shortest)[1]
         return np.array(order, dtype=np.int64), common
+
+    def _by_equality(
+        self, prompts: dict[int, bytes], rows: list[tuple[int, bytes]]
+    ) -> tuple[Integers, Integers]:
+        """As `_sorted`, of rows whose prompt begins at the byte and whose response has the bytes:
+        equal ones follow the first of them, which takes no sort of their tokens."""
+        first: dict[Any, int] = {}
+        number = {a: first.setdefault(prompt, a) for a, prompt in prompts.items()}
+        equal = [first.setdefault((number[a], x), i) for i, (a, x) in enumerate(rows)]
+        of_rows = np.array([equal, [number[a] for a, _ in rows]])  # [2, S]
+        order = np.lexsort(of_rows)
+        is_equal = np.diff(of_rows[:, order], prepend=-1) == 0  # to the row before, and its prompt
+        common = np.where(is_equal[1], self.sizes[order, 0], 0)
+        return order, np.where(is_equal.all(0), self.lengths[order], common)
 
     @cached_property
     def ranks(self) -> Integers:
@@ -87,17 +105,12 @@ class SortedRows:
         least = np.minimum.reduceat(np.append(self._sorted[1], 0), between)[::2]
         return np.append(0, least)[: len(rows)]
 
-    def tree(
-        self, sequences: Integers, positions: Integers, counts: Integers, shares_all: bool
-    ) -> Tree:
+    def tree(self, sequences: Integers, positions: Integers, counts: Integers) -> Tree:
         """Return the forest of the rows [S'], and where `counts` [S'] tokens of each, those at the
-        packed `positions` [T] in its row, are in it. shares_all: all that rows begin with, or
-        prompts and whole rows only."""
+        packed `positions` [T] in its row, are in it."""
         by_rank = self.ranks[sequences].argsort()
         rows = sequences[by_rank]
         lengths, prompts, common = self.lengths[rows], self.sizes[rows, 0], self.common(rows)
-        if not shares_all:
-            common = np.where(common < lengths, np.where(common < prompts, 0, prompts), common)
         added = lengths - common
         starts = added.cumsum() - added
         above, adds = find(common, np.repeat(by_rank.argsort(), counts), positions)
@@ -128,9 +141,12 @@ def find(common: Integers, rows: Integers, positions: Integers) -> tuple[Integer
     steps = [above]  # 1, 2, 4, ... rows up
     while common[steps[-1]].any():
         steps.append(steps[-1][steps[-1]])
+    shared = np.flatnonzero(positions < common[rows])
+    adds, positions = rows[shared], positions[shared]
     for step in reversed(steps):
-        rows = np.where(positions < common[step[rows]], step[rows], rows)
-    return above, np.where(positions < common[rows], above[rows], rows)
+        adds = np.where(positions < common[step[adds]], step[adds], adds)
+    rows[shared] = above[adds]
+    return above, rows
 
 
 @dataclass(frozen=True)
@@ -210,7 +226,7 @@ class Packer:
         starts = prompt_cu[:-1].repeat_interleave(self.num_rollouts)
         starts = torch.stack([starts, prompt_cu[-1] + response_cu[:-1]], 1)
         sizes = torch.stack([self._prompt_lengths, (response_cu.diff() - 1).clamp_min(0)], 1)
-        return SortedRows(*(x.numpy() for x in (self._on_host[3], starts, sizes)))
+        return SortedRows(*(x.numpy() for x in (self._on_host[3], starts, sizes)), self.shares_all)
 
     def pack(self, sequences: Tensor) -> MicroBatch:
         """Pack the chosen rollouts into a micro-batch; `sequences` [S] are ascending, on the host.
@@ -228,15 +244,16 @@ class Packer:
         lengths, of_host = self.lengths[sequences], sequences
         targets = ranges(self._on_host[1][:-1][sequences], lengths)  # among the sampled tokens
         of_rows = sequences.numpy(), self._read_at[targets].numpy(), lengths.numpy()
-        tree = self.rows.tree(*of_rows, self.shares_all)
+        tree = self.rows.tree(*of_rows)
         predicted_from = torch.from_numpy(tree.chosen)  # [T]
         predicts = torch.zeros(len(tree.index), dtype=torch.bool)
         predicts[predicted_from] = True
         device, target_rows = self.rollouts.tokens.device, (predicts.cumsum(0) - 1)[predicted_from]
-        index, positions, rows, target_rows, *by_row, cu, target_index, sequences = to_device(
+        by_row = torch.from_numpy(target_rows.numpy().argsort(kind="stable"))
+        index, positions, rows, target_rows, *of_row, cu, target_index, sequences = to_device(
             device,
             *(torch.from_numpy(tree.index), torch.from_numpy(tree.positions)),
-            *(predicts.nonzero()[:, 0], target_rows, target_rows.int().argsort(stable=True)),
+            *(predicts.nonzero()[:, 0], target_rows, by_row),
             *(cumulative(target_rows.bincount()), cumulative(lengths), targets, sequences),
         )
         rollouts = self.rollouts
@@ -250,7 +267,7 @@ class Packer:
             forest=Forest(torch.from_numpy(tree.lengths), torch.from_numpy(tree.parents), device),
             rows=rows,
             target_rows=target_rows,
-            by_row=by_row,
+            by_row=of_row,
             targets=rollouts.tokens[target_index],
             cu_seqlens=cu,
             advantages=self.advantages[sequences],

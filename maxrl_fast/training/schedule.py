@@ -12,11 +12,13 @@ A schedule is asked for the rollouts of a step in rounds:
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from maxrl_fast.algorithms.estimator import Group
+from maxrl_fast.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Carried:
     table: Tensor
     rounds: int
 
-    def places(self, next_prompt: int) -> tuple[list[int], int]:
+    def places(self, next_prompt: int, step: int) -> tuple[list[int], int]:
         """Return the index of each place's prompt, and how many prompts are new."""
         index, rounds = self.table.T
         free = rounds == 0
@@ -136,6 +138,63 @@ class Carried:
         numbers = {"carried": (~ends).sum(), "given_up": (ends & ~solved).sum()}
         means = {"rounds_mean": rounds[ends].float().mean()} if ends.any() else {}
         return {name: float(x) for name, x in (numbers | means).items()}
+
+
+class Learnability:
+    """Draws prompts in proportion to p (1 - p) of the pass rate p so far, a tenth of them
+    uniformly; those that were never drawn come first. A class of --draw-prompts has another
+    `draw`."""
+
+    def draw(self, table: Tensor, count: int, generator: torch.Generator) -> Tensor:
+        """Return the indices, int64 [count], of different prompts. table: [P, 2] float64, the
+        rollouts and the successes of each prompt, which are halved in each epoch."""
+        rollouts, successes = table.T
+        rates = (successes / rollouts).nan_to_num()
+        weights = rates * (1 - rates)
+        shares = 0.9 * weights / weights.sum().clamp_min(1e-9) + 0.1 / len(table)
+        # the first of a race at these rates is drawn by them, the next by those that are left
+        speeds = shares / torch.empty_like(shares).exponential_(generator=generator)
+        speeds[rollouts == 0] = torch.inf
+        return speeds.argsort(descending=True, stable=True)[:count]
+
+
+@dataclass
+class Drawn:
+    """The prompts of a step are drawn from those of the task, an epoch of P prompts at a time
+    (docs/tasks.md, "Which prompts a step has"). table: as of `draw`, the same on all ranks; it
+    changes in place: checkpoints keep it."""
+
+    table: Tensor
+    rule: Learnability
+    num_prompts: int  # G
+    seed: int
+
+    def places(self, next_prompt: int, step: int) -> tuple[list[int], int]:
+        size, count = len(self.table), self.num_prompts
+        self.table *= 0.5 ** (next_prompt // size - (next_prompt - count) // size)
+        generator = torch.Generator().manual_seed(seed_of(self.seed, step))
+        self.index = self.rule.draw(self.table.clone(), count, generator)
+        drawn = self.index.tolist()
+        if not set(drawn) <= {*range(size)} or len({*drawn}) != count:
+            raise InputError(
+                f"--draw-prompts must return {count} different indices below {size}, got "
+                f"{drawn!s:.200}"
+            )
+        return drawn, count
+
+    def observe(self, rewards: Tensor) -> dict[str, float]:
+        known = torch.stack([~rewards.isnan(), rewards > 0.5], 2).sum(1).cpu()
+        seen, rates = self.table[:, 0] > 0, self.table[self.index, 1] / self.table[self.index, 0]
+        self.table[self.index] += known
+        means = {"drawn_pass_rate": rates.nanmean()} if not rates.isnan().all() else {}
+        numbers = {"prompts_seen": seen.double().mean()} | means
+        return {name: float(x) for name, x in numbers.items()}
+
+
+def seed_of(*numbers: int) -> int:
+    """Mix numbers to a seed: a resumed run draws the same."""
+    (mixed,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64).tolist()
+    return int(mixed >> 1)
 
 
 Schedule = DynamicSampling | Stopping

@@ -20,7 +20,7 @@ from torch import Tensor
 from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.rollout import Engine
 from maxrl_fast.runtime.background import Stopwatch, in_thread
-from maxrl_fast.runtime.device import host_numbers
+from maxrl_fast.runtime.device import beside, host_numbers
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.collect import RolloutBatch, RolloutCollector
 from maxrl_fast.training.learner import TOKEN_METRICS, Learner, LearningRate, UpdateMetrics
@@ -71,7 +71,10 @@ class Trainer:
             with self.clock("wait for samples"):
                 wait([self._coming])  # an interrupt leaves it
             coming, self._coming = self._coming, None
-            self.waiting.append(coming.result())
+            self.waiting.append(batch := coming.result())
+            for x in batch.tensors():
+                if x.is_cuda:  # which this thread's stream reads, and frees
+                    x.record_stream(torch.cuda.current_stream(x.device))
         return self.waiting
 
     def _collect(self, n: int, first_prompt: int, weights: int) -> RolloutBatch:
@@ -95,7 +98,8 @@ class Trainer:
             waiting.append(self._collect(*following()))
         if len(waiting) <= self.ahead and n + len(waiting) <= last:
             self.load_engine()
-            self._coming = in_thread(partial(self._collect, *following()))
+            work = partial(self._collect, *following())
+            self._coming = in_thread(beside(self.learner.device, work))
         return waiting.pop(0)
 
     def step(self, n: int, first_prompt: int) -> StepRecord:

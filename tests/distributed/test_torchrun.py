@@ -24,6 +24,7 @@ from tests.ranks import RUNS, one_update
 from tests.runs import CHAIN_TASK, ROOT, SMALL, TIMINGS, WAITS
 from tests.tasks.test_dataset import save_byte_level_policy, written
 from tests.tool_episodes import calculator_job
+from tests.training.test_drawn import FEW
 
 pytestmark = pytest.mark.slow
 
@@ -187,12 +188,14 @@ def test_episodes_are_the_same_on_four_ranks(tmp_path):
     [
         ("--rollouts 32 --first-rollouts 4 --stop-at 2 --ahead 1", "draws_mean"),
         ("--rollouts 4 --carry 3", "carried"),
+        ("--rollouts 4 --draw-prompts learnability", "prompts_seen"),
     ],
 )
 def test_rounds_are_the_same_on_several_ranks(flags, metric, tmp_path):
     """In the last ones of a step fewer prompts are left than ranks, which train meanwhile."""
-    job = f"--task {CHAIN_TASK} --length 8 --reward-threshold .1 --sft-steps 0 --steps 3".split()
-    job += f"--objective maxrl --prompts 3 {flags}".split()
+    (tmp_path / "few.py").write_text(FEW)
+    job = f"--task {tmp_path}/few.py:Few --length 8 --reward-threshold .1 --sft-steps 0".split()
+    job += f"--steps 3 --objective maxrl --prompts 3 {flags}".split()
     for num_ranks in (1, 3):
         run_job(tmp_path / str(num_ranks), num_ranks, *job)
     assert_same_metrics(tmp_path / "1", tmp_path / "3")

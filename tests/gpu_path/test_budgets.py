@@ -163,7 +163,7 @@ def test_an_update(gpu):
     assert update(gpu) <= UPDATE, str(gpu)
     assert len(gpu.waits) <= WAITS, str(gpu)
     assert gpu.launches["_fused_adamw_"] == 2, "one kernel for the matrices, one for the vectors"
-    assert gpu.launches["_foreach_zero_"] == 1
+    assert gpu.launches["_foreach_zero_"] == 0  # gradients are None before the first pass
     update(gpu, ONE_LAYER, budget=700)  # each prompt alone, with its 8 responses
     assert len(gpu.waits) <= WAITS, str(gpu)
 

@@ -104,6 +104,43 @@ def test_the_error_of_sampling_is_raised_by_the_next_step(monkeypatch):
     assert trainer.settle() == []
 
 
+def test_on_a_gpu_the_thread_has_its_device_and_a_stream_of_its_own(monkeypatch):
+    """The stream begins after the weights have been copied and ends before the batch is read."""
+    trainer, _ = build("--objective", "maxrl", "--ahead", "1")
+    calls, device = [], torch.device("cuda", 3)
+
+    class Stream:
+        def __init__(self, device, priority=0):
+            self.device = device
+
+        def wait_stream(self, other):
+            calls.append(f"after {other}")
+
+        def synchronize(self):
+            calls.append("wait")
+
+        def __enter__(self):
+            calls.append(f"on {self.device}")
+
+        def __exit__(self, *error):
+            calls.append("off")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"main of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(f"set {device}"))
+    monkeypatch.setattr(type(trainer.learner), "device", device)
+    engine, sample = trainer.engine, trainer.collector.collect
+    monkeypatch.setattr(type(engine), "load_weights", lambda *_: calls.append("weights"))
+    monkeypatch.setattr(
+        type(trainer.collector), "collect", lambda _, *n: calls.append("sample") or sample(*n)
+    )
+    trainer._next_batch(1, 0)
+    trainer.settle()
+    expected = ["sample", "weights", "after main of cuda:3", "set cuda:3", "on cuda:3"]
+    assert calls == [*expected, "sample", "off", "wait"]
+
+
 def test_a_process_with_several_trainers_frees_each():
     trainer, evaluator = build("--objective", "maxrl", "--ahead", "1")
     model = weakref.ref(trainer.learner.model)

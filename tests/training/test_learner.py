@@ -13,7 +13,6 @@ from maxrl_fast.training.learner import (
     LossSettings,
     make_optimizer,
     take_step,
-    zero_gradients,
 )
 from tests.batches import THREE_PROMPTS as PROMPTS
 from tests.batches import make_prompts
@@ -121,8 +120,8 @@ def test_a_loss_that_is_not_finite_stops_the_step_where_gradients_are():
     def refuse(loss, norm):
         raise NonFiniteError(f"{loss} {norm}")
 
-    zero_gradients(model := tiny_decoder())
-    optimizer, numbers = make_optimizer(model, 0.99, 0.0), torch.tensor([torch.inf, 1.0])
+    model, numbers = tiny_decoder(), torch.tensor([torch.inf, 1.0])
+    optimizer = make_optimizer(model, 0.99, 0.0)
     with pytest.raises(NonFiniteError, match=r"inf 0\.0"):
         take_step(model, optimizer, 1e-3, 1.0, refuse, numbers)
     assert not optimizer.state

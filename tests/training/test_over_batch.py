@@ -7,7 +7,7 @@ import torch
 from maxrl_fast.algorithms.losses import find_loss
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.records import Samples
-from maxrl_fast.training.learner import LossSettings, _seed
+from maxrl_fast.training.learner import LossSettings, seed_of
 from maxrl_fast.training.trainer import step_metrics
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder, updated
@@ -100,7 +100,7 @@ def direct(model, samples, settings):
     old, mask = rollouts.logprobs.double(), torch.ones_like(a, dtype=torch.bool)
     tokens = Tokens(
         logprobs, entropy, old, old, a, mask, rollouts.cu_seqlens, targets=rollouts.tokens,
-        generator=torch.Generator().manual_seed(_seed(4, 3, 1)),
+        generator=torch.Generator().manual_seed(seed_of(4, 3, 1)),
         importance_weights=rollouts.sampler_weights.double(),
     )  # fmt: skip
     tokens.metrics |= {"entropy_threshold": threshold} if settings.top_entropy < 1 else {}

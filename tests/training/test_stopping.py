@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from fractions import Fraction as F
 from itertools import product
@@ -21,7 +22,7 @@ from maxrl_fast.training.schedule import Carried, Stopping
 from tests.batches import make_prompts
 from tests.job.test_resume import resumes_bitwise
 from tests.models import tiny_decoder
-from tests.runs import MAZE, base, read
+from tests.runs import MAZE, ROOT, base, read
 from tests.test_session import state
 from tests.training.test_collect import CHAIN, NumberedTask
 
@@ -250,7 +251,7 @@ def collector(table, carried, prompts, rollouts):
     task, engine = TriesTask(5), Tries()
     task.table = table
     how = Scorer(task, None), Sampling(1.0, 32, task.stop_ids), prompts, rollouts
-    return RolloutCollector(task, engine, *how, carried=carried), engine
+    return RolloutCollector(task, engine, *how, chosen=carried), engine
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
@@ -315,36 +316,9 @@ def test_a_prompt_keeps_its_place_until_a_success_or_the_last_round():
 
 def test_a_round_with_unknown_rewards_is_one_without_success():
     carried = Carried(torch.zeros(2, 2, dtype=torch.int64), 2)
-    carried.places(7)
+    carried.places(7, 1)
     carried.observe(torch.tensor([[torch.nan, 0.0], [torch.nan, 1.0]]))
-    assert carried.places(9) == ([7, 9], 1)
-
-
-BY_VERBS = """
-from maxrl_fast import Session
-from maxrl_fast.records import Prompts
-from maxrl_fast.training.learner import LearningRate
-
-session = Session.from_run(f"{run}/checkpoints/step-000000", threads=1)
-config, task = session.config, session.task
-rate = LearningRate(config.optimizer.lr, STEPS, config.optimizer.warmup_steps)
-G, N, R = config.sampling.prompts, config.sampling.rollouts, 3
-places, following = [], config.warm_start.sft_steps * config.warm_start.sft_batch
-for step in range(1, STEPS + 1):
-    for i, place in enumerate(places or [None] * G):
-        if place is None:
-            places[i:i + 1], following = [(following, 0)], following + 1
-    prompts = Prompts.concatenate([task.prompts("train", i, 1) for i, _ in places])
-    samples = session.sample(prompts, n=N)
-    r = task.score(samples.prompts, samples.rollouts).view(G, N).double()
-    K = r.sum(1, keepdim=True)
-    A = (K > 0) * (r / K.clamp_min(1) - (K - r >= 1) / N)
-    session.forward_backward(samples, A.float() * N)
-    session.optim_step(lr=rate.at(step))
-    ended = ((K[:, 0] > 0) | (torch.tensor([n for _, n in places]) + 1 >= R)).tolist()
-    places = [None if end else (i, n + 1) for end, (i, n) in zip(ended, places)]
-session.save(out)
-"""
+    assert carried.places(9, 2) == ([7, 9], 1)
 
 
 @pytest.mark.slow
@@ -354,7 +328,13 @@ def test_a_loop_of_verbs_has_the_weights_of_a_run_with_carried_prompts(tmp_path)
     del flags[flags.index("--k") : flags.index("--k") + 2]
     assert main(flags) == 0
     assert any(record["carried"] for record in read(run / "metrics.jsonl"))
-    exec(BY_VERBS, {"run": run, "out": tmp_path / "out", "STEPS": 6, "torch": torch})
+    page = (ROOT / "docs" / "session.md").read_text()
+    (loop,) = re.findall(r"```python\n([^`]*/carried/[^`]*)```", page)
+    changes = {'"runs/carried': f'"{run}', '"runs/loop"': f'"{tmp_path}/out"', "200": "6"}
+    for old, new in {**changes, '000"': '000", threads=1'}.items():
+        assert old in loop
+        loop = loop.replace(old, new)
+    exec(loop, {})
     of_run, by_verbs = dict(state(run)), dict(state(tmp_path / "out"))
     assert of_run.pop("objective.carried").any()
     assert of_run.keys() == by_verbs.keys()

@@ -14,7 +14,7 @@ from maxrl_fast.ops import group_advantage
 from maxrl_fast.records import Samples
 from maxrl_fast.runtime.device import host_numbers
 from maxrl_fast.training.collect import RolloutBatch
-from maxrl_fast.training.learner import Learner, take_step, zero_gradients
+from maxrl_fast.training.learner import Learner, take_step
 from maxrl_fast.training.objectives.group import Needs, Objective, ObjectiveStep, objective
 from maxrl_fast.training.packing import MicroBatch
 from maxrl_fast.training.passes import Kept, run_batch
@@ -145,7 +145,7 @@ def update_critic(
             f"{when}: the critic's loss is {loss:g} and the norm of its gradient {norm:g}"
         )
 
-    zero_gradients(critic.model)
+    critic.optimizer.zero_grad(set_to_none=critic.module is critic.model)
     done: Kept = []
     for part in learner.passes.with_gradients(critic.module, packer, sequences):
         hidden, at = run_batch(critic.module, part.batch, learner.dtype), part.batch.target_index

@@ -69,7 +69,7 @@ def test_a_layer_with_a_state(place):
     layer = next(x for x in modules if type(x).__name__.endswith("DeltaNet")).to(place)
     lengths, parents = torch.tensor([3, 4, 2, 5]), torch.tensor([-1, 0, 0, -1])
     forest = Forest(lengths, parents, torch.device(place))
-    check_equal(layer, forest, 32, torch.float32, 2, rtol=1e-3, atol=1e-4)
+    check_equal(layer, forest, 32, torch.float32, rtol=1e-3, atol=1e-4)
 
 
 @PLACES

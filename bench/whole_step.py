@@ -14,8 +14,7 @@ from bench.measure import DeviceStopwatch, gemm_throughput, milliseconds
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.job.build import RunContext
-from maxrl_fast.job.build_policy import build_policy
-from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.build_parts import build_policy, build_run_task
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts
 from maxrl_fast.tasks import Task

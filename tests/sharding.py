@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from maxrl_fast.job.learner_state import Snapshot, load_learner, save_state
+from maxrl_fast.job.checkpoints import Snapshot, load_learner, save_state
 from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling

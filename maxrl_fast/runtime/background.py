@@ -11,11 +11,11 @@ Progress = Callable[[], None]
 
 
 def no_progress() -> None:
-    """Ignore progress."""
+    pass
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Start work in a daemon thread: a process that must stop at once does not wait for it."""
+    """Start work in a daemon thread, for which a process that must stop does not wait."""
     job: Future[T] = Future()
 
     def run() -> None:

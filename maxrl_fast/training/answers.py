@@ -14,7 +14,7 @@ from maxrl_fast.records import Prompts, Rollouts, Samples, ranges, sequence_sums
 from maxrl_fast.runtime.device import to_device
 from maxrl_fast.runtime.loading import describe_error, load_code
 from maxrl_fast.tasks import AnsweredTask, Task
-from maxrl_fast.tasks.jsonl import read_prompt
+from maxrl_fast.tasks.sources import read_prompt
 from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 from maxrl_fast.training.learner import Learner
 

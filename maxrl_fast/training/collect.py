@@ -11,13 +11,19 @@ from torch.nn.functional import pad
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import PROMPT, SEQUENCE, Prompts, Rollouts, Samples
-from maxrl_fast.rollout import Engine, RolloutRequest, Sampling, check_finite, check_rewards
-from maxrl_fast.rollout.sampling_and_scoring import ScoredSamples, sample_and_score
+from maxrl_fast.rollout import (
+    Engine,
+    RolloutRequest,
+    Sampling,
+    ScoredSamples,
+    check_finite,
+    check_rewards,
+    sample_and_score,
+)
 from maxrl_fast.runtime.background import Stopwatch
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import Task
+from maxrl_fast.tasks import Task, response_texts
 from maxrl_fast.tasks.scorer import MetricAccumulator, Scorer
-from maxrl_fast.tasks.texts import response_texts
 from maxrl_fast.training.answers import PolicyReward
 from maxrl_fast.training.schedule import Carried, Schedule
 
@@ -143,7 +149,6 @@ class RolloutCollector:
     length_penalty: LengthPenalty | None = None  # added to the rewards that the objective sees
     clock: Stopwatch = field(default_factory=Stopwatch)
     ranks: Ranks = field(default_factory=Ranks)
-    shares_engine: bool = False  # the engine samples for several ranks, which call it together
     truncated: str = "keep"  # or "zero" or "mask"
 
     def collect(self, step: int, first_prompt: int) -> RolloutBatch:
@@ -310,7 +315,7 @@ class RolloutCollector:
 
     def _sample_and_score(self, request: RolloutRequest) -> ScoredSamples:
         scorer = self.scorer if self.policy_reward is None else None
-        how = self.clock, self.shares_engine, self.truncated == "zero"
+        how = self.clock, self.truncated == "zero"
         return sample_and_score(self.engine, self.task, scorer, request, *how)
 
 

@@ -1,8 +1,7 @@
 """What the host launches on a GPU, and where it waits for it: budgets, without a GPU (pretend.py).
 
 A small policy is bound by launches: one costs the host about 4 us, and 0.7 us of the GPU's time in
-a CUDA graph. Every wait empties the GPU's queue.
-"""
+a CUDA graph. Every wait empties the GPU's queue."""
 
 import dataclasses
 from types import SimpleNamespace

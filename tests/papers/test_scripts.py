@@ -8,7 +8,7 @@ import torch
 
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job.build_policy import build_policy
+from maxrl_fast.job.build_parts import build_policy
 from maxrl_fast.ops import ESTIMATORS
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.objectives.registry import OBJECTIVES

@@ -73,11 +73,9 @@ def test_an_episode_has_the_tokens_of_the_chat_template(make):
     tokenizer, (columns,) = task.tokenizer, task.prompts("train", 0, 1).columns
     first = [("increase", {"step": 2}), ("increase", {"step": 3})]
     second = [("increase", {"stép": "ü"})]
-    turns = [
-        turn_of(tokenizer, *first),
-        turn_of(tokenizer, *second, text="Noch einmal ☺"),
-        turn_of(tokenizer, text="Done."),
-    ]
+    text = "Noch einmal ☺"
+    turns = [turn_of(tokenizer, *first), turn_of(tokenizer, *second, text=text)]
+    turns.append(turn_of(tokenizer, text="Done."))
     (tokens,), outcomes = play(task, [turns])
     error = "TypeError: CounterEnv.increase() got an unexpected keyword argument 'stép'"
     chat = [
@@ -85,7 +83,7 @@ def test_an_episode_has_the_tokens_of_the_chat_template(make):
         said("", *first),
         {"role": "tool", "content": "2"},
         {"role": "tool", "content": "5"},
-        said("Noch einmal ☺", *second),
+        said(text, *second),
         {"role": "tool", "content": error},
     ]
     tools = task.workers.signature["tools"]
@@ -103,7 +101,6 @@ def said(text, *calls):
 
 @pytest.mark.parametrize("environment", ["CounterEnv", "AsyncCounterEnv"])
 def test_order_and_number_of_workers_change_nothing(make, environment):
-    """Of 120 environments at once, whose rewards are the known ones."""
     alone = make(environment, reward_workers=1)
     task = make(environment) if environment == "CounterEnv" else alone
     scripts = counting(task, 4, 3) * 10
@@ -154,7 +151,6 @@ REPLIES = {
 
 @pytest.mark.parametrize("act", REPLIES)
 def test_replies_are_text_whatever_a_tool_returns(hostile, act):
-    """Text that is written like control tokens has none of their ids."""
     text, errors = REPLIES[act]
     script = acting(hostile, act)[0]
     (tokens,), outcomes = play(hostile, [script])

@@ -8,10 +8,9 @@ import torch
 
 from examples.chain import ChainTask
 from maxrl_fast.config.read import parse
-from maxrl_fast.config.rules import correction_of
 from maxrl_fast.errors import RewardError, warn
 from maxrl_fast.job.build import RunContext, prepare
-from maxrl_fast.job.waiting_batches import load_batches, save_batches
+from maxrl_fast.job.checkpoints import load_batches, save_batches
 from maxrl_fast.records import Inserted, Rollouts, cumulative
 from maxrl_fast.runtime.ranks import Ranks
 from tests.job.test_resume import resumes_bitwise
@@ -145,7 +144,7 @@ def test_what_needs_the_policy_while_it_trains_is_refused():
         with refused(message):
             parse(["--ahead", "1", *flags.split()])
     names = {
-        loss: correction_of(parse(["--ahead", "1", "--objective", "maxrl", "--loss", loss]))[0]
+        loss: parse(["--ahead", "1", "--objective", "maxrl", "--loss", loss]).chosen.correction
         for loss in ("reinforce", "ppo")
     }
     assert names == {"reinforce": "tis", "ppo": "none"}

@@ -6,8 +6,7 @@ import torch
 from maxrl_fast import ops
 from maxrl_fast.config.read import parse
 from maxrl_fast.records import Rollouts, Samples, pack
-from maxrl_fast.rewards import Outcome, RewardSource
-from maxrl_fast.rewards.combined import WeightedRewards
+from maxrl_fast.rewards import Outcome, RewardSource, WeightedRewards
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
 from maxrl_fast.tasks.scorer import Scorer

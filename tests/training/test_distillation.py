@@ -7,8 +7,7 @@ from maxrl_fast import ops
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.job.build import RunContext
-from maxrl_fast.job.build_policy import build_policy
-from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.build_parts import build_policy, build_run_task
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.learner import LossSettings
 from tests.batches import THREE_PROMPTS as PROMPTS

@@ -183,7 +183,7 @@ def sharp(
 
 def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_OPTIONS)
-    name, own = f"{tmp_path / 'mine.py'}:sharp", {"sharp_temperature": 5.0}
+    name, own = f"{tmp_path / 'mine.py'}:sharp", {"temperature": 5.0}
     (tmp_path / "run.toml").write_text(f'objective = "{name}"\nsharpness = 3\n')
     # a name that a group has follows the function's
     flags = f"--config {tmp_path}/run.toml --side above --temperature 0.5"

@@ -62,9 +62,7 @@ def find_code(option: str, name: str, find: Callable[[Any], Any]) -> Any:
     try:
         return find(function)
     except ValueError as error:
-        raise InputError(
-            f"--{option} {name} cannot be used: {error}{place_of(error)}", option
-        ) from error
+        raise InputError(f"--{option} {name} cannot be used: {error}{place_of(error)}") from error
 
 
 def find_objective(name: str) -> Method:
@@ -76,8 +74,7 @@ def find_objective(name: str) -> Method:
     raise InputError(
         "objective must be one that `python -m maxrl_fast.objectives` lists, such as maxpo, maxrl, "
         f"pacs, grpo and ppo, or FILE.py:FUNCTION, got {name!r:.80}"
-        f"{method_hint(name, [*OBJECTIVES, *ALIASES])}",
-        "objective",
+        f"{method_hint(name, [*OBJECTIVES, *ALIASES])}"
     )
 
 

@@ -115,6 +115,7 @@ def distances_of(model, rollouts):
 
 
 def test_the_sequence_mask_leaves_out_negative_responses_far_from_the_policy():
+    assert make_correction("sequence_mask", {"delta": 0.5}) is None  # it belongs to the loss
     model = tiny_decoder()
     rollouts, _ = disturbed(model)
     advantages = ops.grpo_advantage(REWARDS).flatten()

@@ -125,6 +125,7 @@ def test_each_step_asks_its_teacher_about_its_own_responses(monkeypatch, is_self
 
     def watched(samples, *arguments, **keywords):
         read = samples.prompts if teacher else samples.teacher_prompts
+        assert torch.equal(read.ids, samples.prompts.ids)
         batch = one_batch(read, samples.rollouts)
         logits = response_logits(model if is_self else teacher, batch, torch.float32)
         expected = ops.token_logprobs(logits, batch.targets)[0].detach()

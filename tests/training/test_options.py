@@ -31,6 +31,8 @@ def test_the_options_choose_the_objective():
     assert made("grpo").aggregation == "seq_mean_token_mean"
     assert made("pacs --updates-per-step 4").updates_per_step == 4
     assert made("pacs_paper --ref-reset-interval 7").options["ref_reset_interval"] == 7
+    with refused("objective must be one that .* lists"):  # a baseline only
+        made("leave_two_out --k 3")
     with refused("--score rloo needs at least 2 rollouts per prompt, got 1"):
         made("pacs --rollouts 1")
     assert made("pacs --rollouts 1 --score naive").loss == "reinforce"

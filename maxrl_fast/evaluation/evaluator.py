@@ -12,8 +12,7 @@ from torch import Tensor
 from maxrl_fast.evaluation import MAX, PASS
 from maxrl_fast.evaluation.coverage import max_at_k, powers_of_two
 from maxrl_fast.records import Prompts, Samples
-from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
-from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
+from maxrl_fast.rollout import Engine, RolloutRequest, Sampling, sample_and_score
 from maxrl_fast.runtime.background import Progress, no_progress
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
@@ -109,8 +108,9 @@ def over_sets(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Samples and scores responses to the first prompts of a split. The ranks divide the prompts,
-    and each samples `chunk` prompts at a time; if it `shares_engine`, also without own prompts."""
+    """Samples responses to the first prompts of a split, and scores them. The ranks divide the
+    prompts, and each samples `chunk` prompts at a time; with an engine that it shares also without
+    own prompts, for the others."""
 
     engine: Engine
     task: Task
@@ -123,7 +123,6 @@ class Evaluator:
     split: str = "test"
     chunk: int = 32
     ranks: Ranks = field(default_factory=Ranks)
-    shares_engine: bool = False
     beat: Progress = no_progress  # called while it samples and scores
 
     def evaluate(
@@ -142,9 +141,7 @@ class Evaluator:
             prompts = self.task.prompts(self.split, first, own) if own else Prompts.none(CPU)
             asked = prompts.to(self.device), self.num_samples, self.sampling, self.seed
             request = RolloutRequest(*asked, beat=self.beat)
-            sampled = sample_and_score(
-                self.engine, self.task, self.scorer, request, shares_engine=self.shares_engine
-            )
+            sampled = sample_and_score(self.engine, self.task, self.scorer, request)
             if own and keep:
                 keep(sampled, sampled.rewards, sampled.components)
             places.append(torch.arange(first, first + own, device=self.device))

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from maxrl_fast.errors import InputError, warn
 from maxrl_fast.evaluation import PASS
 from maxrl_fast.evaluation.coverage import max_at_k, outcomes
 from maxrl_fast.evaluation.evaluator import is_correct
-from maxrl_fast.model.hub import check_model, directory_of, find_model
+from maxrl_fast.model.checkpoint import check_model, directory_of, find_model
 from maxrl_fast.records import unpack
 from maxrl_fast.runtime.files import RunFolder, read_json
 from maxrl_fast.tasks import Task
@@ -124,12 +123,3 @@ def find_source(name: str) -> Source:
     path = path.resolve()
     run = next((folder for folder in list(path.parents)[:2] if RunFolder(folder).is_run), None)
     return Source(path, path.name if run is None else f"{run.name}-{path.name}", run)
-
-
-def free_folder(out: Path | None, name: str) -> Path:
-    out = out or Path("evaluations") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # The files that a stopped evaluation leaves are overwritten.
-    found = out.iterdir() if out.is_dir() else [out] * out.exists()
-    if any(x.name != "lock" and x.suffix != ".partial" for x in found):
-        raise InputError(f"--out must be a new or empty folder, got {out}")
-    return out

@@ -13,7 +13,9 @@ from maxrl_fast.algorithms.estimators import ALIASES, find_estimator
 
 def names() -> list[str]:
     known = ops.ESTIMATORS | ALIASES
-    return [name for name, row in known.items() if set(row.inputs) <= {"lengths"}]
+    return [
+        name for name, row in known.items() if {"lengths"}.issuperset(row.inputs) and not row.of_run
+    ]
 
 
 @torch.no_grad()

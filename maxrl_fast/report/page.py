@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from maxrl_fast.config.names import OF_ONE_START, OF_TASK, PASS_RATES
+from maxrl_fast.config.changes import OF_ONE_START, OF_TASK, PASS_RATES
 from maxrl_fast.errors import InputError, printable
 from maxrl_fast.evaluation import PASS, score_of
 from maxrl_fast.runtime.files import RunFolder, read_json

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.huggingface_checkpoint import Quiet
+from maxrl_fast.model.policy import quiet
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.rewards import Outcomes, RewardSource, Rows, failure, outcome_of
 
@@ -32,7 +32,7 @@ class Classifier(RewardSource):
         options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
         load = transformers.AutoModelForSequenceClassification.from_pretrained
         try:
-            with Quiet():
+            with quiet():
                 model, loaded = load(directory, output_loading_info=True, dtype=dtype, **options)
         except Exception as error:  # transformers raises many kinds of errors
             cause = f"{type(error).__name__}: {error}"

@@ -203,7 +203,7 @@ def _is_class(name: str) -> bool:
         statements = ast.parse(Path(file).read_bytes()).body
     except SyntaxError as error:
         why = f"syntax error in {file}, line {error.lineno}: {error.msg}"
-        raise InputError(f"--task {name} cannot be read: {why}", "task") from error
+        raise InputError(f"--task {name} cannot be read: {why}") from error
     except (OSError, ValueError):  # whoever loads it reports this
         return False
     return any(isinstance(x, ast.ClassDef) and x.name == wanted for x in statements)

@@ -39,8 +39,7 @@ def generator_options(name: str) -> dict[str, Option]:
     if name not in factory.DATASETS:
         raise InputError(
             f"--task gym:NAME must name a data set of reasoning-gym, got {name!r:.80}"
-            f"{nearest(name, factory.DATASETS)}",
-            "task",
+            f"{nearest(name, factory.DATASETS)}"
         )
     found = {}
     for key, option in options_of(factory.DATASETS[name][1]).items():

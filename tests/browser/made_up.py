@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.names import PASS_RATES
-from maxrl_fast.training.objectives.weight import weight_of
+from maxrl_fast.config.changes import PASS_RATES
+from maxrl_fast.training.objectives.registry import weight_of
 
 HOSTILE = "</script><script>window.broken = 1</script><!-- <script> <img src=x onerror="
 HOSTILE += "'window.broken = 2'> ]]> &lt; \u2028\u2029 \ud800 \x00 {{data}}"

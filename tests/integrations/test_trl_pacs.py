@@ -3,8 +3,7 @@ import torch
 
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.learner import Learner, LossSettings
 from maxrl_fast.training.objectives.registry import make_objective
 from tests.batches import collected, make_prompts
 from tests.integrations.test_trl import job

@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerFast
 from maxrl_fast import train
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job.build_task import build_run_task, build_task
+from maxrl_fast.job.build_parts import build_run_task, build_task
 from maxrl_fast.records import Rollouts, unpack
 from maxrl_fast.tasks.conversation import TextOptions
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.sources import read_lines
 from maxrl_fast.tasks.text_codec import TextTask
-from maxrl_fast.training.teacher_prompts import TeacherPrompts
+from maxrl_fast.training.answers import TeacherPrompts
 from tests.models import save_checkpoint, tiny_decoder
 from tests.tables import refused, table
 
@@ -337,8 +337,9 @@ def test_the_teacher_reads_the_answer_or_what_a_function_returns(tmp_path, task)
     (tmp_path / "teacher.py").write_text(code)
     made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 100)
     wanted = [f"apple: {line['prompt']}" for line in prompts.columns]
-    assert texts_of(task, made(prompts)) == wanted
-    assert made(prompts).ids.tolist() == [3, 4, 5, 6, 7]
+    read = made([*range(3, 8)])
+    assert texts_of(task, read) == wanted
+    assert read.ids.tolist() == [3, 4, 5, 6, 7]
     made.check()
     with refused("1 to 4 tokens, which leave room for the response"):
         TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4).check()

@@ -5,7 +5,7 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from maxrl_fast.config.options import Reward
-from maxrl_fast.job.build_task import build_scorer, build_task
+from maxrl_fast.job.build_parts import build_scorer, build_task
 from maxrl_fast.rewards import verifiers
 from maxrl_fast.runtime.ranks import Ranks
 from tests.tasks.test_dataset import responses, texts_of

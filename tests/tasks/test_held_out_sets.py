@@ -5,7 +5,7 @@ import datasets
 import pytest
 
 from maxrl_fast import evaluate, train
-from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.build_parts import build_task
 from maxrl_fast.report.page import read_folder
 from tests.tables import refused
 from tests.tasks.test_dataset import save_byte_level_policy, texts_of, written

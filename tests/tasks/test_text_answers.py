@@ -1,11 +1,11 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from maxrl_fast.config.options import Reward
-from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.build_parts import build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.dataset_specs import BOX, TAGS
 from maxrl_fast.tasks.text_codec import TextTask, prompts_of
-from maxrl_fast.training.policy_reward import check_answers
+from maxrl_fast.training.answers import check_answers
 from tests.tables import refused
 from tests.tasks.test_dataset import responses, written
 

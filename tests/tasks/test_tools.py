@@ -3,7 +3,7 @@ import pytest
 import maxrl_fast
 from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError
-from maxrl_fast.training.teacher_prompts import TeacherPrompts
+from maxrl_fast.training.answers import TeacherPrompts
 from tests.rewards.pools import eventually, failures, own_descendants, rewards
 from tests.runs import read
 from tests.tasks import environments
@@ -222,7 +222,7 @@ def test_a_teachers_prompt_has_the_tools(make, tmp_path):
     (tmp_path / "teacher.py").write_text(code)
     task = make("CounterEnv")
     prompts = task.prompts("train", 0, 1)
-    made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4000)(prompts)
+    made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4000)(prompts.ids.tolist())
     text, read = (task.decode(x.tokens.tolist(), with_special=True) for x in (prompts, made))
     [columns] = prompts.columns
     question = columns["prompt"][-1]["content"]

@@ -64,7 +64,6 @@ ALL_WRONG, MIXED, ALL_RIGHT = [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]
 @pytest.mark.parametrize(
     ("table", "num_batches", "ids", "num_sampled"),
     [
-        ([ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED], 0, [0, 1], 2),
         ([ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED], 1, [0, 1], 2),
         ([ALL_WRONG, MIXED, ALL_RIGHT, MIXED, MIXED], 5, [1, 3], 4),
         ([MIXED, MIXED, ALL_RIGHT, MIXED], 5, [0, 1], 2),
@@ -75,7 +74,7 @@ ALL_WRONG, MIXED, ALL_RIGHT = [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]
     ],
 )
 def test_the_first_mixed_groups_are_taken(table, num_batches, ids, num_sampled):
-    step = collected(table, max(num_batches, 1))
+    step = collected(table, num_batches)
     assert step.prompts.ids.tolist() == ids
     assert step.num_sampled == num_sampled
     assert step.rewards.tolist() == [table[i] for i in ids]

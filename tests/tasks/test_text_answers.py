@@ -71,6 +71,9 @@ def test_a_token_across_the_marker_begins_the_answer_or_gives_another_one():
         assert reference.answer == codec.ids("d{42}")
     [found] = references(codec, "\\pi", wrong)
     assert (found.length, found.answer) == (len(codec.ids("\\boxed{\\")), codec.ids("pi}"))
+    codec = Merging(("d", "{"), ("d{", "4"), ("d{4", "}"))  # a token with the whole answer
+    [found] = references(codec, "4", codec.ids("\\boxed{4}"))
+    assert (found.length, found.answer) == (None, codec.ids("d{4}"))
 
 
 def test_a_prompt_without_an_answer_is_refused():

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from maxrl_fast.algorithms.arguments import check_integer, check_number, check_tensor
-from maxrl_fast.algorithms.losses.registry import checked
+from maxrl_fast.algorithms.losses import checked
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO, Tokens, limited
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.loss_kernel import DTYPES, LossSums, LossTerms, TokenBatch, real_dtype

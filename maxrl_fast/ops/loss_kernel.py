@@ -21,7 +21,7 @@ from maxrl_fast.algorithms.arguments import (
     check_tensor,
     is_host_readable,
 )
-from maxrl_fast.algorithms.losses.registry import LOSSES, TokenLoss, find_loss
+from maxrl_fast.algorithms.losses import LOSSES, TokenLoss, find_loss
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, choices, dtype_name, packing
 

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import KernelLaunch, check_first_order, eager, has_kernels, is_gpu
-from maxrl_fast.ops.function_loss import (
+from maxrl_fast.ops.logit_chunks import (
+    Chunks,
     by_chunks,
     by_function,
+    capped_logits,
+    check_hidden,
     loss_of_logits,
     scaled,
     token_logprobs_reference,
 )
-from maxrl_fast.ops.logit_chunks import Chunks, capped_logits, check_hidden
 from maxrl_fast.ops.loss_kernel import (
     NUM_SUMS,
     LossInputs,
@@ -58,18 +60,13 @@ class Metrics(Mapping[str, Tensor]):
 def token_logprobs(
     logits: Tensor, targets: Tensor, *, temperature: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return each target's log-prob and each row's entropy under softmax(logits / temperature).
-
-    Both are differentiable, once. The forward pass reads the logits once; the backward pass reads
-    them once and writes their gradient once.
+    """Return each target's log-prob and each row's entropy under softmax(logits / temperature), [T]
+    each, float32 (float64 for float64 logits), differentiable once.
 
     Args:
         logits: [T, V] float32, bfloat16, float16 or float64.
         targets: [T] integers below V.
         temperature: a number, or [T].
-
-    Returns:
-        logprobs [T] and entropy [T], float32 (float64 for float64 logits).
     """
     rows = TokenRows(shape_of(logits), logits.device, targets, temperature)
     if not has_kernels(logits.device):
@@ -275,13 +272,12 @@ def linear_policy_gradient_loss(
     Args:
         hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype, on a GPU at
             least float32.
-        weight: [V, H], of the same dtype or float32 (a master copy). Its gradient is not allocated
-            if it is frozen (requires_grad False).
+        weight: [V, H], of the same dtype or float32 (a master copy). If it is frozen (requires_grad
+            False) its gradient is not allocated.
         softcap: logits z become softcap * tanh(z / softcap), before the temperature (Gemma 2); 0:
             unchanged. A gradient through it takes the memory of a second chunk.
-        chunk_tokens: tokens per chunk. Default: 32 MiB of logits on a CPU, on a GPU at most 1.25
-            GiB, or a 32nd of its memory if that is more, but at least 128 tokens.
-        options: further arguments of policy_gradient_loss; errors are the same too.
+        chunk_tokens: tokens per chunk, by default as the page says, but at least 128.
+        options: further arguments of policy_gradient_loss.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
     shape = len(hidden), size

@@ -21,11 +21,7 @@ from maxrl_fast.algorithms.arguments import (
     check_tensor,
     is_host_readable,
 )
-from maxrl_fast.algorithms.losses import (
-    LOSSES,
-    TokenLoss,
-    find_loss,
-)
+from maxrl_fast.algorithms.losses import LOSSES, TokenLoss, find_loss
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, choices, dtype_name, packing
 
@@ -74,8 +70,8 @@ for _kernel, _fields in {
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The arguments of policy_gradient_loss, which explains them, that are the same for all tokens,
-    checked. The trainer makes them once for a run."""
+    """The arguments of policy_gradient_loss that are the same for all tokens, checked. The trainer
+    makes them once for a run."""
 
     loss: str | Callable[..., Tensor] = "ppo"
     aggregation: str = "token_mean"
@@ -247,8 +243,7 @@ class TokenBatch(NamedTuple):
 
 
 class LossInputs(TokenRows):
-    """The arguments of policy_gradient_loss for logits [T, V] = shape on the device, checked but
-    for values. A kernel reads them as they are."""
+    """The arguments of policy_gradient_loss for logits [T, V] = shape, checked but for values."""
 
     def __init__(
         self,

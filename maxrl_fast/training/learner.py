@@ -21,7 +21,7 @@ from maxrl_fast.model.attention import has_kernel
 from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.model.policy_model import Change, PolicyModel, find_nonfinite
 from maxrl_fast.ops import linear_divergence
-from maxrl_fast.ops.function_loss import by_chunks
+from maxrl_fast.ops.logit_chunks import by_chunks
 from maxrl_fast.ops.loss import loss_of_hidden
 from maxrl_fast.ops.loss_kernel import LossInputs, LossSums, LossTerms
 from maxrl_fast.records import Rollouts, Samples, sequence_sums

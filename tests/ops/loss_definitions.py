@@ -327,7 +327,7 @@ def computed(how, logits, **arguments):
     leaf, slope = logits.detach().requires_grad_(), 1.0
     with pytest.MonkeyPatch.context() as patch:
         if how == "linear":  # 30 tanh(hidden @ weight.T / 30) is the logits, and few rows at a time
-            patch.setattr("maxrl_fast.ops.function_loss.default_chunk", lambda *_: 8)
+            patch.setattr("maxrl_fast.ops.logit_chunks.default_chunk", lambda *_: 8)
             slope = (1 - (logits.detach() / 30) ** 2).nan_to_num(1.0)
             leaf = (30 * torch.atanh(logits.detach() / 30)).requires_grad_()
             weight = torch.eye(leaf.shape[1], dtype=leaf.dtype)

@@ -73,7 +73,9 @@ PLANTED = [
     Planted("group_advantage", "group_advantage.cu", ": Real(INFINITY);"),
     Planted("group_advantage", "group_advantage.cu", "sums[j] += base;"),
     Planted("token_loss_pipelined", "softmax_pipeline.cuh", "const int turns = ", "kTurns", "3"),
-    Planted("token_loss_pipelined", "softmax_pipeline.cuh", "arrive(memory", "wait_until_ready(j);"),
+    Planted(
+        "token_loss_pipelined", "softmax_pipeline.cuh", "__syncwarp();", "wait_until_ready(j);"
+    ),
     Planted("token_loss_pipelined", "softmax_pipeline.cuh", "read(j + 1);", "wait_until_ready(j);"),
     Planted("divergence", "divergence.cu", "void write(Gradient* gradient"),
     Planted("divergence", "divergence.cu", "float last = 0.0f;"),

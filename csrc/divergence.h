@@ -1,10 +1,5 @@
 // The divergence D of a policy from a teacher, row by row of their logits, and its gradient in the
-// policy's, for CUDA; maxrl_fast/ops/divergence.py has the same in PyTorch. With p and q =
-// softmax(z / tau), d = log p - log q, share = 1 - beta, m = beta q + share p:
-//     reverse  D = sum p d                                     dD/dz = p (d - D) / tau
-//     forward  D = -sum q d                                    dD/dz = (p - q) / tau
-//     jsd      D = share sum p log(p / m) + beta sum q log(q / m)
-//              dD/dz = share p (log(p / m) - sum p log(p / m)) / tau
+// policy's, for CUDA, by the formulas in docs/token_loss.md#divergence-from-a-teacher.
 #pragma once
 #include "kernel.h"
 #include "token_loss.h"

@@ -59,51 +59,37 @@ struct Pairs {
   }
   // This thread's element after the last chunk.
   __device__ int rest() const { return num_chunks() * kSize + static_cast<int>(threadIdx.x); }
-  // Reads this thread's chunks from `first` to first + kStep.
-  __device__ void read(int first, Chunk<float> (&p)[kTogether],
-                       Chunk<float> (&q)[kTogether]) const {
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k)
-      if (const int c = chunk_of(first, k); c < num_chunks()) {
-        p[k] = Chunk<float>(policy + kSize * c);
-        q[k] = Chunk<float>(teacher + kSize * c);
-      }
-  }
-  // Calls use(the policy's logit, the teacher's) for this thread's elements.
-  template <typename Use>
-  __device__ void for_each(const Use& use) const {
+  // Calls use(the policy's logit, the teacher's) for this thread's elements, and writes what it
+  // returns to `gradient`, if there is one, which may lie over the policy's row or over its first
+  // half: a barrier comes between reading some logits and writing over them or earlier ones.
+  template <typename Gradient = void, typename Use>
+  __device__ void for_each(const Use& use, Gradient* gradient = nullptr) const {
+    constexpr bool kWrites = !std::is_void_v<Gradient>;
     for (int first = 0; first < num_chunks(); first += kStep) {
       Chunk<float> p[kTogether], q[kTogether];
-      read(first, p, q);
 #pragma unroll
       for (int k = 0; k < kTogether; ++k)
-        if (chunk_of(first, k) < num_chunks())
-#pragma unroll
-          for (int i = 0; i < kSize; ++i) use(p[k].elements[i], q[k].elements[i]);
-    }
-    if (rest() < size) use(policy[rest()], teacher[rest()]);
-  }
-  // Writes of(the policy's logit, the teacher's) over the policy's row or its first half: a barrier
-  // comes between reading some logits and writing over them or earlier ones.
-  template <typename Gradient, typename Of>
-  __device__ void write(Gradient* gradient, const Of& of) const {
-    for (int first = 0; first < num_chunks(); first += kStep) {
-      Chunk<float> p[kTogether], q[kTogether];
-      read(first, p, q);
-      __syncthreads();
+        if (const int c = chunk_of(first, k); c < num_chunks()) {
+          p[k] = Chunk<float>(policy + kSize * c);
+          q[k] = Chunk<float>(teacher + kSize * c);
+        }
+      if constexpr (kWrites) __syncthreads();
 #pragma unroll
       for (int k = 0; k < kTogether; ++k)
         if (const int c = chunk_of(first, k); c < num_chunks()) {
           float values[kSize];
 #pragma unroll
-          for (int i = 0; i < kSize; ++i) values[i] = of(p[k].elements[i], q[k].elements[i]);
-          rounded<Gradient>(values).template write<kSize>(gradient + kSize * c);
+          for (int i = 0; i < kSize; ++i) values[i] = use(p[k].elements[i], q[k].elements[i]);
+          if constexpr (kWrites)
+            rounded<Gradient>(values).template write<kSize>(gradient + kSize * c);
         }
     }
     float last = 0.0f;
-    if (rest() < size) last = of(policy[rest()], teacher[rest()]);
-    __syncthreads();
-    if (rest() < size) gradient[rest()] = from_real<Gradient>(last);
+    if (rest() < size) last = use(policy[rest()], teacher[rest()]);
+    if constexpr (kWrites) {
+      __syncthreads();
+      if (rest() < size) gradient[rest()] = from_real<Gradient>(last);
+    }
   }
 };
 
@@ -129,6 +115,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   pairs.for_each([&](float zp, float zq) {
     mine_p.add(zp, zq, rate);
     mine_q.add(zq, zp, rate);
+    return 0.0f;
   });
   const SideOfRow p(mine_p, of_warps, add), q(mine_q, of_warps, add);
   double value, mean = 0.0;  // mean: what the gradient subtracts
@@ -142,6 +129,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       const float log_p = p.log_of(zp, rate), log_q = q.log_of(zq, rate), up = log_q - log_p;
       of_policy = fmaf(exponential2(log_p), over_mixture(up, beta), of_policy);
       of_teacher = fmaf(exponential2(log_q), over_mixture(-up, share), of_teacher);
+      return 0.0f;
     });
     mean = add(of_policy);
     value = (1 - in.beta) * mean + in.beta * add(of_teacher);
@@ -149,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (threadIdx.x == 0) in.values[row] = value;
   if (!in.gradient.data) return;
   const float slope = static_cast<float>(in.coefficients[row] / tau), D = static_cast<float>(mean);
-  pairs.write(in.gradient.of(row), [&](float zp, float zq) {
+  const auto gradient_of = [&](float zp, float zq) {
     const float log_p = p.log_of(zp, rate), log_q = q.log_of(zq, rate), e = exponential2(log_p);
     if constexpr (kForward) return slope * (e - exponential2(log_q));
     if (e == 0) return 0.0f;
@@ -157,7 +145,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       return slope * e * fmaf(static_cast<float>(kLn2), log_p - log_q, -D);
     else
       return slope * share * e * (over_mixture(log_q - log_p, beta) - D);
-  });
+  };
+  pairs.for_each(gradient_of, in.gradient.of(row));
 }
 
 }  // namespace

@@ -90,12 +90,7 @@ __device__ ThreadSoftmax<float> sums_of_kept(const Element* row, const RowPart<E
   const int thread = threadIdx.x, stripes = stripes_of(part);
   ThreadSoftmax<float> mine;
   float others = 0.0f, moment = 0.0f;  // of every second chunk
-  part.for_ends(thread, [&](int i) {
-    if (i == target) return;
-    const float z = to_real(row[i]);
-    if (z > mine.limit) mine.raise(z, rate);
-    mine.add(z, rate);
-  });
+  mine.add_ends(row, part, thread, rate, target);
   int c = part.first + thread;
   for (int s = 0; s < stripes; s += 2, c += 2 * kReaders) {
     wait_for_copies(stripes - 2 - s);
@@ -119,10 +114,7 @@ __device__ ThreadSoftmax<float> sums_of_kept(const Element* row, const RowPart<E
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       mine.add(values[i], rate);
-      const float x = at_least(fmaf(values_of_two[i], rate, -mine.base), kLowestExponent<float>);
-      const float e = exponential2(x);
-      others += e;
-      moment = fmaf(e, x, moment);
+      mine.add(values_of_two[i], rate, others, moment);
     }
   }
   mine.others += others;
@@ -241,7 +233,6 @@ __global__ void __launch_bounds__(kPipelineThreads, MAXRL_PIPELINE_BLOCKS)
         plan(task, memory.state, planned(j).row + 2 * step, planned(j + 2));
         arrive(memory.ready[j % 2]);
       }
-    __syncwarp();
   } else {
     const auto kept_row = [&](int j) {
       const Element* row = task.logits.of(planned(j).row);
@@ -264,6 +255,7 @@ __global__ void __launch_bounds__(kPipelineThreads, MAXRL_PIPELINE_BLOCKS)
         mine = sums_of_kept(in.row, in.part, planned(j).rate, planned(j).target, in.kept);
       }
       const SentSums of_warp = sums_of_warp(mine);
+      __syncwarp();  // no lane needs the plan of row j - 2 any more
       if (lane < static_cast<int>(cluster_size))
         send(of_warp, sums[j % turns * count + rank * kReadingWarps + warp],
              memory.summed[j % turns], lane);
@@ -292,6 +284,7 @@ __global__ void __launch_bounds__(kPipelineThreads, MAXRL_PIPELINE_BLOCKS)
         gradient[row.target] = resolved.at_target;
     }
   }
+  __syncwarp();
   Cluster::sync();  // others may send to this block until they end
   task.work.template finish<1>([](int) -> const typename Work::State& { return memory.state; });
 #endif

@@ -65,11 +65,23 @@ struct ThreadSoftmax {
     limit = new_greatest + kMostExponent / rate;  // no logit is above NaN
     base = new_base;
   }
-  __device__ void add(Real z, Real rate) {
+  __device__ void add(Real z, Real rate) { add(z, rate, others, moment); }
+  __device__ void add(Real z, Real rate, Real& others, Real& moment) const {
     const Real x = at_least(fma(z, rate, -base), kLowestExponent<Real>);  // -inf too
     const Real e = exponential2(x);
     others += e;
     moment = fma(e, x, moment);
+  }
+  // All elements of a thread that are in no chunk but the target.
+  template <typename Element>
+  __device__ void add_ends(const Element* row, const RowPart<Element>& part, int thread, Real rate,
+                           int target) {
+    part.for_ends(thread, [&](int i) {
+      const Real z = to_real(row[i]);
+      if (i == target) return;
+      if (z > limit) raise(z, rate);
+      add(z, rate);
+    });
   }
 };
 
@@ -156,12 +168,6 @@ __device__ ThreadSoftmax<Real> sums_of(const Element* row, const RowPart<Element
   constexpr int kSize = Chunk<Element>::kSize;
   const auto* chunks = reinterpret_cast<const Chunk<Element>*>(row + part.layout.head);
   ThreadSoftmax<Real> mine;
-  const auto add_one = [&](int i) {
-    if (i == target) return;
-    const Real z = to_real(row[i]);
-    if (z > mine.limit) mine.raise(z, rate);
-    mine.add(z, rate);
-  };
   // A thread reads only its own copies, so it does not wait for others.
   const auto copy = [&](int c) {
     if (kOnChip && c < part.last)
@@ -169,7 +175,7 @@ __device__ ThreadSoftmax<Real> sums_of(const Element* row, const RowPart<Element
     if (kOnChip) __pipeline_commit();
   };
   for (int ahead = 0; ahead < kAhead; ++ahead) copy(part.first + thread + ahead * kTeam);
-  part.for_ends(thread, add_one);
+  mine.add_ends(row, part, thread, rate, target);
 #pragma unroll 2
   for (int c = part.first + thread; c < part.last; c += kTeam) {
     Chunk<Element> chunk;

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_choice, check_number, is_host_readable
 from maxrl_fast.algorithms.options import Limit
-from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch, eager, has_kernels, is_gpu
+from maxrl_fast.ops import dispatch
+from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch, eager
 from maxrl_fast.ops.logit_chunks import Chunks, check_hidden
 from maxrl_fast.ops.loss import LossFunction
 from maxrl_fast.ops.loss_kernel import (
@@ -117,7 +118,8 @@ def _divergences(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return D [C] float64 and the needed gradients of c's sum with D, by hidden and weight."""
     slopes = (c[:, None] / tau).to(tau.dtype)
-    call = KernelLaunch(c.device) if is_gpu(c.device) and has_kernels(c.device) else None
+    takes_kernel = dispatch.is_gpu(c.device) and dispatch.has_kernels(c.device)
+    call = KernelLaunch(c.device) if takes_kernel else None
     has_gradient = chunks.grad_hidden is not None or chunks.grad_weight is not None
     block = _BLOCK_BYTES.get(c.device.type, 1 << 20) // tau.element_size()
     # not a list: tensors that stay among those that are freed would fragment the heap

@@ -160,8 +160,8 @@ void pipelined(int64_t num_tokens, int64_t vocab_size, bool in_place, int64_t sh
 }
 
 template <typename Gradient>
-void divergence() {
-  const int64_t num_rows = 2, vocab_size = 4005, stride = 4032;
+void divergence(int64_t vocab_size) {
+  const int64_t num_rows = 2, stride = 4032;
   const std::vector<float> temperature(num_rows, 0.7f);
   const std::vector<double> coefficients(num_rows, 0.5);
   std::vector<double> values(num_rows);
@@ -343,8 +343,10 @@ int main(int argc, char** argv) {
     pipelined<BFloat16>(11, 9001, true, 1, 0.05, "1");
     pipelined<float, BFloat16>(10, 20001, true, 0, 0.0, "2");
   } else if (part == "divergence") {
-    divergence<float>();
-    divergence<BFloat16>();
+    for (const int64_t vocab_size : {3, 4005}) {
+      divergence<float>(vocab_size);
+      divergence<BFloat16>(vocab_size);
+    }
   } else if (part == "token_logprobs") {
     token_logprobs();
   } else if (part == "decode_attention") {

@@ -77,7 +77,7 @@ PLANTED = [
         "token_loss_pipelined", "softmax_pipeline.cuh", "__syncwarp();", "wait_until_ready(j);"
     ),
     Planted("token_loss_pipelined", "softmax_pipeline.cuh", "read(j + 1);", "wait_until_ready(j);"),
-    Planted("divergence", "divergence.cu", "void write(Gradient* gradient"),
+    Planted("divergence", "divergence.cu", "teacher + kSize * c"),
     Planted("divergence", "divergence.cu", "float last = 0.0f;"),
 ]
 # the place of a row is copied over before it has been read, by the same thread

@@ -18,12 +18,6 @@
                                std::to_string(__LINE__) + ": " + cudaGetErrorString(error_)); \
   } while (0)
 
-// Percent of a multiprocessor's memory that a kernel with much shared memory has as that rather
-// than as cache; -1: the driver's choice.
-#ifndef MAXRL_CARVEOUT
-#define MAXRL_CARVEOUT 100
-#endif
-
 namespace maxrl::cuda {
 
 // Of rows, those of the second one show the distance.
@@ -105,7 +99,7 @@ void allow_shared(void (*kernel)(Parameters...)) {
     MAXRL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(bytes)));
     MAXRL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                          MAXRL_CARVEOUT));
+                                          100));  // percent of what is that or cache
     return bytes;
   });
 }

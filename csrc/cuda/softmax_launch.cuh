@@ -14,9 +14,7 @@ constexpr int kMaxClusterSize = 16;
 constexpr int64_t kWarpRowBytes = 8 << 10;
 // Bytes of a row's part in a block's shared memory, at most. On an H200 rows of 64 KB took 13% less
 // time in one block than in a cluster of two, and rows of 300 KB the same in clusters of 4 and 8.
-#ifndef MAXRL_STORAGE
-#define MAXRL_STORAGE 73728
-#endif
+constexpr int64_t kRowStorage = 73728;
 // 1: compute capability 9 takes the kernel of softmax_pipeline.cuh for rows that have no warp for
 // themselves. It has run in the emulator only.
 #ifndef MAXRL_PIPELINED
@@ -105,7 +103,7 @@ void launch_rows(Rows<const Element> logits, const TokenRows& in, Rows<Gradient>
   } else {
     int size = 1;
     if (plan.has_clusters)
-      while (size < kMaxClusterSize && storage_of(size) > MAXRL_STORAGE) size *= 2;
+      while (size < kMaxClusterSize && storage_of(size) > kRowStorage) size *= 2;
     if (gradient.data)
       for (; !is_launched && size > 0 && storage_of(size) <= most; size /= 2)
         is_launched = launch_with<kRowThreads, true>({size, storage_of(size), plan.has_clusters},

@@ -144,49 +144,36 @@ struct KeptRow {
   Chunk<Element>* kept;
 };
 
-// W and L: writes chunk_of(a chunk) for what is kept, and copies the next row to the same place.
-template <typename Element, typename Gradient, typename ChunkOf>
+template <typename Gradient>
+struct Zeros {
+  template <typename Element>
+  __device__ Gradient operator()(Element) const {
+    return Gradient{};
+  }
+  template <typename Element>
+  __device__ Chunk<Gradient> operator()(const Chunk<Element>&) const {
+    return Chunk<Gradient>::zeros();
+  }
+};
+
+// W and L: writes gradient_of(an element, or a chunk), and copies the next row into the same place.
+template <typename Element, typename Gradient, typename Of>
 __device__ void write_and_copy(const KeptRow<Element>& in, Gradient* gradient, bool copies,
-                               const KeptRow<Element>& next, const ChunkOf& chunk_of) {
+                               const KeptRow<Element>& next, const Of& gradient_of) {
   const RowPart<Element>& part = in.part;
+  part.for_ends(threadIdx.x, [&](int i) { gradient[i] = gradient_of(in.row[i]); });
   const ChunkWriter<Chunk<Element>::kSize, Gradient> writer(gradient, part);
   const int stripes = copies ? max(stripes_of(part), stripes_of(next.part)) : stripes_of(part);
 #pragma unroll 2
   for (int s = 0; s < stripes; ++s) {
     const int i = s * kReaders + static_cast<int>(threadIdx.x);
     if (part.first + i < part.last)
-      writer.write(part.start_of(part.first + i), chunk_of(in.kept[i]));
+      writer.write(part.start_of(part.first + i), gradient_of(in.kept[i]));
     if (copies) {  // after the write, for which what is copied over has been read
       copy_stripe(next.row, next.part, s, in.kept);
       __pipeline_commit();
     }
   }
-}
-
-template <bool kHasSlope, typename Element, typename Gradient>
-__device__ void write_row_and_copy(const KeptRow<Element>& in, Gradient* gradient, float rate,
-                                   const ResolvedRow<Gradient, float>& resolved, bool copies,
-                                   const KeptRow<Element>& next) {
-  constexpr int kSize = Chunk<Element>::kSize;
-  const float base = resolved.base, constant = resolved.constant, slope = resolved.slope;
-  const auto gradient_of = [&](float z) {
-    const float x = fmaf(z, rate, -base);
-    if constexpr (!kHasSlope) return exponential2(x) * constant;  // of -inf: 0, of NaN: NaN
-    const float limited = at_least(x, kLowestExponent<float>);
-    return exponential2(limited) * fmaf(slope, limited, constant);
-  };
-  in.part.for_ends(threadIdx.x, [&](int i) {
-    gradient[i] = from_real<Gradient>(gradient_of(to_real(in.row[i])));
-  });
-  write_and_copy(in, gradient, copies, next, [&](const Chunk<Element>& kept) {
-    Chunk<Element> chunk;
-    chunk.bits = kept.bits;
-    float values[kSize];
-    unpack(chunk, values);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) values[i] = gradient_of(values[i]);
-    return rounded<Gradient>(values);
-  });
 }
 
 // num_kept: the chunks of a row's part in shared memory, which has two of them and the sums.
@@ -271,15 +258,15 @@ __global__ void __launch_bounds__(kPipelineThreads, MAXRL_PIPELINE_BLOCKS)
       const auto in = kept_row(j), next = copies ? kept_row(j + 2) : in;
       Gradient* const gradient = task.gradient.of(row.row);
       const auto& resolved = memory.resolved[j % 2];
-      if (!row.must_read) {
-        in.part.for_ends(threadIdx.x, [&](int i) { gradient[i] = Gradient{}; });
-        write_and_copy(in, gradient, copies, next,
-                       [](const Chunk<Element>&) { return Chunk<Gradient>::zeros(); });
-      } else if (resolved.slope == 0) {
-        write_row_and_copy<false>(in, gradient, row.rate, resolved, copies, next);
-      } else {
-        write_row_and_copy<true>(in, gradient, row.rate, resolved, copies, next);
-      }
+      const auto write = [&](const auto& gradient_of) {
+        write_and_copy(in, gradient, copies, next, gradient_of);
+      };
+      if (!row.must_read)
+        write(Zeros<Gradient>{});
+      else if (resolved.slope == 0)
+        write(GradientOf<false, Gradient, float>(row.rate, resolved));
+      else
+        write(GradientOf<true, Gradient, float>(row.rate, resolved));
       if (row.must_read && in.part.is_written_by(threadIdx.x, kReaders, row.target))
         gradient[row.target] = resolved.at_target;
     }

@@ -31,11 +31,7 @@
 namespace maxrl::cuda {
 
 constexpr int kRowThreads = 256;
-// Chunks of a thread on their way to shared memory.
-#ifndef MAXRL_AHEAD
-#define MAXRL_AHEAD 4
-#endif
-constexpr int kAhead = MAXRL_AHEAD;
+constexpr int kAhead = 4;  // chunks of a thread on their way to shared memory
 
 template <typename Real>
 constexpr Real kLowest = -static_cast<Real>(INFINITY);
@@ -258,29 +254,47 @@ __device__ __noinline__ void resolve(const Work& work,
                });
 }
 
+// The gradient of elements of a resolved row. Without a slope it needs no limit of exponents:
+// 2^-inf is 0, and NaN stays.
+template <bool kHasSlope, typename Gradient, typename Real>
+struct GradientOf {
+  const Real rate, base, constant, slope;
+  __device__ GradientOf(Real rate, const ResolvedRow<Gradient, Real>& row)
+      : rate(rate), base(row.base), constant(row.constant), slope(row.slope) {}
+  __device__ Real at(Real z) const {
+    const Real x = fma(z, rate, -base);
+    if constexpr (!kHasSlope) return exponential2(x) * constant;
+    const Real limited = at_least(x, kLowestExponent<Real>);
+    return exponential2(limited) * fma(slope, limited, constant);
+  }
+  template <typename Element>
+  __device__ Gradient operator()(Element z) const {
+    return from_real<Gradient>(at(to_real(z)));
+  }
+  template <typename Element>
+  __device__ Chunk<Gradient> operator()(const Chunk<Element>& chunk) const {
+    Chunk<Element> in;
+    in.bits = chunk.bits;  // in one access
+    Real values[Chunk<Element>::kSize];
+    unpack(in, values);
+#pragma unroll
+    for (Real& value : values) value = at(value);
+    return rounded<Gradient>(values);
+  }
+};
+
 template <int kTeam, bool kOnChip, typename Real, typename Element, typename Gradient,
           typename Sync>
 __device__ void write_gradient(const Element* row, Gradient* gradient, const RowPart<Element>& part,
                                int thread, Real rate, int target,
                                const ResolvedRow<Gradient, Real>& resolved,
                                const Chunk<Element>* kept, const Sync& sync_team) {
-  constexpr int kSize = Chunk<Element>::kSize;
-  const Real base = resolved.base, constant = resolved.constant, slope = resolved.slope;
+  const GradientOf<true, Gradient, Real> gradient_of(rate, resolved);
   const auto* chunks = reinterpret_cast<const Chunk<Element>*>(row + part.layout.head);
-  const auto gradient_of = [&](Real z) {
-    const Real x = at_least(fma(z, rate, -base), kLowestExponent<Real>);
-    return exponential2(x) * fma(slope, x, constant);
-  };
   const auto chunk_of = [&](int c) {
-    Chunk<Element> in;
-    in.bits = kOnChip ? kept[c - part.first].bits : chunks[c].bits;
-    Real values[kSize];
-    unpack(in, values);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) values[i] = gradient_of(values[i]);
-    return rounded<Gradient>(values);
+    return gradient_of(kOnChip ? kept[c - part.first] : chunks[c]);
   };
-  const auto value_at = [&](int i) { return from_real<Gradient>(gradient_of(to_real(row[i]))); };
+  const auto value_at = [&](int i) { return gradient_of(row[i]); };
   if constexpr (sizeof(Gradient) < sizeof(Element) && !kOnChip)
     write_over_row<kTeam>(gradient, part, thread, chunk_of, value_at, sync_team);
   else

@@ -85,9 +85,9 @@ COPIED_EARLY = Planted(
     "token_loss_pipelined",
     "softmax_pipeline.cuh",
     "const int i = stripe",
-    "writer.write(part.start_of(part.first + i), chunk_of(in.kept[i]));",
+    "writer.write(part.start_of(part.first + i), gradient_of(in.kept[i]));",
     "if (copies) copy_stripe(next.row, next.part, s, in.kept);"
-    "writer.write(part.start_of(part.first + i), chunk_of(in.kept[i]));",
+    "writer.write(part.start_of(part.first + i), gradient_of(in.kept[i]));",
 )
 
 

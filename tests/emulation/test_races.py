@@ -163,7 +163,9 @@ def program(tmp_path_factory):
     ],
 )
 def test_the_kernels_have_no_race(program, part, copies):
-    assert run(program, part, copies) == (0, "")
+    lags = ["99", "8", "9"]  # a warp that comes last: none, the pipeline's resolver, its planner
+    for lag in lags if "pipelined" in part else lags[:1]:
+        assert run(program, part, copies, MAXRL_EMULATED_LAG=lag) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -172,11 +174,6 @@ def test_the_kernels_have_no_race(program, part, copies):
 def test_a_missing_barrier_is_found(program, fault):
     _, stderr = run(program, fault.part, fault=FAULTS.index(fault))
     assert "ThreadSanitizer: data race" in stderr
-
-
-@pytest.mark.parametrize("warp", ["8", "9"])  # the resolver, the planner
-def test_the_pipeline_has_no_race_where_a_warp_lags(program, warp):
-    assert run(program, "token_loss_pipelined", MAXRL_EMULATED_LAG=warp) == (0, "")
 
 
 def test_a_copy_before_the_place_was_read_is_found(program):

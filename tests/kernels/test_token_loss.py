@@ -292,36 +292,39 @@ def test_logprobs_entropy_and_their_gradient(device, dtype, vocab):
     assert_rows_close(actual[2], expected[2], tolerance)
 
 
-@pytest.mark.parametrize("vocab", [37, 5003])
-def test_more_rows_than_fit_at_once(gpu, vocab):
-    """Every warp, or block, takes several rows, some of which it skips."""
-    generator = torch.Generator().manual_seed(5)
-    size = 300 if vocab < 100 else 60
-    logits = 3 * torch.randn(size, vocab, generator=generator)
-    kept = torch.rand(size, generator=generator) < 0.7
-    batch = {
-        "targets": torch.randint(vocab, (size,), generator=generator),
-        "advantages": torch.randn(size, generator=generator) * kept,
-        "advantages_per_token": True,
-        "cu_seqlens": torch.tensor([0, 17, size]),
-        "mask": torch.rand(size, generator=generator) < 0.8,
-    }
-    assert_same(on(gpu, logits, batch), results(logits, batch), OF_GPU[torch.float32])
-
-
+# In the pipeline a warp runs only where no other one can: a reader, the resolver, or the planner.
 @pytest.mark.parametrize(
-    ("vocab", "capability"),
+    ("size", "vocab", "capability", "lag"),
     [
-        *(
-            (40, CLUSTERS),
-            (30011, CLUSTERS),
-            (30011, NO_CLUSTERS),
-            (40011, "10/2"),
-            (70011, "10/1"),
-        ),
-        *((50011, PIPELINE), (40011, "9/2"), (20011, "9/1"), (70011, "9/8")),
+        *((300, 37, CLUSTERS, ""), (60, 5003, CLUSTERS, ""), (1, 9001, "9/1", "")),
+        *((23, 9001, "9/1", lag) for lag in "089"),
+        *((23, 30_011, "9/4", lag) for lag in "089"),
     ],
 )
+def test_more_rows_than_fit_at_once(gpu, size, vocab, capability, lag, monkeypatch):
+    """Every warp, block, or cluster takes several rows, some of which it skips."""
+    monkeypatch.setenv("MAXRL_EMULATED_LAG", lag or "99")
+    generator = torch.Generator().manual_seed(5)
+    logits = 3 * torch.randn(size, vocab, generator=generator)
+    logits[::4, : vocab - 9] = -torch.inf
+    kept = torch.rand(size, generator=generator) < 0.7
+    batch = {
+        "targets": torch.randint(vocab - 9, vocab, (size,), generator=generator),
+        "advantages": torch.randn(size, generator=generator) * kept,
+        "advantages_per_token": True,
+        "cu_seqlens": torch.tensor([0, size // 3, size]),
+        "mask": torch.rand(size, generator=generator) < 0.8,
+        "temperature": torch.tensor([1.0, 1e-3, 1e3])[torch.arange(size) % 3],
+    }
+    actual = on(gpu, logits, batch, capability)
+    assert_same(actual, results(logits, batch), OF_GPU[torch.float32])
+
+
+CASES = [(40, CLUSTERS), (30011, CLUSTERS), (30011, NO_CLUSTERS), (40011, "10/2"), (70011, "10/1")]
+CASES += [(50011, PIPELINE), (40011, "9/2"), (20011, "9/1"), (70011, "9/8")]
+
+
+@pytest.mark.parametrize(("vocab", "capability"), CASES)
 def test_extreme_logits_on_a_gpu(gpu, vocab, capability):
     """Logits of -inf have probability 0, large differences do not overflow, and one NaN or +inf
     makes a row NaN. The largest clusters that fit may have 2 blocks, or 1.
@@ -495,32 +498,6 @@ def test_no_operator_waits_for_the_device(on_gpu):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("lag", ["", "8", "9"])  # this warp runs only where no other one can
-@pytest.mark.parametrize("rows", [1, 5, 23])  # a row alone, and several for each cluster
-@pytest.mark.emulated
-def test_the_pipeline_with_extreme_temperatures(gpu, rows, lag, monkeypatch):
-    """Odd sizes, rows of -inf, rows that are skipped, and gradients with and without an entropy."""
-    monkeypatch.setenv("MAXRL_EMULATED_LAG", lag or "99")
-    generator = torch.Generator().manual_seed(rows)
-    for capability, vocab in (("9/1", 9001), ("9/4", 30_011)):
-        logits = 3 * torch.randn(rows, vocab, generator=generator)
-        logits[::4, : vocab - 9] = -torch.inf
-        targets = torch.full((rows,), vocab - 2)
-        kept = torch.rand(rows, generator=generator) < 0.7
-        tau = torch.tensor([1.0, 1e-3, 1e3])[torch.arange(rows) % 3]
-        batch = {
-            "targets": targets,
-            "advantages": torch.randn(rows, generator=generator) * kept,
-            "advantages_per_token": True,
-            "cu_seqlens": torch.tensor([0, rows]),
-            "temperature": tau,
-        }
-        for options in ({}, {"entropy_coef": 0.1}):
-            actual = on(gpu, logits, batch, capability, **options)
-            expected = on(gpu, logits, batch, **options)  # rounding alone decides on some rows
-            assert_same(actual, expected, OF_GPU[torch.float32])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [7, 3085])  # beyond what a block reads at a time
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -528,8 +505,7 @@ def test_linear_divergence(gpu, divergence, vocab, dtype):
     """Tokens with coefficient 0 are not read: their states are NaN."""
     sides = given(x.to(dtype) for x in make(9, vocab))
     exact = given(x.double() for x in sides)
-    keep = torch.arange(9) % 3 != 1
-    tau = 0.5 + torch.rand(9, generator=torch.Generator().manual_seed(1))
+    keep, tau = torch.arange(9) % 3 != 1, torch.linspace(0.5, 1.5, 9)
     options = {"beta": 0.3, "softcap": 3.0, "temperature": tau}
     for x in sides[::2]:
         x.data[~keep] = torch.nan
@@ -541,10 +517,9 @@ def test_linear_divergence(gpu, divergence, vocab, dtype):
     assert names == ["divergence"] * 2
     expected = defined(exact, divergence, **options).where(keep, 0.0)
     wanted = gradients(expected.sum() / keep.sum(), exact)
-    assert error(metrics["divergence"].cpu(), expected) <= (1e-5 if gpu.name != "cuda" else 1e-3)
-    limit = OF_GPU[dtype] * (4 if gpu.name != "cuda" else 8)
+    assert error(metrics["divergence"].cpu(), expected) <= (1e-3 if gpu.name == "cuda" else 1e-5)
     for a, b in zip(gradients(loss, inputs), wanted, strict=True):
-        assert error(a.cpu(), b) <= limit
+        assert error(a.cpu(), b) <= 4 * OF_GPU[dtype]
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -554,21 +529,19 @@ def test_divergence_of_equal_nan_and_infinite_logits(gpu, divergence):
     policy[3] = torch.nan
     of_teacher[5], low[5] = -torch.inf, -1e30
 
-    def of(place, *sides):
-        inputs = given((place(x) for x in sides), free=(0,))
+    def of(*sides):
+        inputs = given(sides, free=(0,))
         loss, metrics = linear_divergence(*inputs, divergence)
-        return metrics["divergence"].cpu(), torch.autograd.grad(loss, inputs[0])[0].cpu()
+        found = metrics["divergence"], torch.autograd.grad(loss, inputs[0])[0]
+        return [x.double().cpu() for x in found]
 
-    expected, of_states = of(lambda x: x, policy, weight, teacher, low)
+    expected = of(policy, weight, teacher, low)
     with gpu.running():
-        values, gradient = of(gpu.put, policy, weight, teacher, of_teacher)
-        equal = of(gpu.put, *[teacher, of_teacher.nan_to_num(neginf=0.0)] * 2)
+        actual = of(*(gpu.put(x) for x in (policy, weight, teacher, of_teacher)))
+        equal = of(*[gpu.put(policy.nan_to_num()), gpu.put(weight)] * 2)
     assert not any(x.any() for x in equal)
-    if divergence == "reverse":  # infinite where the policy may choose what its teacher never does
-        expected, of_states = (
-            torch.full_like(expected, torch.inf),
-            torch.full_like(of_states, torch.nan),
-        )
-    expected[3], of_states[3] = torch.nan, torch.nan
-    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
-    torch.testing.assert_close(gradient, of_states, rtol=1e-4, atol=1e-6, equal_nan=True)
+    if divergence == "reverse":  # the policy may choose what its teacher never does
+        expected = [x * y for x, y in zip(expected, (torch.inf, torch.nan), strict=True)]
+    for a, b in zip(actual, expected, strict=True):
+        b[3] = torch.nan
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)

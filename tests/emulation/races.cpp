@@ -199,27 +199,28 @@ void decode_attention() {
   const std::vector<float> prompt_lse(rows * heads, 1.0f);
   for (const int num_splits : {1, 3}) {
     std::vector<float> partial(rows * heads * num_splits * (head_dim + 2));
-    const DecodeAttention<BFloat16> in{rows,
-                                       limit,
-                                       heads,
-                                       kv_heads,
-                                       head_dim,
-                                       q.data,
-                                       k.data,
-                                       v.data,
-                                       heads * head_dim,
-                                       kv_heads * head_dim,
-                                       kv_heads * head_dim,
-                                       k_cache.data,
-                                       v_cache.data,
-                                       lengths.data(),
-                                       prompt.data,
-                                       prompt_lse.data(),
-                                       heads,
-                                       1,
-                                       num_splits,
-                                       partial.data(),
-                                       out.data};
+    DecodeAttention<BFloat16> in;
+    in = {rows,
+          limit,
+          heads,
+          kv_heads,
+          head_dim,
+          q.data,
+          k.data,
+          v.data,
+          heads * head_dim,
+          kv_heads * head_dim,
+          kv_heads * head_dim,
+          k_cache.data,
+          v_cache.data,
+          lengths.data(),
+          prompt.data,
+          prompt_lse.data(),
+          heads,
+          1,
+          num_splits,
+          partial.data(),
+          out.data};
     cuda::decode_attention(in, nullptr);
   }
 }
@@ -265,20 +266,21 @@ void layer() {
   const Array<float> qkv(rows * packed), table(rows * dim / 2), norm(dim), grad_q(of_q);
   Array<float> q(of_q), k(rows * dim), v(rows * dim), of_norms(2 * 4 * dim);
   const std::vector<int64_t> positions = integers(rows, rows);
-  RotateHeads<float> rotation{rows,
-                              dim,
-                              1e-6f,
-                              1.0f,
-                              {{qkv.data, packed, heads},
-                               {qkv.data + heads * dim, packed, kv_heads},
-                               {qkv.data + 4 * dim, packed, 1}},
-                              {norm.data, norm.data},
-                              {q.data, k.data, v.data},
-                              {of_q / rows, dim, dim},
-                              table.data,
-                              table.data,
-                              positions.data(),
-                              rows};
+  RotateHeads<float> rotation;
+  rotation = {rows,
+              dim,
+              1e-6f,
+              1.0f,
+              {{qkv.data, packed, heads},
+               {qkv.data + heads * dim, packed, kv_heads},
+               {qkv.data + 4 * dim, packed, 1}},
+              {norm.data, norm.data},
+              {q.data, k.data, v.data},
+              {of_q / rows, dim, dim},
+              table.data,
+              table.data,
+              positions.data(),
+              rows};
   cuda::rotate_heads(rotation, nullptr);
   rotation.from[2].count = 0;
   cuda::rotate_heads_backward(

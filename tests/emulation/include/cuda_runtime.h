@@ -30,8 +30,8 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __CUDA_ARCH__ 900
-#define MAXRL_PIPELINED \
-  1  // on an emulated GPU of compute capability 9; with 10 its clusters run the other kernel
+// On compute capability 9; with 10, clusters run the other kernel.
+#define MAXRL_PIPELINED 1
 
 struct dim3 {
   unsigned x, y, z;

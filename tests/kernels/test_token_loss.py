@@ -321,6 +321,7 @@ def test_more_rows_than_fit_at_once(gpu, size, vocab, capability, lag, monkeypat
 
 
 CASES = [(40, CLUSTERS), (30011, CLUSTERS), (30011, NO_CLUSTERS), (40011, "10/2"), (70011, "10/1")]
+CASES += [(150_011, CLUSTERS), (150_021, "10/8")]  # 16 blocks, and 8 where 16 do not fit
 CASES += [(50011, PIPELINE), (40011, "9/2"), (20011, "9/1"), (70011, "9/8")]
 
 

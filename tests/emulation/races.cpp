@@ -144,7 +144,8 @@ void pipelined(const std::string& blocks, int64_t num_tokens, int64_t vocab_size
   }
   for (size_t i = 0; i < results[0].size(); ++i) {
     const double a = results[0][i], b = results[1][i];
-    if (std::abs(a - b) <= 0x1p-7 * std::abs(a) + 1e-9) continue;  // bfloat16 rounds by 2^-8
+    const double most = i < LossSums::kSize ? 2e-6 : 0x1p-7;  // bfloat16 rounds by 2^-8
+    if (std::abs(a - b) <= most * std::abs(a) + 1e-9) continue;
     std::fprintf(stderr, "the kernels differ: result %zu is %g and %g\n", i, a, b);
     std::exit(1);
   }

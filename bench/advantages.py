@@ -63,7 +63,7 @@ def estimator_calls(rewards: Tensor) -> dict[str, Callable[[], Tensor]]:
         values = (rewards > 0.5).float() if row.binary else rewards
         return lambda: group_advantage(values, name, **keywords)
 
-    return {name: call(name) for name in ESTIMATORS}
+    return {name: call(name) for name, row in ESTIMATORS.items() if not row.of_run}
 
 
 def check_agreement(rewards: Tensor) -> None:

@@ -18,9 +18,7 @@ from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts, Rollouts, Samples, cumulative
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.optimizer import make_optimizer
+from maxrl_fast.training.learner import Learner, LossSettings, make_optimizer
 
 
 def make_prompts(vocabulary: int, count: int, length: int) -> Prompts:

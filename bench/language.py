@@ -30,7 +30,7 @@ from bench.whole_step import time_steps, warm_started
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.read import parse
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.build_policy import dtype_of
+from maxrl_fast.job.build_parts import dtype_of
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.runtime.device import resolve_dtype
 

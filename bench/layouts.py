@@ -15,9 +15,7 @@ from maxrl_fast.model.attention import Forest
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.ops import linear_policy_gradient_loss
 from maxrl_fast.records import Prompts, Rollouts, Samples
-from maxrl_fast.training.learner import Learner, Plan
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.optimizer import make_optimizer
+from maxrl_fast.training.learner import Learner, LossSettings, Plan, make_optimizer
 from maxrl_fast.training.packing import MicroBatch, Packer
 
 SETTINGS = LossSettings(loss="reinforce", aggregation="token_mean")

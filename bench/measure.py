@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.runtime.background import Lap, Stopwatch
 from maxrl_fast.runtime.device import resolve_device, versions
-from maxrl_fast.training.stopwatch import Lap, Stopwatch
 
 COLD_BYTES = 256 << 20  # more than any second-level cache
 HEAD_START_CYCLES = 20_000_000  # GPU clock cycles: about 10 ms in which the host queues calls

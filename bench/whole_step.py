@@ -14,16 +14,13 @@ from bench.measure import DeviceStopwatch, gemm_throughput, milliseconds
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.job.build import RunContext
-from maxrl_fast.job.build_policy import build_policy
-from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.build_parts import build_policy, build_run_task
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Prompts
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.collect import RolloutBatch
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.objective import ObjectiveStep
-from maxrl_fast.training.optimizer import LearningRate
+from maxrl_fast.training.learner import Learner, LearningRate
+from maxrl_fast.training.objectives.group import GroupObjective, ObjectiveStep
 from maxrl_fast.training.packing import Packer
 from maxrl_fast.training.trainer import StepRecord, Trainer
 

@@ -23,13 +23,13 @@ using RealOf = std::conditional_t<std::is_same_v<Element, double>, double, float
 
 // Of a tensor's elements, as Python names it.
 template <typename T>
-constexpr const char* kDtype = std::is_same_v<T, float>      ? "float32"
-                               : std::is_same_v<T, double>   ? "float64"
-                               : std::is_same_v<T, BFloat16> ? "bfloat16"
-                               : std::is_same_v<T, int32_t>  ? "int32"
-                               : std::is_same_v<T, int64_t>  ? "int64"
-                               : std::is_same_v<T, bool>     ? "bool"
-                                                             : nullptr;
+constexpr const char* kDtype = nullptr;
+template <>
+inline constexpr const char* kDtype<float> = "float32";
+template <>
+inline constexpr const char* kDtype<double> = "float64";
+template <>
+inline constexpr const char* kDtype<BFloat16> = "bfloat16";
 
 template <typename T>
 MAXRL_HOST_DEVICE inline double to_double(T x) {

@@ -58,10 +58,4 @@ struct GroupAdvantage {
   }
 };
 
-namespace cpu {
-// Returns whether all advantages are finite.
-template <typename Real>
-int64_t group_advantage(const GroupAdvantage<Real>& in, int num_threads);
-}  // namespace cpu
-
 }  // namespace maxrl

@@ -1,4 +1,4 @@
-// Counter-based random numbers, the same as in maxrl_fast/rollout/random.py: they depend on a
+// Counter-based random numbers, the same as in maxrl_fast/rollout/__init__.py: they depend on a
 // sample's own coordinates.
 #pragma once
 #include <cstdint>

@@ -98,7 +98,7 @@ struct TokenRows {
   Numbers temperature;     // of all tokens, or [T]
   const bool* mask;  // [T], or null. Of a token that is left out nothing is read
 
-  MAXRL_FIELDS(num_rows, first, index, vocab_size, num_tokens, targets, temperature, mask)
+  MAXRL_FIELDS(num_rows, first, index, vocab_size, num_tokens, targets, mask, temperature)
 
   MAXRL_HOST_DEVICE int64_t token_of(int64_t row) const {
     return index ? index[first + row] : first + row;
@@ -138,9 +138,9 @@ struct TokenLossInputs {
   Numbers counts;          // [S], or without it the response's length
   Numbers sequence_log_ratio;  // [S]: mean log-ratios of responses, for gspo, or absent
 
-  MAXRL_FIELDS(tokens, num_sequences, cu_seqlens, advantages, importance_weights,
-               advantages_by_token, weights_by_token, old_logprobs, ref_logprobs, denominator,
-               divides_responses, counts, sequence_log_ratio)
+  MAXRL_FIELDS(tokens, advantages, importance_weights, old_logprobs, ref_logprobs, denominator,
+               counts, sequence_log_ratio, num_sequences, cu_seqlens, advantages_by_token,
+               weights_by_token, divides_responses)
 
   // The last response that starts at or before token t: its own.
   MAXRL_HOST_DEVICE int64_t sequence_of(int64_t t) const {
@@ -201,15 +201,19 @@ MAXRL_HOST_DEVICE inline bool plan_token(const TokenLossInputs& in, const LossTe
   return must_read;
 }
 
+// Unlike fmin and fmax this keeps NaN.
+MAXRL_HOST_DEVICE inline double clip(double x, double low, double high) {
+  const double raised = x < low ? low : x;
+  return raised > high ? high : raised;
+}
+
 struct ClampedLogRatio {
   double value;
   bool is_clamped;
 };
 
 MAXRL_HOST_DEVICE inline ClampedLogRatio clamp_log_ratio(double x) {
-  if (x > kMaxLogRatio) return {kMaxLogRatio, true};
-  if (x < -kMaxLogRatio) return {-kMaxLogRatio, true};
-  return {x, false};  // NaN too
+  return {clip(x, -kMaxLogRatio, kMaxLogRatio), fabs(x) > kMaxLogRatio};
 }
 
 // What the policy-gradient term of a token is computed from.
@@ -225,12 +229,6 @@ struct TokenLoss {
   double value, grad_logp;
   bool clipped_low = false, clipped_high = false;  // whether the loss has limited the ratio
 };
-
-// Unlike fmin and fmax this keeps NaN.
-MAXRL_HOST_DEVICE inline double clip(double x, double low, double high) {
-  const double raised = x < low ? low : x;
-  return raised > high ? high : raised;
-}
 
 // Estimates of KL(policy || reference) of one token (Schulman 2020), d = logp - ref.
 MAXRL_HOST_DEVICE inline TokenLoss divergence(Divergence kind, double d) {

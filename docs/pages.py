@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from maxrl_fast.algorithms.options import Option, options_of
-from maxrl_fast.config.help_page import metavar
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parts import SECTIONS, options_of_part, owners_by_option
+from maxrl_fast.config.read import metavar
+from maxrl_fast.config.rules import SECTIONS, options_of_part, owners_by_option
 
 OTHER_LIBRARIES = """## Names in other libraries
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.tasks import ReferenceAnswer
-from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
+from maxrl_fast.tasks import ReferenceAnswer, decode_words, word_tokenizer_files
 
 WORDS = ("<pad>", "<bos>", "<eos>", "<unk>", "LEFT", "RIGHT")
 PAD, BOS, EOS, UNK, LEFT, RIGHT = range(6)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from maxrl_fast.records import Prompts, Rollouts, unpack
 from maxrl_fast.rewards import Outcome, Progress, no_progress
-from maxrl_fast.tasks.episode import Reply
-from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
+from maxrl_fast.tasks import Reply, decode_words, word_tokenizer_files
 
 WORDS = ("<pad>", "<bos>", "<eos>", "<unk>", "HIGHER", "LOWER", "CORRECT")
 PAD, BOS, EOS, UNK, HIGHER, LOWER, CORRECT = range(7)  # number x has the id CORRECT + x

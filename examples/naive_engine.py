@@ -14,9 +14,8 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.random import uniforms
-from maxrl_fast.rollout.sampling import sample
+from maxrl_fast.rollout import RolloutRequest, Sampling, uniforms
+from maxrl_fast.rollout.decode_slots import sample
 
 
 class NaiveEngine:

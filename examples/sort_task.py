@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, pack
-from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
+from maxrl_fast.tasks import decode_words, word_tokenizer_files
 
 WORDS = ("<pad>", "<bos>", "<eos>", "<unk>", *"0123456789", "SORT")
 VOCAB_SIZE = 16

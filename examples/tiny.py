@@ -10,7 +10,7 @@ from typing import Any
 from maxrl_fast import Session
 from maxrl_fast.model.checkpoint import new_files, write_policy
 from maxrl_fast.model.policy import new_policy
-from maxrl_fast.tasks.words import word_tokenizer_files
+from maxrl_fast.tasks import word_tokenizer_files
 
 
 def tiny_session(**options: Any) -> Session:

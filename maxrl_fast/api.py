@@ -14,24 +14,38 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from rich.console import Console
+import numpy as np
 
 from maxrl_fast.config.read import parse_options
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.evaluation import label_of, score_of
+from maxrl_fast.job.build_parts import build_run_task
+from maxrl_fast.job.checkpoints import random_states, set_random_states
 from maxrl_fast.job.launch import train
-from maxrl_fast.job.learner_state import random_states, set_random_states
-from maxrl_fast.job.log import Log, flat
+from maxrl_fast.job.run_files import flat
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.runtime.files import atomic_file
+from maxrl_fast.runtime.files import RunFolder, atomic_file
 from maxrl_fast.runtime.loading import check_members, naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.run_folder import RunFolder
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.names import OBJECT
+from maxrl_fast.tasks.dataset_specs import OBJECT
 
-NOTEBOOK_LINES = 20  # progress lines per stage; a terminal shows one moving line
+
+class Log(list[dict[str, Any]]):
+    """Rows are dicts; `log["reward_mean"]` is a column, a NumPy array of numbers with NaN where a
+    row has none, or a list; `pandas.DataFrame(log)` is a table."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        values = [row.get(key) for row in self]
+        if not any(key in row for row in self):
+            names = dict.fromkeys(name for row in self for name in row)
+            raise KeyError(f"the log has no column {key!r}, only {', '.join(names)}")
+        if all(value is None or isinstance(value, int | float) for value in values):
+            return np.array([np.nan if value is None else value for value in values])
+        return values
 
 
 @dataclass(repr=False)
@@ -45,7 +59,7 @@ class Run:
     _objects: dict[str, Any]  # arguments of `run` that the folder cannot store
 
     def log(self, name: str) -> Log:
-        """Return the rows of NAME.jsonl, such as samples or rollouts."""
+        """Return the rows of NAME.jsonl (docs/metrics.md)."""
         return Log(map(flat, RunFolder(self.out).log(name)))
 
     @cached_property
@@ -63,13 +77,12 @@ class Run:
         return run(resume=self.out, **{**self._objects, **options})
 
     def __repr__(self) -> str:
-        scores, shown = self.evaluations, ""
-        if len(scores):
-            passes, rewards = scores["pass_at_1"], scores["max_at_1"]
-            name = "pass@1" if (passes == rewards).all() else "mean reward"
-            shown = f", {name} {rewards[0]:.3f} to {rewards[-1]:.3f}"
-        if self.exit:
-            shown += f", ended early with exit {self.exit}"
+        records, shown = RunFolder(self.out).log("eval"), ""
+        if records:
+            score = score_of(records)
+            first, last = (records[i][score]["1"] for i in (0, -1))
+            shown = f", {label_of(score, 1)} {first:.3f} to {last:.3f}"
+        shown += f", ended early with exit {self.exit}" * bool(self.exit)
         return f"Run({str(self.out)!r}: {len(self.metrics)} steps{shown})"
 
 
@@ -83,10 +96,8 @@ def run(
     quiet: bool = False,
     **options: Any,
 ) -> Run:
-    """Train as `python -m maxrl_fast.train` does, bitwise identically, and return the results.
-
-    Ctrl-C stops the run after its step with a checkpoint. Signal handlers, random states and the
-    number of CPU threads are restored.
+    """Train as `python -m maxrl_fast.train` does, bitwise identically, and return the results
+    (docs/python.md). Signal handlers, random states and the number of CPU threads are restored.
 
     Args:
         config: options by name, or a TOML file of them; keyword options override them.
@@ -97,23 +108,17 @@ def run(
             `sft_data` may be a list of dicts, or what has `to_list()` or `to_dict("records")`.
 
     Raises:
-        InputError: if an option is unknown or wrong.
-        NonFiniteError, RewardError, StorageError, EngineError, UserCodeError: if the run failed.
+        InputError, and if the run failed NonFiniteError, RewardError, StorageError, EngineError or
+        UserCodeError.
     """
-    given: dict[str, Any] = {"config": config}
-    if isinstance(config, Mapping):
-        given = dict(config)
+    given: dict[str, Any] = {**config} if isinstance(config, Mapping) else {"config": config}
     options |= {"task": task, "reward": reward, "environment": environment}
-    given |= {name: value for name, value in options.items() if value is not None}
+    given |= {name: x for name, x in options.items() if x is not None}
     folder = Path(given.get("out") or given.get("resume") or "runs/run").absolute().parent
     for name in ("data", "test_data", "sft_data"):
         given[name] = _stored(name, given.get(name), folder)
     objects, functions = _named_objects(given)
-    ranks, is_notebook = Ranks.of_environment(), Console().is_jupyter
-    # a notebook gets plain lines: rich would need widgets for a moving bar
-    plain = False if is_notebook else None
-    is_quiet = quiet or not ranks.is_first
-    console = Console(quiet=is_quiet, force_jupyter=plain, force_terminal=plain)
+    ranks = Ranks.of_environment()
     with ExitStack() as held:
         held.callback(set_random_states, random_states())  # parsing options changes them too
         parsed = parse_options(given)
@@ -123,7 +128,7 @@ def run(
         ending = train(
             parsed,
             ranks,
-            Screen(console, not ranks.is_first, NOTEBOOK_LINES if is_notebook else None),
+            Screen(not ranks.is_first, quiet),
             lambda found: objects.get("task") or build_run_task(found, objects.get("environment")),
             functions,
             ends_process=ranks.size > 1,

@@ -26,11 +26,7 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 class InputError(ValueError):
     """The user's input is invalid; exit code 2. The command adds the lines of the --config file
-    that give the `options`."""
-
-    def __init__(self, message: str, *options: str) -> None:
-        super().__init__(message)
-        self.options = options
+    that give the options which the message names."""
 
 
 class UnsupportedModelError(InputError):

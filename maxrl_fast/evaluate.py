@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from maxrl_fast.config.evaluation import parse
+from maxrl_fast.config.read import parse_evaluation
 from maxrl_fast.errors import FAILURES, InputError, UserCodeError
 from maxrl_fast.job.evaluate import compare_evaluations, evaluate_checkpoint
 from maxrl_fast.job.screen import Screen
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     screen = Screen()
     try:
         with naming_user_code():
-            config, source = parse(arguments)
+            config, source = parse_evaluation(arguments)
             if (size := Ranks.of_environment().size) > 1:
                 raise InputError(f"an evaluation runs in one process, got {size}")
             if isinstance(source, Path):

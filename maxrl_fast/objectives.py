@@ -1,5 +1,8 @@
-"""The command `python -m maxrl_fast.objectives [NAME ...]`: list objectives, token losses and
-corrections, a line each, or print all that is known of those that are named."""
+"""usage: python -m maxrl_fast.objectives [NAME ...]
+
+List the objectives, the token losses of --loss and the corrections of --correction, a line each
+with what it is for and what it needs; of those that are named print the formula, the weight, the
+options and the source too."""
 
 from maxrl_fast.runtime.output import run_command
 
@@ -14,42 +17,20 @@ from rich.console import Console
 from rich.table import Table
 
 from maxrl_fast.algorithms.estimators import ALIASES
-from maxrl_fast.algorithms.known import explain_name, method_hint
 from maxrl_fast.algorithms.losses import ALIASES as LOSS_ALIASES
 from maxrl_fast.algorithms.losses import LOSSES
 from maxrl_fast.algorithms.method import Method
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.output import command, show_help
 from maxrl_fast.training.correction import CORRECTIONS
-from maxrl_fast.training.objectives.registry import METHODS
+from maxrl_fast.training.objectives.registry import METHODS, explain_name, method_hint
 
-# of each kind: the methods, other names of them, the title of the formula, and the notation
+# of each kind: the methods, other names of them, the title of the formula, and the page of docs/
+# with the notation
 KINDS: dict[str, tuple[Mapping[str, Method], Mapping[str, Method], str, str]] = {
-    "objective": (
-        METHODS,
-        ALIASES,
-        "advantage A_i",
-        "N rewards r_i per prompt, C of them correct, F = N - C wrong; mu and std: their mean and "
-        "standard deviation; p: the pass rate. S_i and S_-i: the mean of the maximum over the "
-        "size-k subsets of rollouts with and without i; M_-i: the same over the size-(k-1) subsets "
-        "of the others; rho_i: the policy's probability of a response over the sampler's. PACS: "
-        "R_i the outcome, B the number of rollouts in the batch.",
-    ),
-    "loss": (
-        LOSSES,
-        LOSS_ALIASES,
-        "loss of a token",
-        "A: advantage; rho = pi / pi_old of a token; sg: a constant factor, without a gradient; "
-        "weight: the factor of A grad logp, 1 for every loss at rho = 1, except for entropy_adv "
-        "and tokens that clip_cov, lp_reg and simko choose.",
-    ),
-    "correction": (
-        CORRECTIONS,
-        {},
-        "factor of a token's advantage",
-        "w_t: a token's probability under the policy before the step's first update over its "
-        "probability in the rollout engine, both before top-p.",
-    ),
+    "objective": (METHODS, ALIASES, "advantage A_i", "objectives/README.md"),
+    "loss": (LOSSES, LOSS_ALIASES, "loss of a token", "token_loss.md"),
+    "correction": (CORRECTIONS, {}, "factor of a token's advantage", "rollout.md"),
 }
 # what methods are for; reinforce and ppo are an objective first, and then a loss
 _FOR = """
@@ -83,11 +64,6 @@ other engines, some are left out: icepop mis
 updates far from the sampler: sequence_mask
 """
 WIDEST = 34  # of a purpose
-HELP = """usage: python -m maxrl_fast.objectives [NAME ...]
-
-List the objectives, the token losses of --loss and the corrections of --correction, a line each
-with what it is for and what it needs; of those that are named print the formula, the weight, the
-options, the source and the notation too."""
 
 
 def purpose_of(kind: str, name: str) -> str:
@@ -99,7 +75,7 @@ def purpose_of(kind: str, name: str) -> str:
 
 @command
 def main(names: Sequence[str]) -> int:
-    show_help(names, HELP)
+    show_help(names, str(__doc__))
     console = Console() if sys.stdout.isatty() else Console(width=160)
     show = partial(console.print, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     known = {x for methods, aliases, *_ in KINDS.values() for x in (*methods, *aliases)}
@@ -107,14 +83,14 @@ def main(names: Sequence[str]) -> int:
         if name not in known:
             said = f"no objective, loss or correction has the name {name!r:.80}"
             raise InputError(said + method_hint(name, known))
-    for kind, (methods, aliases, title, notation) in KINDS.items():
+    for kind, (methods, aliases, title, page) in KINDS.items():
         for name in (x for x in names if x in methods or x in aliases):
             x = methods.get(name) or aliases[name]
             rows = {title: x.formula, "weight": x.weight, "needs": x.needs}
             rows |= {"options": x.shown_options, "from": x.source}
             show(f"--{kind} {explain_name(name)}")
             show(*(f"  {key}: {text or '-'}" for key, text in rows.items()), sep="\n")
-            show(f"  {notation}\n")
+            show(f"  notation: docs/{page}\n")
         if names:
             continue
         table = Table(f"--{kind}", "what for", "needs", box=None, pad_edge=False)

@@ -45,9 +45,8 @@ def gather_sequences(cu_seqlens: Tensor, sequences: Tensor) -> tuple[Tensor, Ten
 
 def padded_slots(lengths: Tensor, width: int) -> Tensor:
     """Return each packed token's index in a flattened, right-padded [S, width]: [T]."""
-    sequence = torch.repeat_interleave(lengths)
-    starts = torch.repeat_interleave(cumulative(lengths)[:-1], lengths)
-    return sequence * width + torch.arange(sequence.numel(), device=lengths.device) - starts
+    is_token = torch.arange(width, device=lengths.device) < lengths[:, None]
+    return is_token.flatten().nonzero()[:, 0]
 
 
 # What the first dimension of a field counts. BOUNDS: where each item's tokens begin and end.
@@ -56,7 +55,7 @@ PROMPT, SEQUENCE, TOKEN, INSERTED, BOUNDS = "prompt", "sequence", "token", "inse
 
 @cache
 def _fields(record: type) -> dict[str, tuple[str, torch.dtype | None, bool]]:
-    """Return the index space of each field, its dtype, and whether it may be None."""
+    """Return each field's index space, its dtype, and whether it may be None."""
     fields = {}
     for name, hint in get_type_hints(record, include_extras=True).items():
         if get_origin(hint) is Annotated:
@@ -68,11 +67,11 @@ def _fields(record: type) -> dict[str, tuple[str, torch.dtype | None, bool]]:
 @dataclass(frozen=True)
 class Ragged(ABC):
     """A record whose fields say what their first dimension counts, as Annotated[Tensor, SEQUENCE,
-    dtype]: tensors, tuples, records or None. Others belong to the record as a whole."""
+    dtype]: tensors, tuples, records or None. Others belong to the whole record."""
 
     @abstractmethod
     def positions(self, items: Tensor) -> dict[str, Tensor]:
-        """Return the indices, in each index space, of what belongs to the items."""
+        """Return the indices of what belongs to the items, by index space."""
 
     def select(self, items: Tensor) -> Self:
         """Return the items (prompts or sequences) at int64 indices, in this order."""
@@ -93,8 +92,8 @@ class Ragged(ABC):
     def concatenate(
         cls, parts: Sequence[Self], across: Callable[[Tensor], Tensor] | None = None
     ) -> Self:
-        """Concatenate the fields that all parts have; what belongs to a whole is the first part's.
-        across: of a tensor with those of other ranks; tuples are then left out."""
+        """Concatenate the fields that all parts have; others are the first part's. across: of a
+        tensor with those of other ranks; tuples are then left out."""
         fields, joined = _fields(cls), dict[str, Any]()
         columns = {name: [getattr(part, name) for part in parts] for name in fields}
         has_all = torch.tensor([[all(x is not None for x in own) for own in columns.values()]])
@@ -114,9 +113,10 @@ class Ragged(ABC):
         return replace(parts[0], **joined)
 
     def to(self, device: torch.device) -> Self:
-        values = {name: getattr(self, name) for name in _fields(type(self))}
-        moved = {n: x.to(device) for n, x in values.items() if isinstance(x, Tensor | Ragged)}
-        return replace(self, **moved)
+        values = ((name, getattr(self, name)) for name in _fields(type(self)))
+        return replace(
+            self, **{n: x.to(device) for n, x in values if isinstance(x, Tensor | Ragged)}
+        )
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,7 @@ class Packed(Ragged):
     tokens: Tensor
     cu_seqlens: Tensor
 
-    def __len__(self) -> int:
-        """Number of items, without reading from the device."""
+    def __len__(self) -> int:  # without reading from the device
         return self.cu_seqlens.numel() - 1
 
     @property
@@ -137,21 +136,21 @@ class Packed(Ragged):
         return self.cu_seqlens.diff()
 
     def by_token(self, of_items: Tensor) -> Tensor:
-        """Repeat a number of each item for each of its tokens."""
+        """Repeat each item's number for each of its tokens."""
         return of_items.repeat_interleave(self.lengths, output_size=len(self.tokens))
 
-    def at(self, items: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions of the tokens of items, int64 on the host, and their cu_seqlens."""
-        bounds = gather_sequences(self.cu_seqlens.cpu(), items.cpu())
-        index, cu_seqlens = to_device(self.tokens.device, *bounds)
-        return index, cu_seqlens
+    def at(self, items: Tensor) -> list[Tensor]:
+        """Return the positions of the tokens of items, their cu_seqlens, and the items, all on the
+        device."""
+        items = items.cpu()
+        return to_device(self.tokens.device, *gather_sequences(self.cu_seqlens.cpu(), items), items)
 
     def positions(self, items: Tensor) -> dict[str, Tensor]:
         slots, _ = gather_sequences(self.cu_seqlens, items)
         return dict(zip(self.SPACES, (items, slots), strict=True))
 
     def find_wrong(self, num_items: int, device: torch.device) -> str:
-        """Return what is wrong with a field's type, dtype, device or size; "" if nothing is."""
+        """Return what is wrong with a field; "" if nothing is."""
         sizes = {self.SPACES[0]: num_items, BOUNDS: num_items + 1}
         for name, (space, dtype, is_optional) in _fields(type(self)).items():
             value = getattr(self, name)
@@ -196,8 +195,7 @@ class Prompts(Packed):
 
     def take(self, start: int, count: int) -> "Prompts":
         """Return `count` prompts from `start` on, or fewer at the end."""
-        stop = min(start + count, len(self))
-        return self.select(torch.arange(start, max(start, stop), device=self.ids.device))
+        return self.select(torch.arange(len(self), device=self.ids.device)[start : start + count])
 
 
 @dataclass(frozen=True)
@@ -274,15 +272,13 @@ class Rollouts(Packed):
     def concatenate(
         cls, parts: Sequence[Self], across: Callable[[Tensor], Tensor] | None = None
     ) -> Self:
-        """Concatenate as `Ragged` does; a part of one turn has no insertions beside episodes."""
+        """As `Ragged`; a part of one turn has no insertions beside episodes."""
         has_turns = torch.tensor([part.inserted is not None for part in parts])
         if (across(has_turns) if across else has_turns).any():
-            parts = [part._with_insertions() for part in parts]
+            nothing = (Inserted(x.tokens[:0], cumulative(0 * x.tokens)) for x in parts)
+            pairs = zip(parts, nothing, strict=True)
+            parts = [x if x.inserted else replace(x, inserted=none) for x, none in pairs]
         return super().concatenate(parts, across)
-
-    def _with_insertions(self) -> Self:
-        none = Inserted(self.tokens[:0], cumulative(torch.zeros_like(self.tokens)))
-        return replace(self, inserted=none if self.inserted is None else self.inserted)
 
     @property
     def all_tokens(self) -> Tensor:  # [T + E], with what was inserted
@@ -341,6 +337,5 @@ class Samples(Ragged):
         return len(self.rollouts) // len(self.prompts)
 
     @property
-    def sequences(self) -> Tensor:
-        """0 to S - 1, int64 [S], on the host, where micro-batches are built."""
+    def sequences(self) -> Tensor:  # [S] int64, on the host, where micro-batches are built
         return torch.arange(len(self.rollouts))

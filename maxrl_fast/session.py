@@ -6,7 +6,7 @@ sample --texts, log-probs--> your rewards --advantages--> forward_backward --> o
 import atexit
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -17,36 +17,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.losses.registry import find_loss
+from maxrl_fast.algorithms.losses import find_loss
 from maxrl_fast.algorithms.options import REQUIRED, Count, NotNegative, make_option
 from maxrl_fast.config.options import Config, Decoding, Loss, Model, Optimizer, Place
 from maxrl_fast.config.read import hint, parse_options
 from maxrl_fast.errors import InputError, warn
 from maxrl_fast.job.build import RunContext, prepare
-from maxrl_fast.job.build_task import build_run_task
-from maxrl_fast.job.checkpoints import check_weights, progress_record, write_checkpoint
-from maxrl_fast.job.learner_state import Snapshot, load_learner
-from maxrl_fast.job.progress import Progress
-from maxrl_fast.job.resume import Saved, find_saved
+from maxrl_fast.job.build_parts import build_run_task
+from maxrl_fast.job.checkpoints import (
+    Snapshot,
+    check_weights,
+    load_learner,
+    progress_record,
+    write_checkpoint,
+)
+from maxrl_fast.job.run_files import Progress, Saved, find_saved
 from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
-from maxrl_fast.rollout import RolloutRequest, check_finite
-from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
+from maxrl_fast.rollout import RolloutRequest, check_finite, sample_and_score
 from maxrl_fast.rollout.vllm import VllmOptions
 from maxrl_fast.runtime.device import resolve_device
-from maxrl_fast.runtime.files import CHECKSUMS, read_json
+from maxrl_fast.runtime.files import CHECKSUMS, RunFolder, read_json
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.run_folder import RunFolder
+from maxrl_fast.tasks import response_texts
+from maxrl_fast.tasks.conversation import TextOptions
 from maxrl_fast.tasks.dataset import DatasetOptions
-from maxrl_fast.tasks.jsonl import check_utf8, read_prompt
-from maxrl_fast.tasks.names import is_dataset
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
-from maxrl_fast.tasks.texts import response_texts
+from maxrl_fast.tasks.dataset_specs import is_dataset
+from maxrl_fast.tasks.sources import check_utf8, read_prompt
+from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 
 _GROUPS = Model, Optimizer, Loss, Decoding, Place, TextOptions, VllmOptions
-_OF_RUNS = "model teacher_prompt prompt_suffix max_prompt_tokens steps warmup_steps lr_schedule"
-_OPTIONS = {x.name for group in _GROUPS for x in fields(group)}
-_OPTIONS -= {"updates_per_step", *_OF_RUNS.split()}
+_OF_RUNS = "model teacher_prompt prompt_suffix max_prompt_tokens steps warmup_steps lr_schedule "
+_OF_RUNS += "updates_per_step"
+_OPTIONS = {x.name for group in _GROUPS for x in fields(group)} - {*_OF_RUNS.split()}
 _OPTIONS |= {"loss", "rollout", "seed", "sharding"}
 
 
@@ -63,9 +66,8 @@ class SessionSamples(Samples):
     temperature: float
     is_given: bool = False  # no policy has sampled them, and `forward` has not read them
 
-    def _by_prompt(self, values: Sequence[Any]) -> list[list[Any]]:
-        n = self.num_rollouts
-        return [[*values[i : i + n]] for i in range(0, len(values), n)]
+    def _by_prompt(self, values: Iterable[Any]) -> list[list[Any]]:
+        return np.fromiter(values, object).reshape(-1, self.num_rollouts).tolist()
 
     @property
     def texts(self) -> list[list[str]]:
@@ -79,8 +81,8 @@ class SessionSamples(Samples):
     @property
     def logprobs(self) -> list[list[np.ndarray]]:
         """Of the tokens, float32: when they were sampled, or by `forward`."""
-        ends = self.rollouts.cu_seqlens[1:-1].cpu().numpy()
-        return self._by_prompt(np.split(self.rollouts.logprobs.cpu().numpy(), ends))
+        lengths = self.rollouts.lengths.tolist()
+        return self._by_prompt(x.numpy() for x in self.rollouts.logprobs.cpu().split(lengths))
 
     @property
     def truncated(self) -> np.ndarray:
@@ -101,9 +103,8 @@ class Session:
 
     @classmethod
     def from_run(cls, folder: str | os.PathLike[str], **options: Any) -> "Session":
-        """Continue from the newest checkpoint of a run, or from what `save` wrote, with its Adam
-        moments; options not given keep their values. `session.task` is the run's, or for text one
-        without its data."""
+        """Continue from the newest checkpoint of a run, or from what `save` wrote; options that are
+        not given keep their values."""
         path = Path(folder).expanduser().absolute()
         is_saved = RunFolder(path).checkpoints or (path / "progress.json").exists()
         if not (is_saved and (saved := find_saved(path, Ranks(), warn))):
@@ -146,12 +147,15 @@ class Session:
     def encode(
         self, prompts: Any, responses: Sequence[Sequence[str]] | None = None
     ) -> SessionSamples:
-        """Return texts [G][N] as samples, with log-probs of 0. prompts: G texts, each a user's
-        message where there is a chat template, or lists of messages; or `Prompts` of a task."""
-        task, given, device = self.task, list[list[int]](), self._run.device
-        if not isinstance(prompts, Prompts):
-            if not isinstance(task, TextTask):
-                raise InputError(f"prompts must be Prompts, as {task.name} returns them")
+        """Return texts [G][N] as samples, with log-probs of 0. prompts: G texts, or lists of
+        messages; or `Prompts` of a task."""
+        task, given = self.task, list[list[int]]()
+        if isinstance(prompts, Prompts):
+            if responses is not None or not len(prompts):
+                raise InputError("prompts must be at least one, of text where responses are given")
+        elif not isinstance(task, TextTask):
+            raise InputError(f"prompts must be Prompts, as {task.name} returns them")
+        else:
             read, ids = list[Any](), list[list[int]]()
             for i, prompt in enumerate(_list("prompts", prompts)):
                 found = read_prompt(prompt, place := f"prompts[{i}]")
@@ -160,18 +164,17 @@ class Session:
                 if not ids[-1]:
                     raise InputError(f"{place} must be text that the tokenizer knows")
             prompts = prompts_of(ids, range(len(ids)), [{}] * len(ids))
+            rows: list[Any] = [()] * len(read)
             if responses is not None:
                 rows = [_list("responses", row) for row in _list("responses", responses)]
-                if len(rows) != len(read) or len({*map(len, rows)}) > 1:
-                    wanted = f"as many to each of {len(read)} prompts"
-                    raise InputError(f"responses must be {wanted}, got {responses!r:.80}")
-                for prompt, row in zip(read, rows, strict=True):
-                    for text in row:
-                        check_utf8(text, "responses")
-                        given.append(task.encode_demonstration(prompt, text, "responses")[1])
-        elif responses is not None or not len(prompts):
-            raise InputError("prompts must be at least one, of text where responses are given")
-        parts = prompts.to(device), Rollouts.given(given).to(device), task
+            if len(rows) != len(read) or len({*map(len, rows)}) > 1:
+                wanted = f"as many to each of {len(read)} prompts"
+                raise InputError(f"responses must be {wanted}, got {responses!r:.80}")
+            for prompt, row in zip(read, rows, strict=True):
+                for text in row:
+                    check_utf8(text, "responses")
+                    given.append(task.encode_demonstration(prompt, text, "responses")[1])
+        parts = prompts.to(self._run.device), Rollouts.given(given).to(self._run.device), task
         samples = SessionSamples(*parts, self._settings.temperature, is_given=True)
         lengths, most = samples.prompts.lengths, self._positions
         each = lengths.repeat_interleave(samples.num_rollouts) + samples.rollouts.lengths
@@ -199,24 +202,24 @@ class Session:
         """Sample n responses to each prompt with the newest weights and new random numbers. None:
         the session's option, or as many tokens as the positions leave."""
         run, own, n = self._run, self.encode(prompts).prompts, _number("n", Count, n)
-        heat, room = run.sampling.temperature, self._positions - int(own.lengths.max())
+        room, usual = self._positions - int(own.lengths.max()), run.sampling
+        sampling = replace(usual, max_new_tokens=max(1, min(usual.max_new_tokens, room)))
         if temperature is not None:
             heat = _number("temperature", NotNegative, temperature)
-        limit = max(1, min(run.sampling.max_new_tokens, room))
+            sampling = replace(sampling, temperature=heat)
         if max_new_tokens is not None:
             limit = _number("max_new_tokens", Count, max_new_tokens)
-        sampling = replace(run.sampling, temperature=heat, max_new_tokens=limit)
+            sampling = replace(sampling, max_new_tokens=limit)
         if self._is_new:
             self.engine.load_weights(self.learner.model)
             self._is_new = False
         part, seed = own.take(*run.ranks.part(len(own))), run.config.run.seed
         request = RolloutRequest(part, n, sampling, seed, self._draws + 1)
-        shared = run.shares_engine
-        found = sample_and_score(self.engine, self.task, None, request, shares_engine=shared)
+        found = sample_and_score(self.engine, self.task, None, request)
         rollouts = run.ranks.gather(found.rollouts)
         self._draws += 1
         check_finite(rollouts, own, self._draws)
-        return SessionSamples(own, rollouts, self.task, heat)
+        return SessionSamples(own, rollouts, self.task, sampling.temperature)
 
     def forward(self, samples: SessionSamples) -> SessionSamples:
         """Return the samples with their log-probs under the policy."""
@@ -231,8 +234,8 @@ class Session:
         advantages: Any,
         loss: str | Callable[..., Tensor] | None = None,
     ) -> None:
-        """Add the gradient of the loss to that of earlier calls since the last `optim_step`.
-        advantages: [G, N]; loss: as of `policy_gradient_loss`, None: the session's option."""
+        """Add to the gradient since the last `optim_step`. advantages: [G, N]; loss: a name or a
+        function (docs/token_loss.md), None: the session's option."""
         samples, learner, settings = self._checked(samples), self.learner, self._settings
         values, shape = torch.empty(0), (len(samples.prompts), samples.num_rollouts)
         with suppress(TypeError, ValueError, RuntimeError):  # of what is no tensor
@@ -261,9 +264,8 @@ class Session:
         learner.forward_backward(samples, values.flatten(), samples.sequences, draw)
 
     def optim_step(self, lr: float | None = None) -> UpdateMetrics:
-        """Take an optimizer step on the summed gradient. lr: None: the session's option. From
-        `ratio` to `logprob_diff`, the metrics are means over the tokens trained on. NonFiniteError:
-        loss or gradient are not finite; the weights are unchanged."""
+        """Take an optimizer step; TOKEN_METRICS are means over the tokens trained on.
+        NonFiniteError: loss or gradient are not finite; the weights are unchanged."""
         if not self.learner.accumulated:
             raise InputError("optim_step needs a forward_backward since the last one, got none")
         rate = self.config.optimizer.lr if lr is None else _number("lr", NotNegative, lr)
@@ -273,8 +275,7 @@ class Session:
         return replace(found, **means if found.num_targets else {"ratio": 1.0})
 
     def save(self, out: str | os.PathLike[str]) -> None:
-        """Write a Hugging Face folder that `from_run` continues, in place of an older save. A kill
-        leaves the older or the new one whole."""
+        """Write a Hugging Face folder that `from_run` continues, in place of an older save."""
         ranks, path, model = self._run.ranks, Path(out).expanduser().resolve(), self.config.model
         check_weights(self.learner, f"draw {self._draws}", ranks)
         if wrong := ranks.values(ranks.is_first and _not_free(path))[0]:

@@ -22,11 +22,11 @@ from rich.console import Console
 from maxrl_fast.config.changes import differing
 from maxrl_fast.config.read import names_of_lists, parse, read_flags
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.scores import score_of
+from maxrl_fast.evaluation import score_of
 from maxrl_fast.evaluation.tables import add_scores, new_table
+from maxrl_fast.runtime.files import RunFolder
 from maxrl_fast.runtime.output import command, show_help
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.runtime.run_folder import RunFolder
 
 HELP = """usage: python -m maxrl_fast.sweep --seeds INT ... [OPTIONS OF maxrl_fast.train]
 
@@ -68,9 +68,14 @@ def main(arguments: Sequence[str]) -> int:
     if is_dry:
         print(*(shlex.join(run.command) for run in runs), sep="\n")
         return 0
-    if stopped := train_runs(runs, is_quiet):
-        print("stopped; the same command resumes the sweep")
-        return stopped
+    for number, run in enumerate(runs, start=1):
+        done = RunFolder(run.folder)
+        if not (done.is_run and done.is_finished and not differing(done.options, run.given)):
+            print(f"run {number} of {len(runs)}: {run.folder.name}", flush=True)
+            run.code = train(run.command, is_quiet)
+        if run.code - 128 in SIGNALS:
+            print("stopped; the same command resumes the sweep")
+            return run.code
     if failed := [f"{run.folder.name} (exit code {run.code})" for run in runs if run.code]:
         text = f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}"
         print(f"error: {text}", file=sys.stderr)
@@ -81,13 +86,11 @@ def main(arguments: Sequence[str]) -> int:
 def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
     """Return the runs of all combinations of values, seeds last. What a run would refuse is refused
     here, before the first run."""
-    several = names_of_lists()
+    several, runs = names_of_lists(), list[Run]()
     sides = [name for name, values in options.items() if len(values) > 1 and name not in several]
     sides.sort(key=lambda name: name == "seed")
-    runs = list[Run]()
     for values in itertools.product(*(options[name] for name in sides)):
-        own = dict(zip(sides, values, strict=True))
-        words = []
+        own, words = dict(zip(sides, values, strict=True)), list[str]()
         for name, texts in (options | {name: [x] for name, x in own.items()}).items():
             flag = f"--{name.replace('_', '-')}"
             # a separate word like "-- think" would be an option
@@ -96,36 +99,30 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
         own.setdefault("seed", str(config.run.seed))
         parts = (f"{name.replace('_', '-')}-{x.strip('/')}" for name, x in own.items())
         folder = out / re.sub(r"[^\w.+-]+", "-", "_".join(parts))
-        train = [sys.executable, "-m", "maxrl_fast.train", *words, "--out", str(folder)]
+        words += ["--out", str(folder), "--resume", "auto"]
         given = {x: y for x, y in config.flat().items() if x in {*options, *config.places}}
-        runs.append(Run(folder, [*train, "--resume", "auto"], given))
+        runs.append(Run(folder, [sys.executable, "-m", "maxrl_fast.train", *words], given))
     return runs
 
 
-def train_runs(runs: Sequence[Run], is_quiet: bool) -> int:
-    """Train the runs that are not finished with these options, each in a process, to which signals
-    are passed on; return the exit code of one that a signal stopped, or 0."""
-    for i, run in enumerate(runs, start=1):
-        done = RunFolder(run.folder)
-        if done.is_run and done.is_finished and not differing(done.options, run.given):
-            continue
-        print(f"run {i} of {len(runs)}: {run.folder.name}", flush=True)
-        child = subprocess.Popen(run.command, stdout=subprocess.DEVNULL if is_quiet else None)
+def train(command: list[str], is_quiet: bool) -> int:
+    """Train in a process, to which signals are passed on; return its exit code, or a signal's, also
+    where the process was ending already."""
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL if is_quiet else None)
+    asked = list[int]()
 
-        def pass_on(number: int, _: object, child: Any = child) -> None:
-            child.send_signal(number)
+    def pass_on(number: int, _: object) -> None:
+        asked.append(number)
+        child.send_signal(number)
 
-        # SIGHUP is ignored under nohup
-        before = {x: signal.getsignal(x) for x in SIGNALS if signal.getsignal(x) != signal.SIG_IGN}
-        for number in before:
-            signal.signal(number, pass_on)
-        code = child.wait()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        run.code = code if code >= 0 else 128 - code
-        if run.code - 128 in SIGNALS:
-            return run.code
-    return 0
+    # SIGHUP is ignored under nohup
+    before = {x: signal.getsignal(x) for x in SIGNALS if signal.getsignal(x) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, pass_on)
+    code = child.wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return 128 + asked[0] if asked else code if code >= 0 else 128 - code
 
 
 def mean_over_seeds(values: Sequence[float]) -> dict[str, float]:
@@ -144,16 +141,15 @@ def show_means(folders: Sequence[Path]) -> None:
     groups: dict[str, list[list[dict[str, Any]]]] = {}
     for folder in folders:
         log = RunFolder(folder).log("eval")
-        groups.setdefault(folder.name.rpartition("seed-")[0], []).append(log)
-    score = score_of(record for own in groups.values() for log in own for record in log)
+        groups.setdefault(folder.name.rpartition("seed-")[0], []).append([log[0], log[-1]])
+    score = score_of(record for own in groups.values() for ends in own for record in ends)
     table = new_table("mean over seeds", "before", "after", "change (95% interval)")
     for name, own in groups.items():
         table.add_section()
         table.add_row(f"{name.strip('_')} {len(own)} seed{'s' * (len(own) > 1)}".strip())
-        ends = [[log[at][score] for log in own] for at in (0, -1)]
-        ks = [k for k in ends[0][0] if all(k in scores for end in ends for scores in end)]
-        means = [{k: statistics.fmean(x[k] for x in end) for k in ks} for end in ends]
-        pairs = [*zip(*ends, strict=True)]
-        changes = {k: mean_over_seeds([after[k] - first[k] for first, after in pairs]) for k in ks}
+        ks = [k for k in own[0][0][score] if all(k in x[score] for ends in own for x in ends)]
+        pairs = {k: [[x[score][k] for x in ends] for ends in own] for k in ks}
+        means = [{k: statistics.fmean(x[i] for x in pairs[k]) for k in ks} for i in (0, 1)]
+        changes = {k: mean_over_seeds([y - x for x, y in pairs[k]]) for k in ks}
         add_scores(table, score, means, [changes])
     Console().print(table)

@@ -16,11 +16,9 @@ from maxrl_fast.config.options import Config
 from maxrl_fast.config.read import located, parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import EngineError, InputError, StorageError, UserCodeError
-from maxrl_fast.job.build import RunContext
-from maxrl_fast.job.build_policy import find_policy
-from maxrl_fast.job.build_task import build_run_task, closing_task
-from maxrl_fast.job.estimates import estimate
-from maxrl_fast.job.launch import ExitStatus, train
+from maxrl_fast.job.build import RunContext, estimate
+from maxrl_fast.job.build_parts import build_run_task, closing_task, find_policy
+from maxrl_fast.job.launch import train
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.device import Machine, resolve_device
 from maxrl_fast.runtime.loading import naming_user_code
@@ -34,12 +32,19 @@ def main(arguments: Sequence[str]) -> int:
     of the user's; 2 on bad input, or if such code fails before step 1; 129 on SIGHUP, 130 on Ctrl-C
     and 143 on SIGTERM. A process of torchrun ends instead of returning."""
     ranks, code = Ranks.of_environment(), 0
-    screen = Screen(is_quiet=not ranks.is_first)
+    screen = Screen(not ranks.is_first)
     try:
-        ending = run_job(arguments, ranks, screen)
-        if ending.error:
-            screen.error(str(ending.error))
-        code = ending.code
+        with naming_user_code():
+            with rank0_reports(ranks):
+                config = parse(arguments)
+            if config.run.dry_run is None:
+                ending = train(config, ranks, screen)
+                if ending.error:
+                    screen.error(str(ending.error))
+                code = ending.code
+            else:
+                with located(config.places):
+                    screen.info(dry_run(config, ranks.size, screen.warning))
     except KeyboardInterrupt as error:
         code = 128 + getattr(error, "signal", signal.SIGINT)
         if type(error) is KeyboardInterrupt:  # otherwise the loop has said it
@@ -55,37 +60,20 @@ def main(arguments: Sequence[str]) -> int:
         )
         code = 1
     except InputError as error:
-        # Under torchrun all ranks find the same; once the first has said so and ended, torchrun
-        # ends the others.
+        # all ranks find the same; when the first has said so and ended, torchrun ends the others
         time.sleep(0 if ranks.is_first else FIRST_RANK_GRACE_SECONDS)
         Screen().error(str(error) if ranks.size == 1 else f"rank {ranks.rank}: {error}")
         code = 2
     return code if ranks.size == 1 else exit_process(code)
 
 
-def run_job(arguments: Sequence[str], ranks: Ranks, screen: Screen) -> ExitStatus:
-    """Parse, build and run."""
-    with naming_user_code():
-        with rank0_reports(ranks):
-            config = parse(arguments)
-        if config.run.dry_run is None:
-            return train(config, ranks, screen)
-        with located(config.places):
-            screen.info(dry_run(config, ranks.size, screen.warning))
-        return ExitStatus()
-
-
 def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:
     """Return what --dry-run prints, for this machine with so many processes, or for one with GPUs,
     each with a process of torchrun."""
-    if name := config.run.dry_run:
-        machine = Machine.named(name)
-    else:
-        machine = Machine.here(resolve_device(config.run.device), processes)
+    name, place = config.run.dry_run, config.run.device
+    machine = Machine.named(name) if name else Machine.here(resolve_device(place), processes)
     config = find_policy(config, Ranks(), warn)
     task = build_run_task(config)
     with closing_task(task):
-        ranks = Ranks(0, machine.processes)
-        resolved = resolve(config, task, ranks, warn)
-        run = RunContext.begin(resolved, task, Ranks(), machine=machine)
-        return estimate(run, machine)
+        resolved = resolve(config, task, Ranks(0, machine.processes), warn)
+        return estimate(RunContext.begin(resolved, task, Ranks(), machine=machine), machine)

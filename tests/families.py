@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.model.huggingface_checkpoint import model_class
+from maxrl_fast.model.policy import model_class
 
 SIZES = {
     **{"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},

@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import constants
 
-from maxrl_fast.model.hub import directory_of
+from maxrl_fast.model.checkpoint import directory_of
 from tests.server import Answer, serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

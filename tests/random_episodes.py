@@ -9,7 +9,7 @@ from torch import Tensor
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.records import Inserted, Rollouts
 from maxrl_fast.rewards import Outcome, failure, no_progress
-from maxrl_fast.tasks.episode import Reply
+from maxrl_fast.tasks import Reply
 from maxrl_fast.tasks.maze import DONE, MazeTask
 
 Parts = list[list[int]]  # an episode: a turn, an insertion, a turn, ...

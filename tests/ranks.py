@@ -14,11 +14,9 @@ from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Inserted, Rollouts, Samples, cumulative
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.training.correction import make_correction
-from maxrl_fast.training.learner import Learner, UpdateMetrics
-from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.learner import Learner, LossSettings, UpdateMetrics, make_optimizer
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.optimizer import make_optimizer
-from maxrl_fast.training.sharding import distribute, shard
+from maxrl_fast.training.passes import distribute, shard
 from tests.batches import collected, make_prompts
 from tests.models import adapted, tiny_decoder, updated
 
@@ -82,7 +80,7 @@ def one_update(
     correction = make_correction("icepop", {"low": 0.05, "high": 20.0})
     weighted = correction(collected(samples, rewards), learner)
     learner.settings = dataclasses.replace(settings, sequence_mask=1.0)
-    kept = learner.plan(samples, advantages, torch.arange(20)).sequences
+    kept = learner.plan(samples, advantages, torch.arange(20), (0, 0)).sequences
     learner.settings = settings
     noise = torch.randn(len(samples.rollouts.tokens), generator=torch.Generator().manual_seed(5))
     logprobs = samples.rollouts.logprobs + options.get("noise", 0.0) * noise

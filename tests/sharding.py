@@ -11,16 +11,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from maxrl_fast.job.learner_state import Snapshot, load_learner, save_state
+from maxrl_fast.job.checkpoints import Snapshot, load_learner, save_state
 from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.runtime.ranks import Ranks, exit_process
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.optimizer import make_optimizer
-from maxrl_fast.training.sharding import shard
+from maxrl_fast.training.learner import Learner, LossSettings, make_optimizer
+from maxrl_fast.training.passes import shard
 from tests.batches import THREE_PROMPTS as PROMPTS
 from tests.models import tiny_decoder, updated
 

@@ -15,18 +15,17 @@ import pytest
 import torch
 
 import maxrl_fast
+from maxrl_fast.api import Log
 from maxrl_fast.errors import InputError, NonFiniteError
 from maxrl_fast.evaluate import main as evaluate
+from maxrl_fast.job.run_files import flat
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.train import main
 from maxrl_fast.training.learner import Learner
 from tests.runs import MAZE, SMALL, assert_same_run, options_of, read, without_timings
 from tests.tool_episodes import save_tool_policy
 
-QUICK = [*SMALL, "--sft-steps", "4"]
-
-
-OPTIONS = options_of(QUICK)
+OPTIONS = options_of([*SMALL, "--sft-steps", "4"])
 
 
 @pytest.mark.slow
@@ -209,3 +208,21 @@ def test_importing_the_package_imports_no_torch():
     code = "import sys, maxrl_fast; assert 'torch' not in sys.modules; "
     code += "assert not hasattr(maxrl_fast, 'trane'); assert callable(maxrl_fast.run)"
     subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+def test_a_log_has_columns_and_rows():
+    rows = [
+        {"step": 1, "reward_mean": 0.5, "pass_at_k": {"1": 0.25, "2": 0.5}},
+        {"step": 2, "reward_mean": 0.75, "note": "bold", "ids": [1, 2]},
+        {"step": 3, "reward_mean": None, "note": None, "ids": [3]},
+    ]
+    log = Log(map(flat, rows))
+    assert log["step"].tolist() == [1, 2, 3]
+    assert log["step"].dtype.kind == "i"
+    np.testing.assert_array_equal(log["reward_mean"], [0.5, 0.75, np.nan])
+    np.testing.assert_array_equal(log["pass_at_2"], [0.5, np.nan, np.nan])
+    assert (log["note"], log["ids"]) == ([None, "bold", None], [None, [1, 2], [3]])
+    with pytest.raises(KeyError, match="no column 'reward', only step, reward_mean, pass_at_1"):
+        log["reward"]
+    assert log[0] == {"step": 1, "reward_mean": 0.5, "pass_at_1": 0.25, "pass_at_2": 0.5}
+    assert (len(log), log[1:][0]["step"], log[-1]["step"]) == (3, 2, 3)

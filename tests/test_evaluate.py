@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from maxrl_fast import evaluate
-from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k
+from maxrl_fast.evaluation.coverage import bootstrap, max_at_k, outcomes
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.report.reading import read_folder
+from maxrl_fast.report.page import read_folder
 from maxrl_fast.tasks.maze import MazeTask
 from tests import brute_force
 from tests.models import save_checkpoint, tiny_decoder
@@ -110,7 +110,8 @@ def test_the_results_follow_from_the_samples(finished):
 def test_evaluations_are_compared_prompt_by_prompt(maze_run, finished, first, tmp_path, capsys):
     own, theirs = (read(x)["per_prompt"]["num_correct"] for x in (finished, first))
     assert own != theirs
-    gains = pass_at_k(4, torch.tensor(own), 2) - pass_at_k(4, torch.tensor(theirs), 2)
+    ours, others = (max_at_k(outcomes(4, torch.tensor(x)), 2) for x in (own, theirs))
+    gains = ours - others
     wanted = bootstrap(gains[:, None], 40, 0.95, seed=4)[0]
     assert run(maze_run, "--against", first, "--out", tmp_path / "again") == 0
     gain = read(tmp_path / "again")["against"][str(first)]["2"]

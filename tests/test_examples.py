@@ -10,7 +10,7 @@ import torch
 
 from maxrl_fast import train
 from maxrl_fast.config.read import parse
-from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.build_parts import build_run_task
 from tests.tasks.test_dataset import save_byte_level_policy, written
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

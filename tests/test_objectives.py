@@ -5,11 +5,15 @@ import torch
 
 from maxrl_fast import ops
 from maxrl_fast.algorithms.estimators import ALIASES
-from maxrl_fast.algorithms.known import explain_name
 from maxrl_fast.objectives import KINDS, WIDEST, main, purpose_of
 from maxrl_fast.ops import ESTIMATORS
-from maxrl_fast.training.objectives.registry import OBJECTIVES, make_objective, objective_defaults
-from maxrl_fast.training.objectives.weight import weight_of
+from maxrl_fast.training.objectives.registry import (
+    OBJECTIVES,
+    explain_name,
+    make_objective,
+    objective_defaults,
+    weight_of,
+)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import json
 import shutil
 
-from maxrl_fast.runtime.run_folder import RunFolder
+from maxrl_fast.runtime.files import RunFolder
 from tests.runs import copied, read
 from tests.tables import refused
 

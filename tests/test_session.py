@@ -23,7 +23,7 @@ PROMPTS = [f"after {letter}" for letter in "abcd"]
 BY_VERBS = """
 import sys
 from maxrl_fast import Session, group_advantage
-from maxrl_fast.training.optimizer import LearningRate
+from maxrl_fast.training.learner import LearningRate
 
 run, steps, warmup, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 session = Session.from_run(f"{run}/checkpoints/step-000000", threads=1)

@@ -87,15 +87,8 @@ def finish(folder, steps, **options):
     lines = [{"step": n, "pass_at_k": x, "max_at_k": x} for n, x in scores.items()]
     (folder / "eval.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    config = {
-        "objective": "maxrl",
-        "task": "maze",
-        "lr": 0.1,
-        "dtype": "float32",
-        "steps": steps,
-        **options,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    config = {"objective": "maxrl", "task": "maze", "lr": 0.1, "dtype": "float32", "steps": steps}
+    (folder / "config.json").write_text(json.dumps(config | options))
 
 
 def test_finished_runs_are_summarized_without_training(tmp_path, capfd, monkeypatch):

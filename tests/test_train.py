@@ -5,12 +5,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from maxrl_fast import train
-from maxrl_fast.config.names import PASS_RATES
+from maxrl_fast.config.changes import PASS_RATES
 from maxrl_fast.config.read import parse
-from maxrl_fast.config.rules import correction_of
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.job.build import RunContext
 from maxrl_fast.model.checkpoint import load_checkpoint
+from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.optimizer import LearningRate
+from maxrl_fast.training.learner import LearningRate
 from tests.models import save_checkpoint, tiny_decoder
 from tests.runs import SMALL, TIMINGS, base, copied, read
 from tests.tables import table
@@ -51,31 +53,12 @@ def test_a_run_writes_its_files(maze_run):
     assert (maze_run / "latest").resolve() == maze_run / "checkpoints" / "step-000006"
 
 
-@pytest.mark.slow
-def test_the_warm_start_has_its_own_beta2(tmp_path):
-    flags = {"as-beta2": ("--beta2", "0.5"), "as-sft-beta2": ("--sft-beta2", "0.5"), "default": ()}
-    weights = {}
-    for name, given in flags.items():
-        assert run(tmp_path / name, *"--sft-steps 3 --steps 0".split(), *given) == 0
-        start = tmp_path / name / "checkpoints" / "step-000000"
-        weights[name] = load_checkpoint(start).model.embed_tokens.weight
-    assert torch.equal(weights["as-beta2"], weights["as-sft-beta2"])
-    assert not torch.equal(weights["as-sft-beta2"], weights["default"])
-
-
-def test_a_run_resumes_with_another_correction(maze_run, tmp_path):
-    """Options of the run's correction that the other does not take are left out."""
-    own = json.loads((maze_run / "config.json").read_text())
-    capped = own | {"correction": "tis", "importance_cap": 3.0}
-    (tmp_path / "config.json").write_text(json.dumps(capped))
-
-    def resumed(*flags):
-        return correction_of(parse(["--resume", str(tmp_path), *flags]))
-
-    assert resumed() == ("tis", {"importance_cap": 3.0})
-    icepop = "--correction icepop --icepop-low 0.4".split()
-    assert resumed(*icepop) == ("icepop", {"low": 0.4, "high": 5.0})
-    assert resumed("--correction", "none") == ("none", {})
+def test_the_warm_start_has_its_own_beta2():
+    task = MazeTask(5)
+    for flags, beta2 in (("--beta2 .5", 0.5), ("--beta2 .5 --sft-beta2 .4", 0.4)):
+        config = resolve(parse([*SMALL, *flags.split()]), task)
+        learner = RunContext.begin(config, task, Ranks()).warm_start.learner
+        assert learner.optimizer.param_groups[0]["betas"][1] == beta2
 
 
 @pytest.mark.slow

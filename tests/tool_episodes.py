@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 from maxrl_fast.config.options import Reward
-from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.build_parts import build_task
 from tests.tasks.test_dataset import CHAT_TOKENS, save_byte_level_policy, written
 
 ENVIRONMENTS = Path(__file__).parent / "tasks" / "environments.py"

@@ -20,7 +20,6 @@ namespace py = pybind11;
 using cpu::Instructions;
 
 void bind_generation(py::module_& m);
-void bind_group_advantage(py::module_& m);
 
 namespace {
 
@@ -100,5 +99,4 @@ PYBIND11_MODULE(_C, m) {
   bindings::bind_kernels(m);
   bindings::bind_instructions(m);
   bindings::bind_generation(m);
-  bindings::bind_group_advantage(m);
 }

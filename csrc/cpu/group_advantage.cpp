@@ -46,8 +46,7 @@ void normalise(const GroupAdvantage<Real>& in, double* rewards, int64_t n) {
     rewards[i] = (in.centred ? rewards[i] - low - mean : rewards[i]) * factor;
 }
 
-}  // namespace
-
+// Returns whether all advantages are finite.
 template <typename Real>
 int64_t group_advantage(const GroupAdvantage<Real>& in, int num_threads) {
   const int64_t size = in.group_size;
@@ -84,7 +83,8 @@ int64_t group_advantage(const GroupAdvantage<Real>& in, int num_threads) {
   return are_finite;
 }
 
-static const bool defined =
+const bool defined =
     define_kernel("group_advantage", group_advantage<float>, group_advantage<double>);
 
+}  // namespace
 }  // namespace maxrl::cpu

@@ -10,21 +10,15 @@ template <typename Real>
 void log_ratio_reward(const LogRatio<Real>& ratio, int num_threads) {
   const Sequences& in = ratio.sequences;
   const Real *const logprobs = ratio.logprobs, *const ref_logprobs = ratio.ref_logprobs;
+  const bool* const mask = in.mask;
 #pragma omp parallel for num_threads(num_threads) \
     schedule(dynamic, 16) if (in.num_tokens >= kManyTokens)
   for (int64_t s = 0; s < in.num_sequences; ++s) {
     double sum = 0.0;
     const int64_t begin = in.cu_seqlens[s], end = in.cu_seqlens[s + 1];
-    if (in.mask) {
 #pragma omp simd reduction(+ : sum)
-      for (int64_t t = begin; t < end; ++t)
-        sum += in.mask[t] ? static_cast<double>(logprobs[t]) - static_cast<double>(ref_logprobs[t])
-                          : 0.0;
-    } else {
-#pragma omp simd reduction(+ : sum)
-      for (int64_t t = begin; t < end; ++t)
-        sum += static_cast<double>(logprobs[t]) - static_cast<double>(ref_logprobs[t]);
-    }
+    for (int64_t t = begin; t < end; ++t)
+      sum += mask && !mask[t] ? 0.0 : static_cast<double>(logprobs[t]) - ref_logprobs[t];
     ratio.proxies[s] = static_cast<Real>(in.beta * sum);
   }
 }

@@ -30,7 +30,7 @@ from runner import (
 )
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.training.optimizer import LearningRate
+from maxrl_fast.training.learner import LearningRate
 
 METHODS = ("maxrl", "grpo", "rloo")
 BOUNDS = (0, 0.1, 0.3, 0.5, 0.7, 0.9, 1)  # of the pass rates in a row of the table

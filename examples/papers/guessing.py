@@ -29,7 +29,7 @@ from torch import Tensor
 
 from maxrl_fast.config.read import parse_options
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.coverage import pass_at_k
+from maxrl_fast.evaluation.coverage import max_at_k, outcomes
 from maxrl_fast.evaluation.evaluator import Evaluator
 
 TASK = f"{Path(__file__).parents[1] / 'guess.py'}:GuessTask"
@@ -163,7 +163,7 @@ def highest(k: int) -> float:
 
 
 def passes(num_correct: Sequence[int], k: int, num_samples: int) -> float:
-    return float(pass_at_k(num_samples, torch.tensor(num_correct), k).mean())
+    return float(max_at_k(outcomes(num_samples, torch.tensor(num_correct)), k).mean())
 
 
 def mean_log(num_correct: Sequence[int], num_samples: int) -> float:

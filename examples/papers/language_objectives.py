@@ -30,7 +30,7 @@ from runner import Settings, TokenRun, build, measure_all, run, standard_error, 
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k, powers_of_two
+from maxrl_fast.evaluation.coverage import bootstrap, max_at_k, outcomes, powers_of_two
 
 REWARD = Path(__file__).parents[1] / "language/word_problems.py"
 METHODS: dict[str, dict[str, Any]] = {
@@ -171,7 +171,7 @@ def held_out(results: dict[str, Any], method: str) -> Tensor:
     """Return pass@k of each run and held-out prompt, for k = 1, 2, 4, ...: [seeds, prompts, ks]."""
     n = results["eval_samples"]
     counts = torch.tensor([x["num_correct"] for x in results["runs"] if x["method"] == method])
-    return torch.stack([pass_at_k(n, counts, k) for k in powers_of_two(n)], -1)
+    return torch.stack([max_at_k(outcomes(n, counts), k) for k in powers_of_two(n)], -1)
 
 
 def show(results: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from runner import Settings, records, run
 import maxrl_fast
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.device import versions
-from maxrl_fast.runtime.run_folder import RunFolder
+from maxrl_fast.runtime.files import RunFolder
 
 RECIPE = Path(__file__).with_name("maze_paper.toml")
 OBJECTIVES = {

@@ -35,8 +35,8 @@ from runner import (
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
+from maxrl_fast.training.learner import LearningRate
 from maxrl_fast.training.objectives.registry import OBJECTIVES
-from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.trainer import StepRecord, Trainer
 
 LEFT_OUT = {

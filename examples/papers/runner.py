@@ -36,8 +36,7 @@ from torch import Tensor
 from maxrl_fast import evaluate as evaluation
 from maxrl_fast import train
 from maxrl_fast.algorithms.options import options_of
-from maxrl_fast.config.help_page import help_row, print_help, split_help
-from maxrl_fast.config.read import hint, parse_options, read_flags
+from maxrl_fast.config.read import help_row, hint, parse_options, print_help, read_flags, split_help
 from maxrl_fast.errors import InputError, warn
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build import RunContext, prepare

@@ -105,7 +105,9 @@ def experiment(settings: WeightSettings) -> dict[str, Any]:
             name: w.tolist() for name, w in population_weights(shown, settings.orders).items()
         },
         "without_weight": {
-            name: row.weight for name, row in ESTIMATORS.items() if not row.has_weight
+            name: row.weight
+            for name, row in ESTIMATORS.items()
+            if not (row.has_weight or row.of_run)
         },
         "table_estimators": {
             f"{n}": {name: w.tolist() for name, w in rows.items()} for n, (_, rows) in by_n.items()

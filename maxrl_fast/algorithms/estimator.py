@@ -1,5 +1,4 @@
-"""The registry of group advantages: a function each, whose signature says what it takes and whose
-docstring is its formula (`Method`).
+"""The registry of group advantages: functions of a Group, whose signature says what they take.
 
     @estimator("RLOO, Kool et al. 2019", weight="1")
     def rloo(g: Group) -> Tensor:
@@ -11,13 +10,13 @@ ones are options, and a `Size` in the annotation of one makes it the k of max@k.
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from maxrl_fast.algorithms.group import Group
 from maxrl_fast.algorithms.method import AnyFunction, Method, Registry, name_of
 from maxrl_fast.algorithms.options import (
     REQUIRED,
@@ -30,12 +29,121 @@ from maxrl_fast.algorithms.options import (
     parameters_of,
 )
 
+GROUP, BATCH = 1, (0, 1)  # the dimensions of [G, N] that a mean or a standard deviation is over
+
+
+@dataclass
+class Group:
+    """Rewards of G groups of up to N rollouts.
+
+    Sums over ranks take a group's rewards in ascending order, r_(1) <= ... <= r_(n), and their gaps
+    d_j = r_(j+1) - r_(j); these are exactly 0 between equal rewards, whose order has no effect."""
+
+    rewards: Tensor  # [G, N] float64, 0 where not valid
+    valid: Tensor  # [G, N] bool, False for padding and for rollouts that are left out
+    dtype: torch.dtype = torch.float64  # of the advantages that are wanted
+
+    @cached_property
+    def n(self) -> Tensor:  # [G, 1] float64, how many are valid
+        return self.valid.sum(1, keepdim=True).double()
+
+    @classmethod
+    def of_sizes(cls, sizes: Tensor, width: int) -> "Group":
+        """Return groups of `sizes` [G], up to `width`, without rewards."""
+        valid = torch.arange(width, device=sizes.device) < sizes[:, None]
+        return cls(torch.zeros_like(valid, dtype=torch.float64), valid)
+
+    def largest(self, x: Tensor) -> Tensor:  # [G, 1]
+        return torch.where(self.valid, x, -torch.inf).amax(GROUP, keepdim=True)
+
+    def smallest(self, x: Tensor, over: Any = GROUP) -> Tensor:  # [G, 1]; [1, 1] over the batch
+        return torch.where(self.valid, x, torch.inf).amin(over, keepdim=True)
+
+    def centre(self, x: Tensor, lengths: Tensor | None = None, over: Any = GROUP) -> Tensor:
+        """Return x - its mean, weighted by lengths if given: exactly 0 if all x are equal."""
+        weights = self._weights(lengths, over)
+        distance = torch.where(self.valid, x - self.smallest(x, over), 0.0)
+        total = weights.sum(over, keepdim=True).clamp_min(1)
+        return distance - (weights * distance).sum(over, keepdim=True) / total
+
+    def mean(self, x: Tensor) -> Tensor:
+        return torch.where(self.valid, x, 0.0).sum(GROUP, keepdim=True) / self.n.clamp_min(1)
+
+    def std(
+        self, x: Tensor, ddof: float, lengths: Tensor | None = None, over: Any = GROUP
+    ) -> Tensor:
+        """Return the standard deviation; infinite for `ddof` values or fewer, so that x / std is
+        0."""
+        weights = self._weights(lengths, over)
+        freedom = weights.sum(over, keepdim=True) - ddof
+        squares = (weights * self.centre(x, lengths, over).square()).sum(over, keepdim=True)
+        variance = squares / freedom.clamp_min(1)
+        variance = variance + 0 * variance  # NaN, where a square overflows: x / std would be 0
+        return torch.where(freedom > 0, variance.sqrt(), torch.inf)
+
+    def _weights(self, lengths: Tensor | None, over: Any) -> Tensor:
+        ones = self.valid.double()
+        weights = ones if lengths is None else ones * lengths
+        # if all lengths are 0
+        return torch.where(weights.sum(over, keepdim=True) > 0, weights, ones)
+
+    def rank(self, x: Tensor) -> Tensor:
+        ascending = torch.where(self.valid, x, torch.inf).sort(1).values
+        return torch.searchsorted(ascending, x.contiguous()).double()
+
+    @cached_property
+    def order(self) -> Tensor:  # [G, N], rewards ascending, then what is not valid
+        return torch.where(self.valid, self.rewards, torch.inf).argsort(dim=1, stable=True)
+
+    @property
+    def j(self) -> Tensor:  # [N-1] = 1, 2, ...
+        return self._one_to(self.rewards.shape[1] - 1)
+
+    @property
+    def gaps(self) -> Tensor:  # [G, N-1], d_j, 0 from the group's n on
+        return torch.where(self.j < self.n, self.rewards.gather(1, self.order).diff(dim=1), 0.0)
+
+    def below(self, terms: Tensor) -> Tensor:
+        """Return for rollout i the sum of the terms [G, N-1] of the gaps j < i."""
+        return self._unsort(pad(terms.cumsum(1), (1, 0)))
+
+    def above(self, terms: Tensor) -> Tensor:
+        """Return for rollout i the sum of the terms [G, N-1] of the gaps j >= i."""
+        return self._unsort(pad(terms.flip(1).cumsum(1).flip(1), (0, 1)))
+
+    def rank_transform(self, table: Tensor) -> Tensor:
+        """Return sum_{j >= 0} offset_j d_j + sum_{1 <= j < i} slope_j d_j, where d_0 = r_(1), for
+        tables [G, 2, N] of offsets and slopes (estimators/max_at_k.py)."""
+        offset, slope = table.unbind(1)  # [G, N]
+        lowest = self.rewards.gather(1, self.order[:, :1])
+        gaps = torch.cat([lowest, self.gaps], 1)  # [G, N]
+        base = (offset * gaps).sum(1, keepdim=True)
+        return base + self._unsort((slope * gaps).cumsum(1))
+
+    def within(self, size: float | Tensor, of: Tensor) -> Tensor:
+        """Return C(j, size) / C(of, size) for j = 0..N, [G, N+1], by recurrence."""
+        j = self._one_to(self.rewards.shape[1])
+        factors = torch.where(j <= of, (j - size).clamp_min(0) / j, 1.0)
+        return pad(factors.flip(1).cumprod(1).flip(1), (0, 1), value=1.0)
+
+    def _one_to(self, last: int) -> Tensor:
+        return torch.arange(1, last + 1, device=self.rewards.device, dtype=torch.float64)
+
+    def _unsort(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x).scatter(1, self.order, x)
+
+
+def ratio(x: Tensor, y: Tensor) -> Tensor:
+    """Return x / y, 0 where y is 0."""
+    return torch.where(y == 0, 0.0, x / y)
+
+
 # What estimators take besides the rewards, and an example of each by the numbers of the rollouts
 # [G, N] from 1 on. Tensors are [G, N], reward_parts [R, G, N]; prompts is a sequence of G, texts
-# and components are one of G sequences of N. Only a run has the last five: two log-ratios of
-# responses, to the policy before the step and to the reference policy; a function that returns the
-# entropies [T] of the tokens of chosen rollouts, bool [G, N], and 0 for other tokens; the update's
-# metrics, a dict to which it adds scalars; and the tensors of `Estimator.state`.
+# and components are G sequences of N. Only a run has the last five: log-ratios of responses to the
+# policy before the step and to the reference policy; a function from chosen rollouts, bool [G, N],
+# to the entropies [T] of their tokens, 0 for others; a dict, to which it adds metrics of the
+# update; and the tensors of `Estimator.state`.
 INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
     "lengths": lambda number: 1 + number % 7,
     "logprobs": lambda number: -number / number.numel(),
@@ -57,7 +165,7 @@ INPUTS: Mapping[str, Callable[[Tensor], Any]] = {
 # as groups have them: a function may ask for them, and nothing checks them
 OBJECTS = {"prompts", "texts", "components", "old_log_ratios", "ref_log_ratios", "entropies"}
 OBJECTS |= {"metrics", "state"}
-# They change with every update, so the advantages do: factors of log pi(y_i) of whole responses.
+# They change with every update, so the advantages do.
 RATIOS = ("log_ratios", "old_log_ratios", "ref_log_ratios")
 ENUMERATED = "no closed form"
 SCALES = ("one", "leave_one_out", "std", "mean")  # in the order of Scale of csrc/group_advantage.h
@@ -137,6 +245,7 @@ class Estimator(Method):
     loss: str = "ppo"  # of a run without --loss
     aggregation: str = "token_mean"  # of a run without --aggregation
     owns_loss: bool = False  # whether these two cannot be changed
+    of_run: bool = False  # whether only a run has what it learns from
     # tensors by name that the input `state` has at first; the function changes them in place
     state: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     presets: Mapping[str, Any] = field(default_factory=dict)  # defaults of a run's other options
@@ -204,11 +313,10 @@ class Estimator(Method):
     @property
     def has_weight(self) -> bool:
         """Whether advantages depend only on the group's rewards, at equal lengths."""
-        return not self.over_batch and set(self.inputs) <= {"lengths"}
+        return not self.over_batch and not self.of_run and {"lengths"}.issuperset(self.inputs)
 
     def resolve_size(self, n: int | None, k: int | None = None, order: int | None = None) -> int:
-        """Return the size, 0 for the largest; raise ValueError if it does not fit groups of n
-        (None: uneven)."""
+        """Return the size, 0 for the largest, which must fit groups of n (None: uneven)."""
         given = {"k": k, "order": order}
         value = None if self.size is None else given.pop(self.size.name)
         for option, other in given.items():
@@ -225,14 +333,10 @@ class Estimator(Method):
 _REGISTRY = Registry(Estimator)
 ESTIMATORS, ALIASES = _REGISTRY.methods, _REGISTRY.aliases
 estimator, find_estimator = _REGISTRY.register, _REGISTRY.find
-# those that ask for what only a run has, so that ops.group_advantage cannot compute them
-_OF_TRAINING = Registry(Estimator)
-TRAINING_ESTIMATORS, training_estimator = _OF_TRAINING.methods, _OF_TRAINING.register
 
 
 def rank_estimator(source: str, **fields: Any) -> Callable[[AnyFunction], Callable[..., Tensor]]:
-    """Register an estimator by the function of its rank tables [G, 2, N] (estimators/max_at_k.py),
-    of which the kernel and `Group.rank_transform` make advantages."""
+    """Register an estimator by the function of its rank tables [G, 2, N]."""
 
     def decorate(table: AnyFunction) -> Callable[..., Tensor]:
         names = [parameter.name for parameter in parameters_of(table)[1:]]  # k, order or nothing

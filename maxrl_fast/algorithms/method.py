@@ -1,5 +1,5 @@
 """The methods that a run chooses by name: estimators of advantages, token losses, objectives and
-corrections. Each is a function, and one of your own has the same form as the built-in ones:
+corrections, and your own:
 
     @token_loss("Williams 1992", weight="1")
     def reinforce(t: Tokens) -> Tensor:
@@ -28,8 +28,8 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # methods are keys of caches
 class Method:
-    """A method by name. Its formula, weight, needs and source, the publication and the code that
-    the formula was compared with, are as people write them."""
+    """Its formula, weight, needs and source, the publication and the code that the formula was
+    compared with, are text for people."""
 
     name: str
     function: Callable[..., Any]
@@ -45,7 +45,6 @@ class Method:
 
     @classmethod
     def of(cls: type[AnyMethod], function: Callable[..., Any], **fields: Any) -> AnyMethod:
-        """Return the method of a function, which must have a signature that Python can read."""
         name = name_of(function)
         if cls.first:
             parameters = parameters_of(function)
@@ -59,7 +58,6 @@ class Method:
 
     @property
     def shown_options(self) -> str:
-        """Return the options with their defaults, on one line."""
         defaults = ((name, option.default) for name, option in self.options.items())
         numbers = (int, float)
         return " ".join(f"{x}={v:g}" if isinstance(v, numbers) else f"{x}={v}" for x, v in defaults)
@@ -70,16 +68,14 @@ class Method:
 
 
 class Registry(Generic[AnyMethod]):
-    """The methods of one kind by name, and other names of them."""
-
     def __init__(self, kind: type[AnyMethod]) -> None:
         self.kind = kind
         self.methods: dict[str, AnyMethod] = {}
         self.aliases: dict[str, AnyMethod] = {}
 
     def register(self, source: str, **fields: Any) -> Callable[[AnyFunction], AnyFunction]:
-        """Register the decorated function. `fields`: of its method. Raise ValueError if the name is
-        taken, or the function has parameters that nothing gives."""
+        """Register the decorated function, with these fields of its method. Raise ValueError if the
+        name is taken, or the function has parameters that nothing gives."""
 
         def decorate(function: AnyFunction) -> AnyFunction:
             made = self.kind.of(function, source=source, **fields)

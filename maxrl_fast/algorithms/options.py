@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from maxrl_fast.algorithms.arguments import check_choice, check_number
 from maxrl_fast.errors import InputError, nearest
@@ -29,8 +29,6 @@ from maxrl_fast.errors import InputError, nearest
 
 @dataclass(frozen=True)
 class Limit:
-    """The values that an option may have."""
-
     wanted: str
     holds: Callable[[Any], bool]
 
@@ -120,7 +118,7 @@ class Option:
             raise InputError(f"{name} must be {wanted}, got {value!r:.80}{meant}") from None
         if self.limit and not self.limit.holds(found):
             wanted = f"{self.limit.wanted}, got {found!s:.80}"
-            raise InputError(f"{self.name} must be {wanted}", self.name)
+            raise InputError(f"{self.name} must be {wanted}")
         return found
 
     def _converted(self, value: Any) -> Any:
@@ -182,26 +180,24 @@ def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
 
 
 @lru_cache
-def options_of(part: Any) -> dict[str, Option]:
-    """Return the options of a dataclass, or of a function's keyword-only parameters that are
-    numbers or one of several texts."""
-    if dataclasses.is_dataclass(part):
-        cls: Any = part
-        hints, helps = get_type_hints(part, include_extras=True), _helps(cls)
-        return {
-            x.name: make_option(x.name, hints[x.name], x.default, helps.get(x.name, ""))
-            for x in dataclasses.fields(part)
-            if x.init
-        }
-    found = (
-        make_option(x.name, float if x.annotation is x.empty else x.annotation, x.default)
-        for x in inspect.signature(part, eval_str=True).parameters.values()
-        if x.kind is x.KEYWORD_ONLY
-    )
-    return {x.name: x for x in found if x.kind in (int, float) or x.choices}
+def options_of(part: Any, offered: tuple[str, ...] = ()) -> dict[str, Option]:
+    """Return the options of a class, a dataclass among them, besides what it is `offered`; or of a
+    function's keyword-only parameters that are numbers or one of several texts."""
+    is_class, found = inspect.isclass(part), dict[str, Option]()
+    helps = _helps(part) if dataclasses.is_dataclass(part) else {}
+    signature = () if is_class else inspect.signature(part, eval_str=True).parameters.values()
+    for x in parameters_of(part) if is_class else signature:
+        is_own = x.kind is x.KEYWORD_ONLY or (is_class and x.kind is x.POSITIONAL_OR_KEYWORD)
+        untyped = type(x.default) if is_class else float
+        hint = untyped if x.annotation is x.empty else x.annotation
+        option = make_option(x.name, hint, x.default, helps.get(x.name, ""))
+        is_read = is_class or option.kind in (int, float) or option.choices
+        if is_own and is_read and x.name not in offered:
+            found[x.name] = option
+    return found
 
 
-def _helps(cls: type) -> dict[str, str]:
+def _helps(cls: Any) -> dict[str, str]:
     """Return the docstrings below the fields of a dataclass and of those it derives from."""
     helps: dict[str, str] = {}
     for base in cls.__mro__[-2::-1]:

@@ -101,6 +101,6 @@ def limited(log_ratio: Tensor) -> Tensor:
 
 
 def sequence_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return the sums of packed values [T] over sequences of these lengths [S], [S]."""
+    """Return the sums [S] of packed values [T] over sequences of these lengths."""
     # Not index_add, which adds in a varying order on a GPU.
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)

@@ -5,8 +5,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.names import OF_ONE_START
-from maxrl_fast.runtime.run_folder import RunFolder
+from maxrl_fast.runtime.files import RunFolder
+
+# of one start of a run, which do not belong to its configuration
+OF_ONE_START = ("resume", "out", "allow_changes", "config", "dry_run")
+# of the task: where prompts come from
+_OF_TASK = """task maze_size data hub test_data test_hub allow_overlap where prompt_key answer_key
+prompt_suffix system_prompt plain_prompts max_prompt_tokens allow_special_tokens chat_template
+chat_template_kwargs template_date stop environment max_turns"""
+OF_TASK = _OF_TASK.split()
+# at which weight.json has W_N(p): 60 for each power of ten
+PASS_RATES = [10.0 ** (i / 60 - 3) for i in range(181)]
+
 
 # how numbers round depends on them
 _ROUNDING = """threads device token_budget sharding kv_cache_gb vllm_tensor_parallel
@@ -43,7 +53,6 @@ def _names(value: Any) -> Any:
 
 
 def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return a line on the options that a resumed run takes from its start."""
     others = [x for name, x in differing(before, now).items() if name not in OF_ONE_START]
     but = f", but for {'; '.join(others)}" if others else ""
     return f"options: the run's own, from its config.json{but}"

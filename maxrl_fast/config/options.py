@@ -2,7 +2,7 @@
 their own, beside their code."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -13,13 +13,16 @@ from maxrl_fast.algorithms.options import (
     CountOrZero,
     Limit,
     NotNegative,
+    Option,
     Positive,
     Seed,
     Share,
     UnitInterval,
+    options_of,
 )
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.hub import directory_of
+from maxrl_fast.model.checkpoint import directory_of
+from maxrl_fast.ops.divergence import BETA
 from maxrl_fast.ops.loss_kernel import Aggregation
 from maxrl_fast.runtime.loading import load_code
 from maxrl_fast.training.schedule import Stopping
@@ -149,7 +152,7 @@ class Sampling(Decoding):
         rule = Stopping if name is None else load_code("schedule", name, "CLASS")
         if not (isinstance(rule, type) and issubclass(rule, Stopping)):
             wanted = "a class of maxrl_fast.training.schedule.Stopping"
-            raise InputError(f"--schedule {name} must be {wanted}, got {rule!r:.80}", "schedule")
+            raise InputError(f"--schedule {name} must be {wanted}, got {rule!r:.80}")
         return rule(self.prompts, self.first_rollouts, self.rollouts, self.stop_at)
 
 
@@ -212,9 +215,7 @@ class Loss:
     """Its estimator; full: the exact one, of the whole vocabulary."""
     divergence: Literal["reverse", "forward", "jsd"] = "reverse"
     """Of --kl full: KL(policy || teacher), KL(teacher || policy) or Jensen-Shannon's."""
-    jsd_beta: Annotated[float, Limit("from 1e-7 to 1 - 1e-7", lambda x: 1e-7 <= x <= 1 - 1e-7)] = (
-        0.5
-    )
+    jsd_beta: Annotated[float, BETA] = 0.5
     """The teacher's weight in --divergence jsd."""
     reference: str | None = None
     """Reference policy or teacher: a checkpoint with the policy's tokenizer. By default the policy
@@ -363,52 +364,49 @@ class EvaluationPlace(Place):
     """Of mazes and the order of training prompts. By default the run's, else 0."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """Groups of options, and by section (objective, loss, ...) the options of the chosen parts."""
+    """Groups of options, which are views of `values`, and the parts that are chosen by name."""
 
     chosen: Any
-    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    unused: frozenset[str] = frozenset()  # which nothing reads, such as --kl without --kl-coef
+    values: Mapping[str, Any]  # of every group and part, by flag
+    flags: Mapping[str, Mapping[str, str]]  # of each section's part, by the names in its signature
+    unused: frozenset[str]  # which nothing reads, such as --kl without --kl-coef
     places: Mapping[str, str] = field(default_factory=dict)  # "FILE, line N" of a file's options
-    own_names: Mapping[str, str] = field(
-        default_factory=dict
-    )  # in a part, by longer flags: simko_k
 
     @classmethod
     def groups(cls) -> dict[str, Any]:
         return {x.name: x.type for x in fields(cls) if is_dataclass(x.type)}
 
     @classmethod
-    def names(cls) -> set[str]:
-        """The options of all groups."""
-        return {x.name for group in cls.groups().values() for x in fields(group)}
+    def options(cls) -> dict[str, Option]:
+        """Those of all groups by name."""
+        return {key: x for own in cls.groups().values() for key, x in options_of(own).items()}
 
-    def values(self) -> dict[str, Any]:
-        """All options by flag."""
-        groups = (vars(getattr(self, name)) for name in self.groups())
-        return {key: x for own in (*groups, *self.parts.values()) for key, x in own.items()}
+    @classmethod
+    def of(cls: type[AnyConfig], values: Mapping[str, Any], **others: Any) -> AnyConfig:
+        groups = cls.groups().items()
+        made = {key: own(**{x.name: values[x.name] for x in fields(own)}) for key, own in groups}
+        return cls(values=values, **made, **others)
+
+    @property
+    def parts(self) -> dict[str, dict[str, Any]]:
+        """The options of each section's part, by the names in its signature."""
+        own = self.flags.items()
+        return {key: {x: self.values[flag] for x, flag in names.items()} for key, names in own}
 
     def flat(self) -> dict[str, Any]:
         """Those that are used and have a value, in the types of JSON."""
-        values = {name: as_json(x) for name, x in self.values().items() if name not in self.unused}
+        values = {name: as_json(x) for name, x in self.values.items() if name not in self.unused}
         return {name: x for name, x in values.items() if x is not None}
 
     def replace(self: AnyConfig, **options: Any) -> AnyConfig:
-        """A copy with other values for some options, by flag; the parts stay."""
-
-        def changed(own: Mapping[str, Any]) -> dict[str, Any]:
-            return {key: options.get(key, x) for key, x in own.items()}
-
-        parts = {section: changed(own) for section, own in self.parts.items()}
-        made = {
-            name: group(**changed(vars(getattr(self, name))))
-            for name, group in self.groups().items()
-        }
-        return replace(self, parts=parts, **made)
+        """A copy with other values for those of these options that it has; the parts stay."""
+        values = {name: options.get(name, x) for name, x in self.values.items()}
+        return self.of(values, flags=self.flags, unused=self.unused, places=self.places)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(Options):
     """Reinforcement learning with verifiable rewards.
 
@@ -420,18 +418,18 @@ class Config(Options):
     objective: --objective NAME --help.
     """
 
-    chosen: Chosen = Chosen()
-    reward: Shaping = Shaping()
-    sampling: Sampling = Sampling()
-    warm_start: WarmStart = WarmStart()
-    optimizer: Optimizer = Optimizer()
-    loss: Loss = Loss()
-    model: Model = Model()
-    evaluation: Evaluation = Evaluation()
-    run: Run = Run()
+    chosen: Chosen
+    reward: Shaping
+    sampling: Sampling
+    warm_start: WarmStart
+    optimizer: Optimizer
+    loss: Loss
+    model: Model
+    evaluation: Evaluation
+    run: Run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(Options):
     """Sample many responses to each held-out prompt, and report pass@k, max@k and maj@k.
 
@@ -446,11 +444,11 @@ class EvaluationConfig(Options):
         python -m maxrl_fast.evaluate evaluations/one --against evaluations/other
     """
 
-    chosen: TaskAndEngine = TaskAndEngine()
-    measure: Measure = Measure()
-    sampling: EvaluatedDecoding = EvaluatedDecoding()
-    reward: Reward = Reward()
-    place: EvaluationPlace = EvaluationPlace()
+    chosen: TaskAndEngine
+    measure: Measure
+    sampling: EvaluatedDecoding
+    reward: Reward
+    place: EvaluationPlace
 
 
 def as_json(value: Any) -> Any:

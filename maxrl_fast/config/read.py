@@ -1,27 +1,42 @@
-"""From flags, a TOML file, the config.json of a run or Python to a configuration."""
+"""From flags, a TOML file, the config.json of a run or Python to a configuration, and --help."""
 
 import contextlib
 import difflib
+import inspect
 import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from maxrl_fast.algorithms.method import Method
 from maxrl_fast.algorithms.options import REQUIRED, Option, options_of
-from maxrl_fast.config.help_page import show_help, split_help
-from maxrl_fast.config.names import OF_ONE_START
-from maxrl_fast.config.options import Config, Options, Run
-from maxrl_fast.config.parts import SECTIONS, default_of, options_of_part, owners_by_option
-from maxrl_fast.config.rules import check, unused_options
+from maxrl_fast.config.changes import OF_ONE_START
+from maxrl_fast.config.options import Config, EvaluationConfig, Options, Reward
+from maxrl_fast.config.rules import (
+    SECTIONS,
+    check,
+    options_of_part,
+    owners_by_option,
+    part,
+    refuse,
+    unused_options,
+    wrong_evaluation,
+)
 from maxrl_fast.errors import InputError, printable, warn
+from maxrl_fast.evaluation.outcome import RESULTS, Source, find_source
 from maxrl_fast.rewards.models import CLASSIFIER
-from maxrl_fast.runtime.files import JSON_BYTES, check_regular
+from maxrl_fast.runtime.files import JSON_BYTES, RunFolder, check_regular
 from maxrl_fast.runtime.loading import is_file
-from maxrl_fast.runtime.run_folder import RunFolder
-from maxrl_fast.training.objectives.registry import objective_presets
+from maxrl_fast.tasks.dataset import DatasetOptions
+from maxrl_fast.training.objectives.registry import METHODS, objective_class
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,7 +44,6 @@ else:
     import tomli as tomllib  # the same code, before it came with Python
 
 AnyOptions = TypeVar("AnyOptions", bound=Options)
-Known = dict[str, dict[str, Option]]  # options by name, of each group and, as --loss, each part
 TASK_IS_MISSING = (
     "requires --task: gsm8k, math, dataset with --data FILE, maze or another (--help lists them)"
 )
@@ -58,10 +72,10 @@ _ELSEWHERE = {
 }
 ELSEWHERE = {name: option for option, names in _ELSEWHERE.items() for name in names.split()}
 # what follows from the objective or the loss
-_FOLLOWS = {
-    "objective": ("loss", "aggregation", "correction", "importance_cap"),
-    "loss": ("aggregation",),
-}
+_FOLLOWS = {"loss": {"aggregation"}}
+_FOLLOWS["objective"] = {"loss", "aggregation", "correction", "importance_cap"}
+WIDEST, FLAG_WIDTH = 110, 30  # of the page of --help and its column of flags
+_METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", dict: "JSON"}
 
 
 class Given(NamedTuple):
@@ -71,6 +85,12 @@ class Given(NamedTuple):
 
     def read(self, option: Option) -> Any:
         return option.convert(self.value, f"{self.place}{self.name}")
+
+    def refused(self, said: str) -> InputError:
+        name = self.name.removeprefix("--").replace("-", "_")
+        # where another library means something else by the name, as by beta
+        meant = f"; did you mean {_flag(ELSEWHERE[name])}?" if name in ELSEWHERE else ""
+        return InputError(f"{self.place}{self.name} {said}{meant}")
 
 
 def parse(arguments: Sequence[str]) -> Config:
@@ -87,7 +107,7 @@ def parse_options(options: Mapping[str, Any]) -> Config:
 
 def _parse(given: dict[str, Given], asks_for_help: bool = False) -> Config:
     def path(name: str) -> Path | None:
-        return given[name].read(options_of(Run)[name]) if name in given else None
+        return given[name].read(Config.options()[name]) if name in given else None
 
     if (file := path("config")) is not None:
         given = read_toml(file) | given
@@ -103,18 +123,60 @@ def _parse(given: dict[str, Given], asks_for_help: bool = False) -> Config:
         folder = folder if is_run and RunFolder(folder).checkpoints else None
     of_run = {} if folder is None else read_run(folder)
     if "model" in given and not {"task"} & {*given, *of_run}:
-        raise InputError(f"{given['model'].place}{given['model'].name} {TASK_IS_MISSING}")
+        raise given["model"].refused(TASK_IS_MISSING)
     places = {name: x.place.removesuffix(": ") for name, x in given.items() if x.place}
     with located(places):
-        config, known = build(Config, given, of_run)
+        config = build(Config, given, of_run)
         if asks_for_help:
-            show_help(config, known, prog="python -m maxrl_fast.train")
+            show_help(config, "train")
         check(config)
     return replace(config, places=places)
 
 
+def parse_evaluation(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | Path]:
+    """Return the checked options, and the checkpoint or the folder of a finished evaluation; --help
+    prints those of the task, and exits."""
+    words, asks_for_help = split_help(arguments)
+    name = words.pop(0) if words and not words[0].startswith("--") else ""
+    flags, of_run = read_flags(words), dict[str, Given]()
+    if asks_for_help:
+        show_help(build(EvaluationConfig, flags, {}), "evaluate")
+    if not name:
+        raise InputError(
+            "CHECKPOINT is missing before the flags: a Hugging Face checkpoint directory, the "
+            "folder of a run, or that of a finished evaluation, which --against compares"
+        )
+    source: Source | Path = Path(name)
+    if not (Path(name) / RESULTS).exists():
+        source = found = find_source(name)
+        if found.run is not None:
+            of_run = _of_task(read_run(found.run), flags)
+        elif "task" not in flags:
+            raise InputError(f"a checkpoint that is not in the folder of a run {TASK_IS_MISSING}")
+    config = build(EvaluationConfig, flags, of_run)
+    refuse(config.values, wrong_evaluation)
+    return config, source
+
+
+def _of_task(of_run: dict[str, Given], flags: dict[str, Given]) -> dict[str, Given]:
+    """Return the run's options of its task and rewards; of another task only the seed."""
+    seed, task = of_run.get("seed", Given(0, "seed")), of_run.get("task", Given("maze", "")).value
+    seeds = {"seed": seed, "task_seed": seed}
+    if "task" in flags and absolute_function("".join(flags["task"].value)) != task:
+        return seeds
+    own = {*options_of_part("task", task)} - {"sft_data"}
+    kept = {"task", *own, *options_of(Reward)}
+    if not flags.keys() & (own - options_of(DatasetOptions).keys()):
+        kept.add("max_new_tokens")  # a task of another size has its own limit
+    if (sets := {"test_data", "test_hub"}) & flags.keys():  # in place of all of the run
+        kept -= sets
+    if {"data", "hub"} & flags.keys():  # the run's filter is about its own training sets
+        kept.discard("where")
+    return {name: x for name, x in of_run.items() if name in kept} | seeds
+
+
 def read_flags(words: Sequence[str]) -> dict[str, Given]:
-    """Return the words of each flag, by name of the option; the last of equal flags wins."""
+    """Return the words of each flag by the option's name; the last of equal flags wins."""
     given: dict[str, Given] = {}
     for word in words:
         flag, equals, text = word.partition("=")
@@ -131,9 +193,9 @@ def read_flags(words: Sequence[str]) -> dict[str, Given]:
 
 
 def names_of_lists() -> set[str]:
-    """Return the options that take several values themselves, such as reward and data."""
-    groups = [*map(options_of, Config.groups().values()), options_of_part("task", "dataset")]
-    return {name for own in groups for name, x in own.items() if x.takes_several}
+    """The options that take several values themselves, such as reward and data."""
+    options = Config.options() | options_of_part("task", "dataset")
+    return {name for name, x in options.items() if x.takes_several}
 
 
 def read_toml(path: Path) -> dict[str, Given]:
@@ -172,7 +234,7 @@ def read_run(out: Path) -> dict[str, Given]:
 
 
 def absolute_function(name: str) -> str:
-    """Return the name of a function by the absolute path of its file, if it has one."""
+    """Return the name of a function or classifier with the absolute path of its file."""
     if name.startswith(CLASSIFIER):
         return f"{CLASSIFIER}{Path(name.removeprefix(CLASSIFIER)).absolute()}"
     file, _, function = name.rpartition(":")
@@ -181,88 +243,70 @@ def absolute_function(name: str) -> str:
 
 def build(
     command: type[AnyOptions], by_user: Mapping[str, Given], of_run: Mapping[str, Given]
-) -> tuple[AnyOptions, Known]:
-    """Return the configuration, and its options by group and part. Where a user chooses another
-    part, the run's options of that part go, and those that follow from it."""
-    known: Known = {name: options_of(group) for name, group in command.groups().items()}
-    options = {name: option for own in known.values() for name, option in own.items()}
-    given, chosen = {**of_run, **by_user}, dict[str, str]()
+) -> AnyOptions:
+    """Return the configuration. Where a user chooses another part, the run's options of that part
+    go, and those that follow from it. What is not given is as the objective presets it, or has its
+    default."""
+    options, given, chosen = command.options(), {**of_run, **by_user}, dict[str, str]()
 
     def value(name: str) -> Any:
         return given[name].read(options[name]) if name in given else None
 
+    flags = dict[str, dict[str, str]]()
     for section in (x for x in SECTIONS if x in options):
         if not (name := value(section) or options[section].default):
-            name = default_of(section, chosen, value("ahead") or 0, "importance_cap" in given)
+            objective = objective_class(chosen["objective"])
+            # samples of older weights, and the loss has no ratio
+            is_stale = value("ahead") and chosen.get("loss") == "reinforce"
+            is_other = chosen["rollout"] != "native" or is_stale
+            has_weights = "importance_cap" in given or (is_other and not objective.owns_loss)
+            name = objective.loss if section == "loss" else "tis" if has_weights else "none"
         before = of_run[section].value if section in of_run else name
         if name not in (before, absolute_function(before)):
             gone = {*options_of_part(section, before), *_FOLLOWS.get(section, ())}
             given = {key: x for key, x in given.items() if key in by_user or key not in gone}
-        chosen[section] = name
-        known[f"--{section}"] = options_of_part(section, name)
-        options |= known[f"--{section}"]
-    values = _values(given, options, chosen)
+        chosen[section], own = name, options_of_part(section, name)
+        flags[section] = {x.own_name: flag for flag, x in own.items()}
+        options |= own
+    values = {name: option.default for name, option in options.items()}
+    values |= getattr(METHODS.get(chosen.get("objective", "")), "presets", {})
+    for name, x in given.items():
+        option = options.get(name) or options.get(name.removeprefix("no_"))
+        if option is None or (option.name != name and option.kind is not bool):
+            raise _unknown(name, x, options, chosen)
+        if (found := x.read(option)) is not None:
+            values[option.name] = found if option.name == name else not found
+    for section, name in chosen.items():
+        for key in flags[section].values():
+            if values[key] is REQUIRED:
+                needed = f"{options[key].flag}, {options[key].wanted}"
+                raise InputError(f"{section} {name} needs {needed}")
+    values |= chosen
     unused = unused_options(values)
     for key, said in unused.items():
         if said and key in by_user and by_user[key].value is not None:
-            raise _refused(by_user[key], key, said)
+            raise by_user[key].refused(said)
         values[key] = options[key].default
-    groups = {
-        name: group(**{key: values[key] for key in known[name]})
-        for name, group in command.groups().items()
-    }
-    parts = {section: {key: values[key] for key in known[f"--{section}"]} for section in chosen}
-    own = {flag: x.own_name for flag, x in options.items() if x.own_name}
-    return command(**groups, parts=parts, unused=frozenset(unused), own_names=own), known
-
-
-def _values(
-    given: Mapping[str, Given], options: Mapping[str, Option], chosen: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the options as given, else as the objective presets them, or their defaults."""
-    values = {name: option.default for name, option in options.items()}
-    values |= objective_presets(chosen.get("objective", ""))
-    for name, x in given.items():
-        positive = options.get(name.removeprefix("no_"))
-        if name in options:
-            value = x.read(options[name])
-            values[name] = values[name] if value is None else value
-        elif positive and positive.kind is bool:
-            values[positive.name] = not x.read(positive)
-        else:
-            raise _unknown(name, x, options, chosen)
-    for name, option in options.items():
-        if values[name] is REQUIRED:
-            owner = next(f"{x} {y}" for x, y in chosen.items() if name in options_of_part(x, y))
-            raise InputError(f"{owner} needs {option.flag}, {option.wanted}", name)
-    return {**values, **chosen}
+    return command.of(values, flags=flags, unused=frozenset(unused))
 
 
 def _unknown(
     name: str, x: Given, options: Mapping[str, Option], chosen: Mapping[str, str]
 ) -> InputError:
-    is_flag, unknown = x.name.startswith("--"), f"{x.place}unknown option {x.name:.80}"
-    for flag, option in options.items():
-        if option.own_name == name:  # another part has the name
-            return InputError(unknown + hint(flag, options, is_flag))
-    for section, part in chosen.items():
+    # the flag is longer where another part has the name
+    flag = next((key for key, option in options.items() if option.own_name == name), name)
+    for section, own in chosen.items() if flag == name else ():
         if owners := owners_by_option(section).get(name):
             others = ", ".join([*owners[:4], *["..."] * (len(owners) > 4)])
-            return _refused(x, name, f"is not used by {section} {part}, but by {others}")
+            return x.refused(f"is not used by {section} {own}, but by {others}")
+    is_flag = x.name.startswith("--")
     known = _options_of_all_parts() | options.keys() if "objective" in chosen else options
-    return InputError(
-        unknown + (hint(name, known, is_flag) or "; --help lists the options" * is_flag)
-    )
+    meant = hint(flag, known, is_flag) or "; --help lists the options" * is_flag
+    return InputError(f"{x.place}unknown option {x.name:.80}{meant}")
 
 
 def _options_of_all_parts() -> set[str]:
-    return Config.names().union(*map(owners_by_option, SECTIONS))
-
-
-def _refused(x: Given, key: str, said: str) -> InputError:
-    # where another library means something else by the name, as by beta
-    meant = f"; did you mean {_flag(ELSEWHERE[key])}?" if key in ELSEWHERE else ""
-    return InputError(f"{x.place}{x.name} {said}{meant}")
+    return {*Config.options()}.union(*map(owners_by_option, SECTIONS))
 
 
 def _flag(name: str) -> str:
@@ -283,11 +327,67 @@ def hint(name: str, known: Collection[str], is_flag: bool = True) -> str:
 
 @contextlib.contextmanager
 def located(places: Mapping[str, str]) -> Iterator[None]:
-    """Add "(lr: FILE, line 3)" to an error about values of the file of --config."""
+    """Add "(lr: FILE, line 3)" to an error that names values of the file of --config."""
     try:
         yield
     except InputError as error:
-        said = "; ".join(f"{name}: {places[name]}" for name in error.options if name in places)
-        if not said:
+        text = str(error)
+        words = re.findall(r"(?<![\w/.-])(?:--)?(\w[\w-]*)(?![\w/.-])", text)
+        named = {word.replace("-", "_") for word in words} & places.keys()
+        said = [f"{name}: {place}" for name, place in places.items() if name in named]
+        if not said or any(place in text for place in places.values()):
             raise
-        raise InputError(f"{error} ({said})") from error
+        raise InputError(f"{text} ({'; '.join(said)})") from error
+
+
+def show_help(config: Options, command: str) -> NoReturn:
+    groups = [
+        (f"{name.replace('_', ' ')} options", group, options_of(group))
+        for name, group in config.groups().items()
+    ]
+    for section in config.flags:
+        name = config.values[section]
+        own = part(section, name), options_of_part(section, name)
+        groups.append((f"options of --{section} {name}", *own))
+    pages = []
+    for title, found, options in groups:
+        purpose = found.formula if isinstance(found, Method) else inspect.getdoc(found)
+        rows = [help_row(x) for flag, x in options.items() if flag not in config.unused]
+        pages.append((title, purpose or "", rows))
+    print_help(f"python -m maxrl_fast.{command}", inspect.getdoc(type(config)) or "", pages)
+
+
+def help_row(option: Option) -> tuple[str, str]:
+    default = f" (default: {option.shown_default})" if option.shown_default else ""
+    takes = f", --no-{option.flag[2:]}" if option.kind is bool else f" {metavar(option)}"
+    return option.flag + takes, option.help + default
+
+
+def print_help(
+    prog: str, description: str, groups: Sequence[tuple[str, str, Sequence[tuple[str, str]]]]
+) -> NoReturn:
+    """groups: title, purpose, and rows of a flag and its help."""
+    console = Console(highlight=False)
+    console.width = min(console.width, WIDEST)
+    paragraphs = re.sub(r"(?<=\S)\n(?=\S)", " ", description)
+    console.print(Text(f"usage: {prog} [OPTIONS]\n\n{paragraphs}\n"))
+    for title, purpose, rows in groups:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(max_width=FLAG_WIDTH, overflow="fold", style="bold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        content = Group(*[Text(purpose, "italic")] * bool(purpose), table)
+        if rows:
+            console.print(Panel(content, title=title, title_align="left", border_style="dim"))
+    sys.exit(0)
+
+
+def split_help(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    words = [word for word in arguments if word not in ("-h", "--help")]
+    return words, len(words) < len(arguments)
+
+
+def metavar(option: Option) -> str:
+    if option.choices:
+        return "{" + ", ".join(option.choices) + "}"
+    return _METAVARS.get(option.kind, "STR") + " ..." * option.takes_several

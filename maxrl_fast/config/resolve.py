@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from maxrl_fast.config.changes import ended_before_first_step
-from maxrl_fast.config.names import OF_ONE_START
-from maxrl_fast.config.options import Config, Model, Place
-from maxrl_fast.config.parts import loss_of, short_name
+from maxrl_fast.config.changes import OF_ONE_START, ended_before_first_step
+from maxrl_fast.config.options import Config, EvaluationConfig, Place
 from maxrl_fast.config.read import absolute_function
-from maxrl_fast.config.rules import View, objective_of, refuse
+from maxrl_fast.config.rules import View, objective_of, part, refuse
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.hub import HUB
+from maxrl_fast.evaluation.coverage import powers_of_two
+from maxrl_fast.evaluation.outcome import Source
+from maxrl_fast.model.checkpoint import HUB
 from maxrl_fast.model.policy import backend_of, read_sizes
 from maxrl_fast.runtime.device import resolve_device, resolve_dtype
-from maxrl_fast.runtime.files import is_locked, temporary_path
+from maxrl_fast.runtime.files import is_locked
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task, held_out_sets
 from maxrl_fast.tasks.dataset import DatasetTask
@@ -31,8 +31,10 @@ from maxrl_fast.training.objectives.registry import objective_defaults
 # samples, and the prompts below which pass@k is too noisy to be worth them
 EVALUATION_SHARE, FEWEST_EVALUATED = 0.05, 32
 # options that may name a file of the user's
-_NAMES = "objective loss task rollout environment teacher_prompt schedule reward log_to"
-NAMES_CODE = tuple(_NAMES.split())
+NAMES_CODE = (
+    *("objective", "loss", "task", "rollout", "environment", "teacher_prompt"),
+    *("schedule", "reward"),
+)
 
 
 def resolve(
@@ -45,16 +47,21 @@ def resolve(
     whose GPUs compute in bfloat16."""
     ranks = ranks or Ranks()
     config = config.replace(**_absolute(config))
-    is_new, given = config.run.resume is None, config.values()
     # a run that resumes has its own checkpoint and response limit
-    directory = config.model.directory if is_new else None
+    directory = None if config.run.resume else config.model.directory
     limit = response_limit(config.sampling.max_new_tokens, task, directory, warn)
-    refuse({**given, "max_new_tokens": limit, "processes": ranks.size}, _wrong)
-    objective, loss = objective_of(config), loss_of(config.chosen.loss)
+    refuse({**config.values, "max_new_tokens": limit, "processes": ranks.size}, _wrong)
+    objective, loss = objective_of(config), part("loss", config.chosen.loss)
     own = objective_defaults(config.chosen.objective, config.sampling.rollouts)
-    sft_lr, lr = default_rates(config.model)
+    start, backend = config.model.directory, str(config.model.model_backend)
+    if start is not None and (start / "config.json").exists():  # one that resumes needs it no more
+        backend = backend_of(start, backend)
+    # of the warm start and of reinforcement learning (docs/models.md)
+    sft_lr, lr = (1e-4, 1e-5) if config.model.lora_rank else (1e-5, 1e-6)
+    if config.model.model is None:
+        sft_lr, lr = 2e-3, 3e-4
     defaults = {
-        **{name: own.get(name) for name in config.parts["objective"]},
+        **{flag: own.get(name) for name, flag in config.flags["objective"].items()},
         "critic_lr": sft_lr,
         "sft_lr": sft_lr,
         "lr": lr,
@@ -62,12 +69,13 @@ def resolve(
         "aggregation": loss.aggregation or objective.aggregation,
         "threads": torch.get_num_threads(),  # what affinity and OMP_NUM_THREADS leave
     }
-    derived = {name: x for name, x in defaults.items() if given.get(name) is None} | {
+    short = config.chosen.objective.rpartition(":")[2]  # of FILE.py:NAME
+    derived = {name: x for name, x in defaults.items() if config.values.get(name) is None} | {
         "max_new_tokens": limit,
         "sft_steps": _sft_steps(config, task),
-        "model_backend": _backend(config.model),
+        "model_backend": backend.replace("auto", "native"),
         "eval_prompts": num_held_out(config.evaluation.eval_prompts, task),
-        "out": _new_folder(config, ranks),
+        "out": config.run.resume or free_folder(config.run.out, "runs", short, ranks.is_first),
     }
     if isinstance(task, TextTask):
         derived["template_date"] = task.conversation.clock
@@ -96,14 +104,6 @@ def tensor_parallel(config: Config) -> int:
     return int(config.parts["rollout"].get("vllm_tensor_parallel", 1))
 
 
-def _backend(model: Model) -> str:
-    directory = model.directory
-    # a run that resumes has its own checkpoint
-    if directory is not None and (directory / "config.json").exists():
-        return backend_of(directory, model.model_backend)
-    return "native" if model.model_backend == "auto" else model.model_backend
-
-
 def response_limit(
     wanted: int | None, task: Task, directory: Path | None, warn: Callable[[str], None]
 ) -> int:
@@ -119,7 +119,7 @@ def response_limit(
     why += " (a lower --max-prompt-tokens leaves more)"
     if wanted or room < 1:
         most = f"--max-new-tokens must be at most {room}, got {limit}"
-        raise InputError(f"{most}: {why}", "max_new_tokens")
+        raise InputError(f"{most}: {why}")
     warn(f"responses end after {room} tokens instead of the task's {limit}: {why}")
     return room
 
@@ -132,39 +132,27 @@ def _sft_steps(config: Config, task: Task) -> int:
         steps = 100 if config.model.model is None and task.has_demonstrations else 0
     if steps and not task.has_demonstrations:
         why = f"as {task.name} has no solutions to learn from, got {steps}"
-        raise InputError(
-            f"sft_steps must be 0{' without --sft-data' * is_dataset}, {why}", "sft_steps"
-        )
+        raise InputError(f"sft_steps must be 0{' without --sft-data' * is_dataset}, {why}")
     return steps
 
 
-def default_rates(model: Model) -> tuple[float, float]:
-    """Return those of the warm start and of reinforcement learning (docs/models.md)."""
-    if model.model is None:
-        return 2e-3, 3e-4
-    return (1e-4, 1e-5) if model.lora_rank else (1e-5, 1e-6)
-
-
 def num_held_out(wanted: int | None, task: Task) -> int:
-    """Return the held-out prompts of a set to evaluate on: by default 256, or all."""
     available = max(size for size, _ in held_out_sets(task, 2**63, 1).values())
     number = wanted or min(256, available)
     if number > available:
         most = f"the {available} prompts that are held out"
-        raise InputError(f"eval_prompts must be at most {most}, got {number}", "eval_prompts")
+        raise InputError(f"eval_prompts must be at most {most}, got {number}")
     return number
 
 
 class EvaluationSchedule(NamedTuple):
-    """When a run evaluates between its first step and its last."""
-
     every: int  # steps; 0: never
     num_prompts: int  # of each held-out set
 
 
 def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
-    """Return that of --eval-every, or the default one; a sample of training costs three of an
-    evaluation, because it is learned from."""
+    """Between the first step and the last. A sample of training costs three of an evaluation,
+    because it is learned from."""
     options, steps = config.evaluation, config.optimizer.steps
     if options.eval_every is not None:
         return EvaluationSchedule(options.eval_every, options.eval_prompts)
@@ -194,27 +182,61 @@ def _absolute(config: Config) -> dict[str, Any]:
             return str(Path(value).absolute())
         return absolute_function(value) if name in NAMES_CODE and value else value
 
-    values = config.values().items()
+    values = config.values.items()
     return {name: absolute(name, x) for name, x in values if name not in OF_ONE_START}
 
 
-def _new_folder(config: Config, ranks: Ranks) -> Path:
-    """Return the folder of the run, in which a new one must not write over another."""
-    if config.run.resume is not None:
-        return config.run.resume
-    name = f"{short_name(config.chosen.objective)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # with a number where a run of the same second has the folder
-    names = (Path("runs", f"{name}-{i}" if i else name) for i in itertools.count())
-    out = config.run.out or next(path for path in names if not path.exists())
-    if not ranks.is_first:  # the others may come after the first has begun to write
+def free_folder(out: Path | None, parent: str, name: str, is_first: bool = True) -> Path:
+    """Return --out, or a folder named after the time, in which nothing is overwritten: neither
+    another's files nor a run that has begun."""
+    name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # with a number where another of the same second has the folder
+    names = (Path(parent, f"{name}-{i}" if i else name) for i in itertools.count())
+    out = out or next(path for path in names if not path.exists())
+    if not is_first:  # other ranks may come after the first has begun to write
         return out
     try:
-        left_by_a_kill = {"lock", temporary_path(out / "config.json").name}
-        is_free = not out.exists() or (ended_before_first_step(out) and not is_locked(out))
-        if is_free or {path.name for path in out.iterdir()} <= left_by_a_kill:
+        is_free = not out.exists() or (
+            parent == "runs" and ended_before_first_step(out) and not is_locked(out)
+        )
+        # what a kill leaves
+        if is_free or all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir()):
             return out
     except OSError as error:  # of what is no folder, or cannot be read
-        raise InputError(f"--out must be a folder that can be read: {error}", "out") from error
+        raise InputError(f"--out must be a folder that can be read: {error}") from error
     is_run = (out / "config.json").exists()
     what = f"another run; --resume {out} resumes it" if is_run else "something else"
-    raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}", "out")
+    raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}")
+
+
+def resolve_evaluation(
+    config: EvaluationConfig,
+    source: Source,
+    task: Task,
+    warn: Callable[[str], None] = warnings.warn,
+) -> EvaluationConfig:
+    sampling, place, wanted = config.sampling, config.place, config.measure.eval_prompts
+    is_test = config.measure.split == "test"
+    return config.replace(
+        eval_prompts=num_held_out(wanted, task) if is_test else wanted or 256,
+        max_new_tokens=response_limit(sampling.max_new_tokens, task, source.checkpoint, warn),
+        seed=sampling.seed or 0,
+        out=free_folder(place.out, "evaluations", source.name),
+        task_seed=place.task_seed or 0,
+        threads=place.threads or torch.get_num_threads(),
+        **place_of(place),
+    )
+
+
+def set_configs(config: EvaluationConfig, task: Task) -> list[EvaluationConfig]:
+    """Return that of each set; of several, with its name as a folder."""
+    measure, out = config.measure, config.place.out
+    sets = {"train": (measure.eval_prompts, measure.samples)}
+    if measure.split == "test":
+        sets = held_out_sets(task, *sets["train"])
+    made = []
+    for name, (number, n) in sets.items():
+        k = tuple(sorted({k for k in measure.k if k <= n})) or tuple(powers_of_two(n))
+        own = out / name if len(sets) > 1 else out
+        made.append(config.replace(split=name, eval_prompts=number, samples=n, k=k, out=own))
+    return made

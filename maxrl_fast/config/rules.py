@@ -1,22 +1,108 @@
-"""All conditions between options of several parts. What concerns one part alone, that part refuses
-(`refuses` of an objective)."""
+"""The parts of a run that are chosen by name, the options of each, and all conditions between
+options of several parts. What concerns one part alone, that part refuses (`refuses` of an
+objective)."""
 
-import contextlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from string import Formatter
+from functools import lru_cache
 from typing import Any
 
-from maxrl_fast.algorithms.losses.registry import CLIPS
-from maxrl_fast.config.options import Config, Options
-from maxrl_fast.config.parts import loss_of
+from maxrl_fast.algorithms.estimators.of_training import has_teacher
+from maxrl_fast.algorithms.losses import ALIASES, CLIPS, LOSSES, Clips, find_loss
+from maxrl_fast.algorithms.method import Method
+from maxrl_fast.algorithms.options import Option, options_of
+from maxrl_fast.config.options import Config, EvaluationConfig
 from maxrl_fast.errors import InputError
-from maxrl_fast.tasks.names import is_reward, spec_of
-from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.objective import Objective, has_teacher
-from maxrl_fast.training.objectives.registry import find_objective, make_objective
-from maxrl_fast.training.policy_reward import LIKELIHOODS
+from maxrl_fast.rollout.vllm import VllmOptions
+from maxrl_fast.runtime.loading import is_code, load_code
+from maxrl_fast.tasks.dataset import DatasetOptions
+from maxrl_fast.tasks.dataset_specs import DATASETS, GYM, OBJECT, is_reward, spec_of
+from maxrl_fast.tasks.gym import GymOptions, generator_options
+from maxrl_fast.tasks.maze import MazeOptions
+from maxrl_fast.training.answers import LIKELIHOODS
+from maxrl_fast.training.correction import CORRECTIONS
+from maxrl_fast.training.objectives.group import GroupObjective, Objective
+from maxrl_fast.training.objectives.registry import (
+    OBJECTIVES,
+    find_code,
+    find_objective,
+    make_objective,
+    method_hint,
+)
+
+# in the order of choice: the default of a later one follows from earlier ones
+SECTIONS = ("objective", "rollout", "task", "loss", "correction")
+ENGINES: dict[str, Any] = {"native": None, "vllm": VllmOptions}
+_BUILT_IN: dict[str, Any] = {
+    "objective": OBJECTIVES,
+    "loss": LOSSES | ALIASES,
+    "correction": CORRECTIONS,
+    "task": {"maze": MazeOptions} | dict.fromkeys(DATASETS, DatasetOptions),
+    "rollout": ENGINES,
+}
+# arguments that a user's class may ask for, which are no options
+OFFERED = {
+    "task": ("seed", "model"),
+    "rollout": ("model", "dtype", "max_batch", "ranks", "cache_bytes"),
+}
+
+
+def part(section: str, name: str) -> Any:
+    """Return what --SECTION NAME names: a method, a dataclass of options, a user's class, or None
+    for a part without options."""
+    if section == "objective":
+        return find_objective(name)
+    if name in (built_in := _BUILT_IN[section]):
+        return built_in[name]
+    if section == "task" and name.startswith((GYM, OBJECT)):
+        return GymOptions if name.startswith(GYM) else None
+    if section == "task" and is_reward(name):
+        return DatasetOptions
+    if is_code(name):
+        is_loss = section == "loss"
+        return find_code("loss", name, find_loss) if is_loss else load_code(section, name, "CLASS")
+    names = ", ".join([*built_in, *["gym:NAME"] * (section == "task")])
+    raise InputError(
+        f"--{section} must be one of {names}, or FILE.py:NAME or package.module:NAME, got "
+        f"{name!r:.80}{method_hint(name, built_in)}"
+    )
+
+
+def _signature(section: str, name: str) -> Mapping[str, Option]:
+    """Return the options of a part by the names in its signature."""
+    found = part(section, name)
+    if isinstance(found, Method):
+        clips = options_of(Clips) if getattr(found, "clips", False) else {}
+        size = getattr(found, "size", None)
+        return {**clips, **({size.name: size.option} if size else {}), **found.options}
+    if name.startswith(GYM):
+        return {**options_of(found), **generator_options(name.removeprefix(GYM))}
+    is_class = inspect.isclass(found)
+    return options_of(found, OFFERED[section]) if is_class else {}
+
+
+@lru_cache(maxsize=256)
+def options_of_part(section: str, name: str) -> dict[str, Option]:
+    """Return the options of a part by flag. Where a group or a built-in part of an earlier section
+    has the name, the part's own stands before it: simko_k, icepop_low."""
+    evaluated = EvaluationConfig.options() if section in ("task", "rollout") else ()
+    earlier = {"loss": ("objective",), "correction": ("objective", "loss")}.get(section, ())
+    used = {*evaluated}.union(Config.options(), *map(owners_by_option, earlier))
+    signature, short = _signature(section, name).items(), name.rpartition(":")[2]
+    flags = {f"{short}_{key}" if key in used else key: (key, x) for key, x in signature}
+    return {flag: replace(x, name=flag, own_name=key) for flag, (key, x) in flags.items()}
+
+
+@lru_cache
+def owners_by_option(section: str) -> dict[str, tuple[str, ...]]:
+    """Return the built-in parts of a section that have each option."""
+    owners: dict[str, tuple[str, ...]] = {}
+    for name in _BUILT_IN[section]:
+        for key in options_of_part(section, name):
+            owners[key] = (*owners.get(key, ()), name)
+    return owners
 
 
 class View(dict[str, Any]):
@@ -64,16 +150,22 @@ def _needs(c: View) -> Iterator[tuple[str, Any, str]]:
 
 
 def unused_options(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options that a run does not use, and what to say."""
     needs = (x for x in _needs(View(values)) if not x[1])
     return {name: said for x, _, said in needs for name in x.split() if name in values}
 
 
 # A sentence about what is wrong is a format of the options that it is about.
-def wrong_rewards(c: View) -> Iterator[str]:
-    """Yield what is wrong with the rewards of a run or an evaluation."""
+def _wrong_rewards(c: View) -> Iterator[str]:
     if len(c.reward_weights) not in (0, len(c.reward)):
         yield "reward_weights must be a number for each reward, got {reward_weights} for {reward}"
+
+
+def wrong_evaluation(c: View) -> Iterator[str]:
+    yield from _wrong_rewards(c)
+    if c.temperature == 0 and c.samples > 1:
+        yield "greedy decoding, of temperature 0, needs --samples 1, got {samples}"
+    if not all(1 <= k <= c.samples for k in c.k):
+        yield "k must be from 1 to the {samples} samples, got {k}"
 
 
 def _wrong_sizes(c: View) -> Iterator[str]:
@@ -81,9 +173,9 @@ def _wrong_sizes(c: View) -> Iterator[str]:
         yield "prompts x rollouts must be below 2^31, got {prompts} x {rollouts}"
     first = [("rollouts", "first_rollouts")] * bool(c.stop_at)
     own = ("prompts", "updates_per_step"), ("hidden_size", "heads"), ("heads", "kv_heads")
-    for whole, part in (*own, *first):
-        if c[whole] % c[part]:
-            yield f"{whole} must be a multiple of {part}, got {{{whole}}} and {{{part}}}"
+    for whole, of in (*own, *first):
+        if c[whole] % c[of]:
+            yield f"{whole} must be a multiple of {of}, got {{{whole}}} and {{{of}}}"
     if c.hidden_size // c.heads % 2:
         yield "hidden_size / heads must be even, got {hidden_size} / {heads}"
     low, high = (f"{c.correction}_{x}" for x in ("low", "high"))
@@ -97,8 +189,7 @@ def _wrong_sizes(c: View) -> Iterator[str]:
 
 
 def _fixed(c: View) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    """Yield whether something is chosen that lets options have only one value, its name, and the
-    values."""
+    """Yield whether something is chosen, its name, and the only values that options then have."""
     needs, given = c.method.needs, {"reward_source": "given"}
     plain = {**given, "overlong_buffer": 0}
     of_answers = "{objective}, which learns from the reference answer,"
@@ -135,7 +226,8 @@ def _wrong_parts(c: View) -> Iterator[str]:
     if needs.binary and reads_policy:
         yield "{objective} needs rewards of 0 or 1, got --reward-source {reward_source}"
     if c.objective == "hero" and c.reward_weights[:1] not in ((), (1.0,)):
-        yield "hero needs 1 as the weight of the verifier, the first reward, got {reward_weights}"
+        what = "1 as the weight of the verifier, the first of --reward-weights"
+        yield f"hero needs {what}, got {{reward_weights}}"
     if (c.stop_at or c.carry) and c.order not in (None, c.rollouts - 1):
         what = "--stop-at is MaxRL of order --rollouts" if c.stop_at else "--carry sets the order"
         yield what + ", so order cannot be {order}"
@@ -175,52 +267,35 @@ def _wrong_parts(c: View) -> Iterator[str]:
 
 
 def refuse(values: Mapping[str, Any], *rules: Callable[[View], Iterator[str]]) -> None:
-    """Raise the InputError of the first sentence of the rules."""
+    several = {x: " ".join(map(str, y)) for x, y in values.items() if isinstance(y, tuple)}
     for sentence in (x for rule in rules for x in rule(View(values))):
-        shown = [name for _, name, *_ in Formatter().parse(sentence) if name]
-        several = {x: " ".join(map(str, y)) for x, y in values.items() if isinstance(y, tuple)}
-        raise InputError(sentence.format_map(View({**values, **several})), *shown)
+        raise InputError(sentence.format_map(View({**values, **several})))
 
 
 def check(config: Config) -> None:
     """Refuse, before any work, what is wrong with options that are right by themselves."""
-    own = {"method": objective_of(config), "token_loss": loss_of(config.chosen.loss)}
-    refuse(config.values() | own, wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
-    config.sampling.stopping()  # or an error
-    loss_options(config)
-
-
-@contextlib.contextmanager
-def _about(*options: str) -> Iterator[None]:
-    """Say of a part's ValueError of which options it is."""
     try:
-        yield
-    except ValueError as error:
-        advice = "; --rollouts sets N" * ("rollouts" in options and "rollouts" in str(error))
-        raise InputError(f"{error}{advice}", *options) from error
-
-
-def own_options(config: Options, section: str) -> dict[str, Any]:
-    """Return the options of a chosen part by the names in its signature."""
-    return {config.own_names.get(flag, flag): x for flag, x in config.parts[section].items()}
+        own = {"method": objective_of(config), "token_loss": part("loss", config.chosen.loss)}
+        refuse({**config.values, **own}, _wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
+        config.sampling.stopping()  # or an error
+        loss_options(config)
+    except InputError:
+        raise
+    except ValueError as error:  # of a part
+        advice = "; --rollouts sets N" * ("rollouts" in str(error))
+        raise InputError(f"{error}{advice}") from error
 
 
 def loss_options(config: Config) -> dict[str, Any]:
     """Return the options of the loss besides its clips."""
-    own = {x: y for x, y in own_options(config, "loss").items() if x not in CLIPS}
-    with _about("loss", *config.parts["loss"]):
-        return loss_of(config.chosen.loss).resolve(own)
+    own = {x: y for x, y in config.parts["loss"].items() if x not in CLIPS}
+    resolved: dict[str, Any] = part("loss", config.chosen.loss).resolve(own)
+    return resolved
 
 
 def objective_of(config: Config) -> Objective:
-    own = {key: x for key, x in own_options(config, "objective").items() if x is not None}
+    own = {x: y for x, y in config.parts["objective"].items() if y is not None}
     sizes = config.sampling.rollouts, config.optimizer.updates_per_step
-    with _about(*own, "rollouts"):
-        made = make_objective(config.chosen.objective, own, *sizes)
+    made = make_objective(config.chosen.objective, own, *sizes)
     stop_at = config.sampling.stop_at or min(config.sampling.carry, 1)
     return replace(made, stop_at=stop_at) if isinstance(made, GroupObjective) and stop_at else made
-
-
-def correction_of(config: Config) -> tuple[str, dict[str, float]]:
-    """Return the name and the numbers of the correction."""
-    return config.chosen.correction, own_options(config, "correction")

@@ -27,9 +27,10 @@ def powers_of_two(largest: int) -> list[int]:
 
 
 def max_at_k(rewards: Tensor, k: int) -> Tensor:
-    """Return the mean over size-k subsets, 1 <= k <= n, of their best reward: rewards [..., n] ->
-    float64 [...]. In ascending order, r_(i) is the best reward of C(i-1, k-1) of the C(n, k)
-    subsets, a fraction q_i k / i, where q_i = C(i, k) / C(n, k)."""
+    """Return the mean best reward of size-k subsets, 1 <= k <= n: rewards [..., n] -> float64
+    [...]. In ascending order, r_(i) is the best of C(i-1, k-1) of the C(n, k) subsets, a fraction
+    q_i k / i, where q_i = C(i, k) / C(n, k). Of rewards of 1 and 0 it is pass@k, 1 - C(n-c, k) /
+    C(n, k) of c correct ones (Chen et al. 2021, eq. 1)."""
     num_samples = rewards.shape[-1]
     _check_k(num_samples, k)
     rank = torch.arange(1, num_samples + 1, dtype=torch.float64)
@@ -41,12 +42,6 @@ def outcomes(num_samples: int, num_correct: Tensor) -> Tensor:
     """Return c ones and n - c zeros: num_correct int [...] -> float64 [..., n]."""
     places = torch.arange(num_samples, device=num_correct.device)
     return (places < num_correct[..., None]).double()
-
-
-def pass_at_k(num_samples: int, num_correct: Tensor, k: int) -> Tensor:
-    """Return 1 - C(n-c, k) / C(n, k) of c correct of n samples, int [...] -> float64 [...] (Chen et
-    al. 2021, eq. 1): max@k of rewards of 1 and 0."""
-    return max_at_k(outcomes(num_samples, num_correct), k)
 
 
 def majority_at_k(answers: Tensor, is_correct: Tensor, ks: Sequence[int], seed: int) -> Tensor:

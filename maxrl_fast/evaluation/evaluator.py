@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast.evaluation import MAX, PASS
 from maxrl_fast.evaluation.coverage import max_at_k, powers_of_two
-from maxrl_fast.evaluation.scores import MAX, PASS
 from maxrl_fast.records import Prompts, Samples
-from maxrl_fast.rollout import Engine, RolloutRequest, Sampling
-from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
+from maxrl_fast.rollout import Engine, RolloutRequest, Sampling, sample_and_score
 from maxrl_fast.runtime.background import Progress, no_progress
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
@@ -59,11 +58,9 @@ class Evaluation:
         return mean_max_at_k(is_correct(self.rewards))
 
     def first(self, count: int) -> "Evaluation":
-        """That on the first prompts alone, with the tokens of all."""
         return replace(self, ids=self.ids[:count], rewards=self.rewards[:count])
 
     def record(self) -> dict[str, Any]:
-        """Return the numbers of eval.jsonl."""
         return {
             PASS: {str(k): x for k, x in self.pass_at_k.items()},
             MAX: {str(k): x for k, x in mean_max_at_k(self.values).items()},
@@ -76,14 +73,13 @@ class Evaluation:
 
     @classmethod
     def joined(cls, sets: Iterable["Evaluation"]) -> "Evaluation":
-        """That of several sets, on samples that all have."""
         ids, rewards = zip(*((x.ids, x.rewards) for x in sets), strict=True)
         fewest = min(x.shape[1] for x in rewards)
         return cls(torch.cat(ids), torch.cat([x[:, :fewest] for x in rewards]), 0, 0)
 
     def pass_counts(self) -> dict[str, Any]:
-        """Return the correct samples, or the mean and the maximum reward if any is neither 0 nor 1,
-        by ascending prompt id, for pass_rates.jsonl."""
+        """Return the correct samples, or the mean and maximum reward if any is neither 0 nor 1, by
+        ascending prompt id, for pass_rates.jsonl."""
         order = self.ids.argsort(stable=True)[:MOST_PROMPTS]
         counts = {"num_correct": self.num_correct}
         if not torch.equal(is_correct(self.rewards).float(), self.values):
@@ -113,8 +109,8 @@ def over_sets(records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Evaluator:
     """Samples responses to the first prompts of a split, and scores them. The ranks divide the
-    prompts, and each samples `chunk` prompts at a time; if it `shares_engine`, also without own
-    prompts, for the others."""
+    prompts, and each samples `chunk` prompts at a time; with an engine that it shares also without
+    own prompts, for the others."""
 
     engine: Engine
     task: Task
@@ -127,30 +123,25 @@ class Evaluator:
     split: str = "test"
     chunk: int = 32
     ranks: Ranks = field(default_factory=Ranks)
-    shares_engine: bool = False
     beat: Progress = no_progress  # called while it samples and scores
 
     def evaluate(
         self, progress: Callable[[int], None] = lambda done: None, keep: Keep | None = None
     ) -> Evaluation:
         """Evaluate the engine's policy; all ranks must call this. `progress` gets the number of
-        prompts done and may raise; `keep` every chunk of this rank's samples, their rewards [S],
-        NaN where scoring failed, and their components [S]."""
+        prompts done and may raise; `keep` each chunk of this rank's samples, their rewards [S], NaN
+        where scoring failed, and components [S]."""
         ranks, none = self.ranks, torch.zeros(0, dtype=torch.int64, device=self.device)
-        places, ids, rewards = [none], [none], [none.float()]  # of this rank's prompts and samples
+        places, ids, rewards = [none], [none], [none.float()]  # of this rank
         counts = torch.zeros(1, 2, dtype=torch.int64, device=self.device)  # tokens and truncated
         for start in range(0, self.num_prompts, self.chunk * ranks.size):
             count = min(self.chunk * ranks.size, self.num_prompts - start)
             first, own = ranks.part(count)
             first += start
-            prompts = Prompts.none(self.device)
-            if own:
-                prompts = self.task.prompts(self.split, first, own).to(self.device)
-            asked = prompts, self.num_samples, self.sampling, self.seed
+            prompts = self.task.prompts(self.split, first, own) if own else Prompts.none(CPU)
+            asked = prompts.to(self.device), self.num_samples, self.sampling, self.seed
             request = RolloutRequest(*asked, beat=self.beat)
-            sampled = sample_and_score(
-                self.engine, self.task, self.scorer, request, shares_engine=self.shares_engine
-            )
+            sampled = sample_and_score(self.engine, self.task, self.scorer, request)
             if own and keep:
                 keep(sampled, sampled.rewards, sampled.components)
             places.append(torch.arange(first, first + own, device=self.device))

@@ -12,8 +12,7 @@ from torch import Tensor
 from maxrl_fast.errors import printable
 from maxrl_fast.records import Samples, unpack
 from maxrl_fast.rollout import check_finite
-from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.texts import response_texts, shown_text
+from maxrl_fast.tasks import Task, response_texts, shown_text
 
 MOST_SAMPLES, MOST_OF_A_PROMPT = 32, 4  # kept by an evaluation during training
 MOST_PROMPTS, PROMPT_LENGTH = 512, 2_000  # held-out prompts kept as text, and their characters
@@ -29,13 +28,13 @@ def sample_records(
     components: Components,
     chosen: Sequence[int] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a JSON object for each response, or for the chosen ones; a reward [S] of NaN becomes
-    null. The texts show special tokens; the columns of the data set are cut where they are long."""
+    """Yield a JSON object for each response, or the chosen ones; a reward [S] of NaN becomes null.
+    Texts show special tokens; long columns of the data set are cut."""
     prompts, rollouts, num = samples.prompts, samples.rollouts, samples.num_rollouts
     chosen = range(len(rollouts)) if chosen is None else chosen
     rollouts = rollouts.select(torch.tensor(chosen, device=rewards.device, dtype=torch.int64))
     tokens, ids = unpack(prompts.tokens, prompts.lengths), prompts.ids.tolist()
-    scores = rewards.tolist()
+    scores, cut = rewards.tolist(), rollouts.truncated.tolist()
 
     @cache  # of each prompt once
     def of_prompt(g: int) -> tuple[str, dict[str, Any]]:
@@ -45,7 +44,6 @@ def sample_records(
         own = {"answer": _cut(line.get("answer")), "columns": columns}
         return task.decode(tokens[g], with_special=True), own
 
-    cut = rollouts.truncated.tolist()
     for s, turns, is_truncated in zip(chosen, rollouts.turns(), cut, strict=True):
         text, own = of_prompt(s // num)
         yield {
@@ -62,7 +60,6 @@ def sample_records(
 
 
 def prompt_records(task: Task, split: str, num_prompts: int) -> Iterator[dict[str, Any]]:
-    """Yield id and text of the first 512 prompts of a split, for eval_prompts.jsonl."""
     prompts = task.prompts(split, 0, min(num_prompts, MOST_PROMPTS))
     parts = unpack(prompts.tokens, prompts.lengths)
     for i, tokens in zip(prompts.ids.tolist(), parts, strict=True):
@@ -70,7 +67,6 @@ def prompt_records(task: Task, split: str, num_prompts: int) -> Iterator[dict[st
 
 
 def finite(number: float) -> float | None:
-    """JSON has no infinite number and no NaN."""
     return number if math.isfinite(number) else None
 
 
@@ -84,8 +80,8 @@ def _cut(value: Any) -> Any:
 
 
 def sample_lines(record: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Yield lines of this width that show a sample: its reward, and the ends of its prompt and
-    response, where the question and the answer stand."""
+    """Yield lines that show a sample: its reward, and the ends of its prompt and response, where
+    the question and the answer stand."""
     reward = "failed" if record["reward"] is None else f"{record['reward']:g}"
     yield f"  sample    prompt {record['id']}, reward {reward}"
     for name in ("prompt", "response"):

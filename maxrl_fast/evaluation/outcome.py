@@ -1,4 +1,4 @@
-"""A finished evaluation, and what it may be compared with."""
+"""The folders of evaluations: what is evaluated, where results go, and finished evaluations."""
 
 import hashlib
 import json
@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import InputError, warn
+from maxrl_fast.evaluation import PASS
 from maxrl_fast.evaluation.coverage import max_at_k, outcomes
 from maxrl_fast.evaluation.evaluator import is_correct
-from maxrl_fast.evaluation.scores import PASS
+from maxrl_fast.model.checkpoint import check_model, directory_of, find_model
 from maxrl_fast.records import unpack
-from maxrl_fast.runtime.files import read_json
+from maxrl_fast.runtime.files import RunFolder, read_json
 from maxrl_fast.tasks import Task
 
 RESULTS = "eval.json"
@@ -37,7 +38,6 @@ class Outcome:
 
     @classmethod
     def read(cls, folder: Path) -> "Outcome":
-        """Read the folder of a finished evaluation."""
         try:
             content = read_json(folder / RESULTS, RESULTS_BYTES)
             counts, rewards = (content["per_prompt"][name] for name in ("num_correct", "rewards"))
@@ -80,7 +80,7 @@ def settings_of(options: dict[str, Any], contents: Sequence[str]) -> dict[str, A
 
 
 def contents_of(task: Task, split: str, num_prompts: int) -> list[str]:
-    """Return the first prompts of a split as JSON: all columns of a data set, or else the text;
+    """Return the first prompts of a split as JSON: all columns of a data set, or else the text, as
     tokens differ from model to model."""
     prompts = task.prompts(split, 0, num_prompts)
     parts = unpack(prompts.tokens, prompts.lengths)
@@ -94,3 +94,32 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> str:
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     found = [f"{name}: {one.get(name)} and {other.get(name)}" for name in names if name != DIGEST]
     return "; ".join(found) or "the prompts themselves" * bool(names)
+
+
+@dataclass(frozen=True)
+class Source:
+    checkpoint: Path  # a Hugging Face directory, absolute, links followed
+    name: str  # for tables and file names
+    run: Path | None = None  # the folder of the run that it lies in
+
+
+def find_source(name: str) -> Source:
+    """Return that of a path or a name of the hub, which is downloaded."""
+    wanted = "CHECKPOINT must be a Hugging Face checkpoint directory or the folder of a run"
+    path = Path(name)
+    if check_model(name, wanted) is not None:
+        pinned = find_model(name, warn)
+        short = pinned.rpartition("@")[0].rpartition("/")[2]
+        return Source(directory_of(pinned, with_weights=True), short)
+    if not (path / "config.json").exists():
+        raise InputError(f"{wanted}, got {path}, which has no config.json")
+    if RunFolder(path).is_run:
+        newest = RunFolder(path).newest
+        if newest is None:
+            raise InputError(
+                f"{path} is the folder of a run without a checkpoint: wait for its first"
+            )
+        path = newest
+    path = path.resolve()
+    run = next((folder for folder in list(path.parents)[:2] if RunFolder(folder).is_run), None)
+    return Source(path, path.name if run is None else f"{run.name}-{path.name}", run)

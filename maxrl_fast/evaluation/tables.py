@@ -1,18 +1,18 @@
-"""The tables of evaluations. Estimates are as in eval.json, by k."""
+"""Tables of estimates, which are as in eval.json, by k."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
+from maxrl_fast.evaluation import MAX, PASS, label_of
 from maxrl_fast.evaluation.coverage import Interval
-from maxrl_fast.evaluation.scores import MAX, PASS, label_of
 
 CONTINUOUS = "Some rewards are neither 0 nor 1. max@1 is the mean reward."
 
 
 def new_table(*columns: str) -> Table:
-    """The first column is of names, the others of numbers that stay whole."""
+    """The first column has names, the others numbers, which stay whole."""
     table = Table()
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
@@ -38,7 +38,6 @@ def add_scores(
 
 
 def summary_table(content: Mapping[str, Any], confidence: float) -> Table:
-    """Of pass@k, max@k and maj@k in the content of eval.json."""
     score = content["score"]
     others = [PASS if score == MAX else MAX, "maj_at_k"]
     name, *names = (x.replace("_at_", "@") for x in (score, *others))

@@ -12,9 +12,10 @@ from maxrl_fast.algorithms.estimators import ALIASES, find_estimator
 
 
 def names() -> list[str]:
-    """The estimators that need only rewards, prompts and response lengths."""
     known = ops.ESTIMATORS | ALIASES
-    return [name for name, row in known.items() if set(row.inputs) <= {"lengths"}]
+    return [
+        name for name, row in known.items() if {"lengths"}.issuperset(row.inputs) and not row.of_run
+    ]
 
 
 @torch.no_grad()
@@ -31,12 +32,12 @@ def rollout_advantages(
     given: Any = () if prompts is None else prompts
     keys = given.tolist() if hasattr(given, "tolist") else list(given)
     if prompts is None or len(keys) != len(rewards):
-        got = "none" if prompts is None else len(keys)
+        got = len(keys) or "none"
         raise ValueError(f"{name} needs the prompt of each of {len(rewards)} rollouts, got {got}")
-    numbers: dict[Hashable, int] = {}
+    numbers = dict[Hashable, int]()
     indices = [numbers.setdefault(key, len(numbers)) for key in keys]
     group_ids = torch.tensor(indices, device=rewards.device, dtype=torch.int64)
-    inputs: dict[str, Any] = dict(options)
+    inputs = {**options}
     if "lengths" in find_estimator(name).inputs:
         inputs["lengths"] = lengths
     is_missing = rewards.isnan()

@@ -25,14 +25,10 @@ else:
 
 class AdvantageMixin(_Base):  # type: ignore[misc]
     """For a subclass of GRPOTrainer, `class MyTrainer(AdvantageMixin, GRPOTrainer)`: replaces TRL's
-    advantages in its batches and its logs. A rollout for which every reward function returned None
-    or NaN is left out and gets advantage 0. TRL's `scale_rewards` has no effect.
-
-    Args:
-        estimator: a name in `ops.ESTIMATORS` that needs only rewards and lengths.
-        estimator_options: arguments of `ops.group_advantage`, such as k. ValueError where these,
-            num_generations and the rewards do not fit each other.
-        others: as for GRPOTrainer."""
+    advantages in its batches and its logs (docs/integrations.md). A rollout for which every reward
+    function returned None or NaN is left out and gets advantage 0. TRL's `scale_rewards` has no
+    effect. estimator: a name in `ops.ESTIMATORS` that needs only rewards and lengths;
+    estimator_options: arguments of `ops.group_advantage`, such as k."""
 
     estimator: str = "maxrl"
     estimator_options: Mapping[str, Any] = {}
@@ -69,13 +65,12 @@ class AdvantageMixin(_Base):  # type: ignore[misc]
                 f"weighted sum of the rewards, got {self.multi_objective_aggregation}"
             )
         for size in {self.num_generations, self.num_generations_eval}:  # fail before training
-            self.group_advantages(
-                torch.zeros(1, size), torch.ones(1, size).bool(), torch.ones(1, size).long()
-            )
+            ones = torch.ones(1, size, dtype=torch.int64)
+            self.group_advantages(torch.zeros(1, size), ones.bool(), ones)
 
     def group_advantages(self, rewards: Tensor, valid: Tensor, lengths: Tensor) -> Tensor:
-        """Return advantages [G, N] of all processes' groups, on the CPU. Rewards are 0 where not
-        `valid`; lengths are in tokens."""
+        """Return advantages [G, N] of all processes' groups, on the CPU; rewards are 0 where not
+        `valid`."""
         options = dict(self.estimator_options)
         if self.estimator in ops.ESTIMATORS and "lengths" in ops.ESTIMATORS[self.estimator].inputs:
             options["lengths"] = lengths

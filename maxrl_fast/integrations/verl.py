@@ -1,6 +1,6 @@
 """verl: `algorithm.adv_estimator=maxrl_fast/NAME`, with options like `+algorithm.maxrl_fast.k=4`,
 in every process that imports verl, through the entry point `verl.plugins`. verl logs a plug-in's
-exception only at DEBUG, so this module logs messages."""
+exception only at DEBUG, so this logs."""
 
 import functools
 import logging
@@ -19,7 +19,6 @@ def group_advantage(
     config: Any = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Options come from verl's `algorithm.maxrl_fast`."""
     from maxrl_fast.integrations.rollouts import advantages_and_returns
 
     options = None if config is None else config.get("maxrl_fast", None)

@@ -1,4 +1,5 @@
-"""Builds what a run consists of, by its parts."""
+"""Builds what a run consists of, by its parts; describes it for its first lines, and estimates its
+memory for --dry-run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -6,50 +7,69 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.parts import loss_of
-from maxrl_fast.config.resolve import resolve, tensor_parallel
-from maxrl_fast.config.rules import correction_of, loss_options, objective_of, own_options
+from maxrl_fast.config.resolve import evaluation_schedule, resolve, tensor_parallel
+from maxrl_fast.config.rules import loss_options, objective_of, part
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
-from maxrl_fast.job.build_policy import (
+from maxrl_fast.job.build_parts import (
     PolicyFiles,
     build_engine,
     build_policy,
     build_policy_files,
     build_reference,
+    build_run_task,
+    build_scorer,
+    closing_task,
     dtype_of,
     find_policy,
 )
-from maxrl_fast.job.build_task import build_run_task, build_scorer, closing_task
-from maxrl_fast.job.resume import Saved
-from maxrl_fast.model.flash import choose
+from maxrl_fast.job.run_files import Saved
+from maxrl_fast.model.attention import choose, kernel_name
 from maxrl_fast.model.policy_model import Change, PolicyModel
-from maxrl_fast.rewards.combined import MajorityVote
-from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rollout import Engine, Sampling
-from maxrl_fast.runtime.device import Machine
+from maxrl_fast.ops.dispatch import kernels_for
+from maxrl_fast.rewards import MajorityVote
+from maxrl_fast.rewards.pool import RewardOutput
+from maxrl_fast.rollout import ENGINES, MAX_BATCH, Engine, Sampling
+from maxrl_fast.rollout.vllm import MAX_SEQUENCES
+from maxrl_fast.runtime.background import Stopwatch
+from maxrl_fast.runtime.device import Machine, versions
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import AnsweredTask, Task, held_out_sets
-from maxrl_fast.tasks.episode import EpisodeTask
+from maxrl_fast.runtime.tuning import chunk_bytes
+from maxrl_fast.tasks import AnsweredTask, EpisodeTask, Task, describe_task, held_out_sets
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.text_codec import end_of
+from maxrl_fast.training.answers import (
+    LIKELIHOODS,
+    PROBABILITY,
+    PolicyReward,
+    TeacherPrompts,
+    check_answers,
+)
 from maxrl_fast.training.collect import LengthPenalty, RolloutCollector
 from maxrl_fast.training.correction import make_correction
-from maxrl_fast.training.critic import Critic, critic_model
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.logprob_parity import check_engine, check_exact
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objectives.objective import Objective
-from maxrl_fast.training.optimizer import LearningRate, make_optimizer
-from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward, check_answers
+from maxrl_fast.training.learner import (
+    Critic,
+    Learner,
+    LearningRate,
+    LossSettings,
+    critic_model,
+    make_optimizer,
+)
+from maxrl_fast.training.objectives.group import Objective
+from maxrl_fast.training.objectives.registry import explain_name
+from maxrl_fast.training.passes import (
+    check_engine,
+    check_exact,
+    distribute,
+    is_sharded,
+    num_critic_weights,
+    shard,
+)
 from maxrl_fast.training.schedule import Carried, DynamicSampling, Schedule, StdFilter
-from maxrl_fast.training.sharding import distribute, is_sharded, shard
-from maxrl_fast.training.stopwatch import Stopwatch
-from maxrl_fast.training.teacher_prompts import TeacherPrompts
-from maxrl_fast.training.trainer import Trainer
-from maxrl_fast.training.warm_start import WarmStart
+from maxrl_fast.training.trainer import Trainer, WarmStart
 
 
 def prepare(
@@ -156,16 +176,12 @@ class RunContext:
         limits = options.temperature, options.max_new_tokens, task.stop_ids
         return Sampling(*limits, top_p=options.top_p, end_of=end_of(task))
 
-    @property
-    def shares_engine(self) -> bool:
-        return tensor_parallel(self.config) > 1
-
     @cached_property
     def engine(self) -> Engine:
-        config, ranks, number = self.config, self.ranks, tensor_parallel(self.config)
-        own = own_options(config, "rollout"), config.sampling, self.policy, self.task, self.dtype
-        batch = config.sampling.samples_of_engine(ranks.size, number)
-        return build_engine(config.chosen.rollout, *own, batch, ranks)
+        config, ranks, own = self.config, self.ranks, self.config.parts["rollout"]
+        batch = config.sampling.samples_of_engine(ranks.size, tensor_parallel(config))
+        given = config.sampling, self.policy, self.task, self.dtype, batch, ranks
+        return build_engine(config.chosen.rollout, own, *given)
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -227,7 +243,7 @@ class RunContext:
         learner = self._learner(loss, options.sft_beta2, module=self.learner.module)
         rate = LearningRate(options.sft_lr, options.sft_steps, warmup_steps=10)
         takes_prompts = not self.config.parts["task"].get("sft_data")
-        return WarmStart(self.task, learner, rate, options.sft_batch, self.device, takes_prompts)
+        return WarmStart(self.task, learner, rate, options.sft_batch, takes_prompts)
 
     @cached_property
     def trainer(self) -> Trainer:
@@ -239,24 +255,32 @@ class RunContext:
             self.engine,
             LearningRate(options.lr, options.steps, options.warmup_steps, options.lr_schedule),
             options.updates_per_step,
-            make_correction(*correction_of(self.config)),
+            make_correction(self.config.chosen.correction, self.config.parts["correction"]),
             self.clock,
             self.teacher_prompts,
             self.config.sampling.ahead,
         )
 
     def _collector(self) -> RolloutCollector:
-        config, needs, scorer = self.config, self.objective.needs, self.scorer
-        options, reward, ranks, clock = config.sampling, config.reward, self.ranks, self.clock
-        limit, policy_reward = options.max_new_tokens, None
-        table = self.learner.objective_state.get("carried")
+        config, needs, scorer, clock = self.config, self.objective.needs, self.scorer, self.clock
+        options, reward, ranks = config.sampling, config.reward, self.ranks
+        limit, state = options.max_new_tokens, self.learner.objective_state
+        sizes, policy_reward, penalty = (options.prompts, options.rollouts), None, None
+        schedule: Schedule | None = (stopping := options.stopping())
         if answered := answered_task(config, self.task, self.objective):
             kind = PROBABILITY if needs.answers else reward.reward_source
             policy_reward = PolicyReward(kind, answered, self.learner, limit)
             scorer = Scorer(self.task, None)
         elif reward.reward_source == "vote":
             scorer = Scorer(self.task, MajorityVote(self.task.answer))
-        buffer = reward.overlong_buffer
+        if buffer := reward.overlong_buffer:
+            penalty = LengthPenalty(limit, buffer, reward.overlong_penalty)
+        if options.dynamic_sampling > 1:
+            average = state.get("reward_std")
+            own = None if average is None else StdFilter(options.std_filter, average)
+            schedule = DynamicSampling(*sizes, options.dynamic_sampling, own)
+        elif stopping is not None:
+            state |= stopping.state
         if options.ahead:  # its collective operations and its time are its own
             ranks, clock = ranks.copied(), Stopwatch(parent=clock)
             needs = replace(needs, components=True)  # of all ranks, for checkpoints
@@ -265,56 +289,33 @@ class RunContext:
             self.engine,
             scorer,
             self.sampling,
-            num_prompts=options.prompts,
-            num_rollouts=options.rollouts,
-            seed=config.run.seed,
-            device=self.device,
-            schedule=self._schedule(),
-            carried=None if table is None else Carried(table, options.carry),
-            needs=needs,
-            policy_reward=policy_reward,
-            length_penalty=(
-                LengthPenalty(limit, buffer, reward.overlong_penalty) if buffer else None
-            ),
-            clock=clock,
-            ranks=ranks,
-            shares_engine=self.shares_engine,
-            truncated=reward.truncated,
+            *sizes,
+            config.run.seed,
+            self.device,
+            schedule,
+            Carried(state["carried"], options.carry) if options.carry else None,
+            needs,
+            policy_reward,
+            penalty,
+            clock,
+            ranks,
+            reward.truncated,
         )
-
-    def _schedule(self) -> Schedule | None:
-        options, state = self.config.sampling, self.learner.objective_state
-        if options.dynamic_sampling > 1:
-            average = state.get("reward_std")
-            own = None if average is None else StdFilter(options.std_filter, average)
-            limits = options.prompts, options.rollouts, options.dynamic_sampling
-            return DynamicSampling(*limits, own)
-        if stopping := options.stopping():
-            state |= stopping.state
-        return stopping
 
     @cached_property
     def evaluators(self) -> dict[str, Evaluator]:
-        options, parts = self.config.evaluation, (self.engine, self.task, self.scorer)
+        options, seed = self.config.evaluation, self.config.run.seed
+        parts = self.engine, self.task, self.scorer, self.sampling
+        how: dict[str, Any] = {"ranks": self.ranks, "beat": self.clock.beat}
         sets = held_out_sets(self.task, options.eval_prompts, options.eval_samples)
         return {
-            name: Evaluator(
-                *parts,
-                self.sampling,
-                *sizes,  # prompts and samples
-                self.config.run.seed,
-                self.device,
-                name,
-                ranks=self.ranks,
-                shares_engine=self.shares_engine,
-                beat=self.clock.beat,
-            )
-            for name, sizes in sets.items()
+            name: Evaluator(*parts, *sizes, seed, self.device, name, **how)
+            for name, sizes in sets.items()  # prompts and samples
         }
 
 
 def build_loss_settings(config: Config) -> LossSettings:
-    options, own = config.loss, own_options(config, "loss")
+    options, own = config.loss, config.parts["loss"]
     others = "reference", "teacher_prompt", "jsd_beta"
     values = {name: x for name, x in vars(options).items() if name not in others}
     values |= {name: x for name, x in own.items() if name in ("clip_low", "clip_high")}
@@ -322,10 +323,10 @@ def build_loss_settings(config: Config) -> LossSettings:
         values |= {"kl": "k3", "kl_coef": 0.0, "divergence_coef": options.kl_coef}
     return LossSettings(
         **values,
-        loss=loss_of(config.chosen.loss).function,
+        loss=part("loss", config.chosen.loss).function,
         loss_options=loss_options(config),
         beta=options.jsd_beta,
-        sequence_mask=correction_of(config)[1].get("delta"),
+        sequence_mask=config.parts["correction"].get("delta"),
         temperature=config.sampling.temperature,
         max_new_tokens=config.sampling.max_new_tokens,
         seed=config.run.seed,
@@ -342,3 +343,142 @@ def answered_task(config: Config, task: Task, objective: Objective) -> AnsweredT
     if (is_own or source == "vote") and isinstance(task, EpisodeTask):
         raise InputError(f"{who} needs responses of one turn, got episodes of {task.name}")
     return check_answers(task, who) if is_own else None
+
+
+def describe_run(run: RunContext) -> list[str]:
+    """Return what runs on what, for the start of a run."""
+    config, device, seed = run.config, run.device, run.config.run.seed
+    chosen, sampling = config.chosen, config.sampling
+    method, counts = explain_name(chosen.objective), f"{sampling.rollouts} rollouts a step"
+    own = {} if sampling.stop_at or sampling.carry else config.parts["objective"]
+    method += "".join(f" {x}={own[x]}" for x in ("k", "order", "beta") if x in own)
+    if most := sampling.stop_at:
+        counts = f"{sampling.first_rollouts} to {counts}, until {most} succeed"
+    if sampling.carry:
+        counts += f", carried for up to {sampling.carry} steps until one succeeds"
+    where = f"cpu, {config.run.threads} threads, {torch.backends.cpu.get_cpu_capability()},"
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    if run.ranks.size > 1:
+        where += f", one of {run.ranks.size} processes, with --sharding {config.run.sharding},"
+    attention = kernel_name(device, run.dtype, run.policy.config.head_dim)
+    how = f"ops: {kernels_for(device)}; attention: {attention}"
+    how += "; checkpointed activations" * config.optimizer.checkpoint_activations
+    what = f"{method}, loss {chosen.loss}, task {run.task.name}, seed {seed}"
+    start = run.saved.directory if run.saved else config.model.model
+    lines = [
+        f"maxrl_fast {versions()['maxrl_fast']}: {what}",
+        f"on {where} in {config.run.dtype}; {how}",
+        _policy(run, f", from {start}" if start else ", new"),
+        f"{sampling.prompts} prompts x {counts}; results in {config.run.out}",
+        *describe_task(run.task),
+    ]
+    if sampling.ahead:
+        lag = f"step n is sampled with the weights after step n - {sampling.ahead + 1}"
+        lines.append(f"{lag}; correction: {chosen.correction}")
+    every, number = evaluation_schedule(config, run.task)
+    between = f", and every {every} steps on {number} prompts" if every else ""
+    lines.append(f"evaluations before the first step and after the last{between}")
+    return [*lines, _files(run)]
+
+
+def _policy(run: RunContext, start: str = "") -> str:
+    model, sizes = run.policy, run.policy.config
+    number, trained = count(model), count(model, is_trained=True)
+    layers = f"{sizes.num_hidden_layers}-layer {sizes.model_type} decoder ({model.backend})"
+    adapters = f", {trained:,} of them trained (LoRA)" * (trained < number)
+    return f"policy: {layers}, {number:,} parameters{adapters}{start}"
+
+
+def _files(run: RunContext) -> str:
+    keep, every = run.config.run.keep_checkpoints, run.config.run.save_every
+    number = 2 + (run.config.optimizer.steps // every if every else 0)
+    number = min(number, keep + 2 if keep else number)
+    weight = getattr(torch, run.policy.config.dtype).itemsize
+    # weights in float32 and two moments; of the critic too
+    state = 12 * (1 + run.objective.needs.critic)
+    weights = run.policy.parameters()
+    size = sum(x.numel() * (weight + state * x.requires_grad) for x in weights) / 1e9
+    return f"writes up to {number} checkpoints of {size:.2g} GB, {number * size:.2g} GB in all"
+
+
+def estimate(run: RunContext, machine: Machine) -> str:
+    """Return what --dry-run prints of a run on a machine."""
+    sizes = {name: x / 1e9 for name, x in estimate_memory(run, machine).items()}
+    # a tenth is left for CUDA, NCCL, CUDA graphs and gaps of the allocator
+    usable, needed = 0.9 * machine.memory / 1e9, sum(sizes.values())
+    answer = f"It fits: it needs at most {needed:.1f} GB, within"
+    if needed > usable:
+        answer = (
+            "A lower --kv-cache-gb, a lower --token-budget, --checkpoint-activations, --lora-rank "
+            "or --sharding full on more GPUs needs less.\n"
+            f"It does not fit: it needs {needed:.1f} GB, more than"
+        )
+    lines = [
+        *describe_task(run.task),
+        _files(run),
+        f"{answer} {usable:.1f} GB, nine tenths of the memory.",
+        "configuration",
+        *(f"  {name} = {x}" for name, x in run.config.flat().items() if name != "dry_run"),
+        _policy(run),
+        f"memory of {machine.describe()}, estimated in GB (1e9 bytes)",
+        *(f"  {name:35}{x:9.3f}" for name, x in [*sizes.items(), ("total", needed)]),
+    ]
+    if (name := run.config.chosen.rollout) not in ENGINES:
+        lines.append(f"  The memory of the engine {name} is not known and not in the table.")
+    return "\n".join(lines)
+
+
+def estimate_memory(run: RunContext, machine: Machine) -> dict[str, float]:
+    """Return the bytes of one process, by what they are for, at the limits of responses and passes.
+    The models may be on the meta device."""
+    config, model, sizes, needs = run.config, run.policy, run.policy.config, run.objective.needs
+    loss, sampling, tokens = config.loss, config.sampling, config.optimizer.token_budget
+    part = 1 / machine.processes if config.run.sharding == "full" else 1.0
+    trained, width = count(model, is_trained=True) * part, run.dtype.itemsize
+    is_copied = not (loss.reference or loss.teacher_prompt) and (loss.kl_coef or needs.reference)
+    responses = sampling.prompts * sampling.rollouts * max(sampling.dynamic_sampling, 1)
+    # of each token a layer keeps: 5 numbers of H, 4 of the feed-forward size, 4 of the heads
+    keys = sizes.num_key_value_heads * sizes.head_dim
+    layer = 5 * sizes.hidden_size + 4 * sizes.intermediate_size
+    layer += 4 * (sizes.num_attention_heads * sizes.head_dim + keys)
+    kept = sizes.num_hidden_layers * layer
+    if config.optimizer.checkpoint_activations:
+        kept = sizes.num_hidden_layers * sizes.hidden_size + layer
+    # the output matrix and its gradient are float32; the exact divergence needs both twice
+    logits = min(chunk_bytes(machine.device, machine.memory), tokens * sizes.vocab_size * 4)
+    logits += 4 * sizes.vocab_size * sizes.hidden_size * model.lm_head.weight.requires_grad
+    copies = sum(map(count, model.blocks)) * (width < 4)
+    memory = {
+        "weights (float32)": 4 * count(model) * part,
+        "gradients (float32)": 4 * trained,
+        "Adam moments (float32)": 8 * trained,
+        "reference policy (float32)": 4 * trained * bool(is_copied),
+        "teacher": width * count(run.teacher) * part if run.teacher else 0,
+        "critic with gradients and moments (float32)": (
+            16 * num_critic_weights(model) * part * needs.critic
+        ),
+        # every process has all of them: of a token its id in int64 and its log-prob in float32
+        "rollouts of a step": 12 * responses * sampling.max_new_tokens * (1 + sampling.ahead),
+        f"copies of weights ({config.run.dtype})": width * copies,
+        f"activations of {tokens} tokens": tokens * width * (kept + layer / 2),
+        "logits of a chunk, output matrix": logits * (1 + bool(loss.kl_coef and loss.kl == "full")),
+    }
+    engine, number = config.chosen.rollout, tensor_parallel(config)
+    # a vLLM server or a custom engine has its own memory
+    if engine in ENGINES and not config.parts["rollout"].get("vllm_url"):
+        most = MAX_SEQUENCES if engine == "vllm" else MAX_BATCH[machine.device]
+        rows = min(sampling.samples_of_engine(machine.processes, number), most)
+        prompts = -(-rows // min(sampling.rollouts, rows))
+        read = rows * sampling.max_new_tokens + prompts * run.task.prompt_length
+        cache = (sampling.kv_cache_gb or 0) * 1e9
+        cache = cache or machine.memory / (4 if machine.device == "cuda" else 8)
+        if engine != "vllm":  # which allocates all of it at once
+            cache = min(cache, 2 * sizes.num_hidden_layers * keys * width * read)
+        memory[f"rollout weights ({config.run.dtype})"] = width * count(model) / number
+        memory[f"KV cache of {rows} samples"] = cache
+    return {name: size for name, size in memory.items() if size}
+
+
+def count(module: nn.Module, is_trained: bool = False) -> int:
+    return sum(x.numel() for x in module.parameters() if x.requires_grad or not is_trained)

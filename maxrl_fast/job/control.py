@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from maxrl_fast.runtime.background import Stopwatch
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.training.stopwatch import Stopwatch
 
 # seconds in which a repeated signal counts as one: the terminal sends it, and torchrun forwards it
 ECHO = 1.0

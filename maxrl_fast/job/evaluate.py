@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.config.evaluation import resolve, set_configs
 from maxrl_fast.config.options import EvaluationConfig
-from maxrl_fast.config.rules import own_options
+from maxrl_fast.config.resolve import resolve_evaluation, set_configs
 from maxrl_fast.errors import InputError
+from maxrl_fast.evaluation import MAX, PASS
 from maxrl_fast.evaluation.coverage import (
     Interval,
     bootstrap,
@@ -27,25 +27,27 @@ from maxrl_fast.evaluation.kept_samples import SampleTally
 from maxrl_fast.evaluation.outcome import (
     RESULTS,
     Outcome,
+    Source,
     contents_of,
     differences,
     settings_of,
 )
-from maxrl_fast.evaluation.scores import MAX, PASS
-from maxrl_fast.evaluation.source import Source
 from maxrl_fast.evaluation.tables import add_scores, new_table, shown, summary_table
-from maxrl_fast.job.build_policy import build_engine
-from maxrl_fast.job.build_task import build_scorer, build_task, closing_task
+from maxrl_fast.job.build_parts import (
+    build_engine,
+    build_scorer,
+    build_task,
+    closing_task,
+    load_model,
+)
 from maxrl_fast.job.screen import Screen
-from maxrl_fast.model.policy import load_policy
-from maxrl_fast.rollout import Engine, Sampling
+from maxrl_fast.rollout import Sampling
+from maxrl_fast.runtime.background import Stopwatch
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.text_codec import end_of
-from maxrl_fast.training.logprob_parity import check_exact
-from maxrl_fast.training.stopwatch import Stopwatch
+from maxrl_fast.training.passes import check_exact
 
 # keys of eval.json and what the table calls them
 SHOWN = {
@@ -62,31 +64,34 @@ ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progre
 
 def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
     """Sample the checkpoint on each held-out set, report, and compare with --against."""
-    options, seed = own_options(parsed, "task"), parsed.place.task_seed or 0
+    options, seed = parsed.parts["task"], parsed.place.task_seed or 0
     options |= dict.fromkeys({"sft_data"} & options.keys())
-    named = parsed.chosen.task, options, seed, source.checkpoint, parsed.reward
+    given = options, seed, source.checkpoint, parsed.reward
     # with held-out sets that are given no other data is read
-    task = build_task(*named, test_only=parsed.measure.split != "train")
-    config = resolve(parsed, source, task, screen.warning)
+    task = build_task(parsed.chosen.task, *given, test_only=parsed.measure.split != "train")
+    config = resolve_evaluation(parsed, source, task, screen.warning)
     place, how, configs = config.place, config.sampling, set_configs(config, task)
     torch.set_num_threads(place.threads)
-    others = [_read_others(own) for own in configs]
-    chunks = [max(1, ROLLOUTS[place.device] // own.measure.samples) for own in configs]
-    sizes = [(x.measure.eval_prompts, x.measure.samples) for x in configs]
-    batch = max(min(num, chunk) * n for (num, n), chunk in zip(sizes, chunks, strict=True))
-    engine = _engine(config, source, task, batch)
+    others, measures = [_read_others(own) for own in configs], [own.measure for own in configs]
+    most, passes = ROLLOUTS[place.device], list[dict[int, Interval]]()
+    batch = max(min(x.eval_prompts * x.samples, max(most, x.samples)) for x in measures)
+    device, dtype = torch.device(place.device), getattr(torch, place.dtype)
+    model = load_model(source.checkpoint, config, task).to(device)
+    check_exact(model)
+    own_of_engine = config.parts["rollout"], config.sampling, model, task, dtype, batch
+    engine = build_engine(config.chosen.rollout, *own_of_engine)
+    engine.load_weights(model)
     rules = how.temperature, how.max_new_tokens, task.stop_ids, how.top_k, how.top_p, how.min_p
     sampling = Sampling(*rules, end_of=end_of(task))
-    device, passes = torch.device(place.device), []
-    scorer = build_scorer(config.reward, task, device, getattr(torch, place.dtype))
+    scorer = build_scorer(config.reward, task, device, dtype)
     with closing_task(task), contextlib.closing(scorer):
-        for own, size, chunk, against in zip(configs, sizes, chunks, others, strict=True):
-            part = *size, how.seed, device, own.measure.split, chunk
+        for own, x, against in zip(configs, measures, others, strict=True):
+            part = x.eval_prompts, x.samples, how.seed, device, x.split, max(1, most // x.samples)
             evaluator = Evaluator(engine, task, scorer, sampling, *part)
             passes.append(_evaluate_set(own, source, evaluator, against, screen))
     if (num := len(passes)) > 1:
-        name = f"mean pass@k of {num} sets ({config.measure.confidence:.0%} interval)"
-        table = new_table("k", name)
+        interval = f"{config.measure.confidence:.0%} interval"
+        table = new_table("k", f"mean pass@k of {num} sets ({interval})")
         for k in [k for k in passes[0] if all(k in x for x in passes)]:
             table.add_row(str(k), shown(mean_over_sets([x[k] for x in passes])))
         screen.console.print(table)
@@ -213,8 +218,7 @@ def _evaluate_set(
         results.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     for name, file_name in ("results", RESULTS), ("samples", SAMPLES):
         screen.info(f"{name:<12}{out / file_name}")
-    passed: dict[int, Interval] = content[PASS]
-    return passed
+    return estimates[PASS]
 
 
 def _estimates(
@@ -227,6 +231,8 @@ def _estimates(
     at_k = {PASS: right.float(), MAX: values}
     majority = majority_at_k(answers, right, ks, config.sampling.seed)
     points = sorted({*ks, *powers_of_two(num_samples), num_samples})
+    # a float32 has 9 digits
+    rewards = [[float(f"{x:.9g}") for x in row] for row in values.tolist()]
     return {
         "num_prompts": len(values),
         "num_samples": num_samples,
@@ -240,10 +246,7 @@ def _estimates(
         "per_prompt": {
             "id": evaluation.ids.tolist(),
             "num_correct": evaluation.num_correct.tolist(),
-            # a float32 has 9 digits
-            "rewards": None
-            if is_binary
-            else [[float(f"{x:.9g}") for x in row] for row in values.tolist()],
+            "rewards": None if is_binary else rewards,
         },
     }
 
@@ -255,38 +258,23 @@ def _intervals(config: EvaluationConfig, values: dict[int, Tensor]) -> dict[int,
     return dict(zip(values, intervals, strict=True))
 
 
-def _engine(config: EvaluationConfig, source: Source, task: Task, batch: int) -> Engine:
-    model = load_policy(
-        source.checkpoint,
-        task=config.chosen.task,
-        vocab_size=task.vocab_size,
-        prompt_length=task.prompt_length,
-        max_new_tokens=config.sampling.max_new_tokens,
-    ).to(config.place.device)
-    check_exact(model)
-    named = config.chosen.rollout, own_options(config, "rollout"), config.sampling
-    engine = build_engine(*named, model, task, getattr(torch, config.place.dtype), batch)
-    engine.load_weights(model)
-    return engine
-
-
 def _introduction(
     config: EvaluationConfig, source: Source, evaluator: Evaluator, num_distinct: int
 ) -> Iterator[str]:
     sampling, measure, task = config.sampling, config.measure, evaluator.task
-    what = f"{source.describe()}; task {task.name}, seed {sampling.seed}"
+    what = f"{source.checkpoint}; task {task.name}, seed {sampling.seed}"
     yield f"maxrl_fast {versions()['maxrl_fast']}: {what}"
     if source.run is not None:
         whose = f"those of the run {source.run}, unless a flag overrides them"
         yield f"the task's options and seed are {whose}"
     filters = {"top-k": sampling.top_k, "min-p": sampling.min_p, "top-p": sampling.top_p % 1}
-    how = [f"temperature {sampling.temperature:g}"]
-    how += [f"{name} {value:g}" for name, value in filters.items() if value]
+    how = f"temperature {sampling.temperature:g}"
+    how += "".join(f", {name} {value:g}" for name, value in filters.items() if value)
     prompts = f"{measure.eval_prompts} {measure.split} prompts"
     if num_distinct < measure.eval_prompts:
         prompts += f" ({num_distinct} distinct: intervals treat all prompts as distinct)"
     yield (
-        f"{prompts} x {measure.samples} samples, {', '.join(how)}, at most "
+        f"{prompts} x {measure.samples} samples, {how}, at most "
         f"{sampling.max_new_tokens} tokens; {evaluator.engine.describe()}"
     )
     yield from evaluator.scorer.source.lines() if evaluator.scorer.source else ()

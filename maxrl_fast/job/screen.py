@@ -38,22 +38,22 @@ class Stage:
 
 
 class Screen:
-    """Standard output and standard error, unless `is_quiet`, because another rank prints.
-    `most_lines` limits a stage's lines off a terminal."""
+    """Standard output, unless `is_quiet`, and standard error; neither if another rank prints. A
+    notebook gets plain lines, because rich would need widgets for a moving bar."""
 
-    def __init__(
-        self, console: Console | None = None, is_quiet: bool = False, most_lines: int | None = None
-    ):
-        self.console, self._most_lines = console or Console(quiet=is_quiet), most_lines
-        self._errors = Console(stderr=True, quiet=is_quiet)
+    def __init__(self, is_other_rank: bool = False, is_quiet: bool = False):
+        self._is_notebook = Console().is_jupyter
+        plain, is_quiet = False if self._is_notebook else None, is_quiet or is_other_rank
+        self.console = Console(quiet=is_quiet, force_jupyter=plain, force_terminal=plain)
+        self._errors = Console(stderr=True, quiet=is_other_rank)
 
     @contextmanager
     def stage(
         self, name: str, total: int, lines: int | None = None, done: int = 0
     ) -> Iterator[Stage]:
-        """Show a Stage with about `lines` lines off a terminal; None: all."""
-        own = [x for x in (lines, self._most_lines) if x is not None]
-        stage = Stage(self.console, name, total, min([*own, max(total, 1)]), done)
+        """Show a Stage with about `lines` lines off a terminal; None: all, or 20 in a notebook."""
+        lines = lines or (20 if self._is_notebook else max(total, 1))
+        stage = Stage(self.console, name, total, lines, done)
         with stage.bar if self.console.is_terminal else nullcontext():
             yield stage
 

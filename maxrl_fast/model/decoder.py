@@ -25,10 +25,6 @@ from maxrl_fast.model.layer_kernels import (
 from maxrl_fast.model.linear import Linear, merged_weights, packed
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.model.recurrence import Recurrence
-from maxrl_fast.ops.logit_chunks import output_product
-
-# A caller's attention function: (layer, q [U, Hq, D], k [U, Hkv, D], v [U, Hkv, D]) -> [U, Hq, D].
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 # By model_type: whether q, k and v have biases, and whether q and k have norms.
 FAMILIES = {"qwen2": (True, False), "qwen3": (False, True), "llama": (False, False)}
@@ -72,14 +68,6 @@ class DecoderConfig(PolicySizes):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
-
-    @property
-    def has_qkv_bias(self) -> bool:
-        return FAMILIES[self.model_type][0]
-
-    @property
-    def has_qk_norm(self) -> bool:
-        return FAMILIES[self.model_type][1]
 
 
 class RMSNorm(nn.Module):
@@ -126,15 +114,16 @@ class SelfAttention(nn.Module):
         super().__init__()
         num_kv_heads = config.num_key_value_heads
         self.head_counts = config.num_attention_heads, num_kv_heads, num_kv_heads
-        hidden, has_bias = config.hidden_size, config.has_qkv_bias
+        hidden, (has_bias, has_norm) = config.hidden_size, FAMILIES[config.model_type]
         q, k, v = (count * config.head_dim for count in self.head_counts)
         self.q_proj = Linear(hidden, q, bias=has_bias)
         self.k_proj = Linear(hidden, k, bias=has_bias)
         self.v_proj = Linear(hidden, v, bias=has_bias)
         self.o_proj = Linear(q, hidden, bias=False)
-        sizes = config.head_dim, config.rms_norm_eps
-        self.q_norm = RMSNorm(*sizes) if config.has_qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(*sizes) if config.has_qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps) if has_norm else nn.Identity()
+            for _ in "qk"
+        )
 
     def qkv(self, x: Tensor, rotary: Rotary, ops: LayerOps) -> Heads:
         norms = None
@@ -171,7 +160,7 @@ class Layer(nn.Module):
         x: Tensor,
         rotary: Rotary,
         i: int,
-        attention: Attention,
+        attention: Callable[..., Tensor],
         rows: Tensor | None,
         ops: LayerOps,
     ) -> Tensor:
@@ -224,15 +213,6 @@ class Decoder(PolicyModel):
             model.lm_head.weight = model.model.embed_tokens.weight
         return model
 
-    @classmethod
-    def count(cls, config: DecoderConfig) -> int:
-        with torch.device("meta"):
-            one = cls(dataclasses.replace(config, num_hidden_layers=1))
-        of_layer, of_all = (
-            sum(x.numel() for x in module.parameters()) for module in (one.model.layers[0], one)
-        )
-        return of_all + (config.num_hidden_layers - 1) * of_layer
-
     def pack(self) -> None:
         """Prepare a decoder that is not trained for few launches."""
         layers: Any = self.model.layers
@@ -247,11 +227,9 @@ class Decoder(PolicyModel):
         """Draw weights from N(0, 0.02), biases 0, norms 1; they are the same on every machine."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if name.endswith("norm.weight"):
-                nn.init.ones_(parameter)
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            else:
+            elif not name.endswith("norm.weight"):
                 nn.init.normal_(parameter, std=0.02, generator=generator)
 
     @property
@@ -265,19 +243,18 @@ class Decoder(PolicyModel):
         self,
         tokens: Tensor,
         positions: Tensor,
-        attention: Attention,
+        attention: Callable[..., Tensor],
         rows: Tensor | None,
         dtype: torch.dtype = torch.float32,
         recurrence: Recurrence | None = None,
     ) -> Tensor:
         x, ops = self.model.embed_tokens(tokens).to(dtype), self.ops(dtype)  # [U, H]
-        if self.tables is None:
-            rotary = Rotary(*rotary_table(self.config, positions))
-        else:
-            rotary = Rotary(*self.tables, positions)
+        at = None if self.tables is None else positions
+        tables = self.tables or rotary_table(self.config, positions)
         if ops is TORCH_OPS:
-            cos, sin, at = rotary
-            rotary = Rotary(*((x if at is None else x[at]).to(dtype) for x in (cos, sin)))
+            rotary = Rotary(*((x if at is None else x[at]).to(dtype) for x in tables))
+        else:
+            rotary = Rotary(*tables, at)
         last = len(self.model.layers) - 1
         for i, layer in enumerate(self.model.layers):
             arguments = (x, rotary, i, attention, rows if i == last else None, ops)
@@ -294,6 +271,3 @@ class Decoder(PolicyModel):
     def ops(self, dtype: torch.dtype) -> LayerOps:
         c = self.config
         return layer_ops((c.hidden_size, c.intermediate_size, c.head_dim), dtype, self.device)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return output_product(hidden, self.output_matrix.to(hidden.dtype))

@@ -10,7 +10,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from maxrl_fast.model.layer_kernels import choose_rows
 from maxrl_fast.model.linear import merged_weights
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.model.recurrence import Recurrence, States
-from maxrl_fast.ops.logit_chunks import output_product
 
 NAME = "maxrl_fast"  # under which the functions are registered
 # Arguments that say nothing about the attention between tokens.
@@ -52,6 +51,8 @@ class HuggingFacePolicy(PolicyModel):
         super().__init__()
         import transformers  # not at the top: runs of the native decoder do without it
 
+        if has_parts(model.config):
+            _keep_decoder(model)
         self.backend = f"transformers {transformers.__version__}"
         self.config, self.hf = sizes, model.eval()
         self._block_names = _block_names(model)
@@ -74,6 +75,8 @@ class HuggingFacePolicy(PolicyModel):
         self.set_eager(False)
         text = model.config.get_text_config()
         self.softcap = float(getattr(text, "final_logit_softcapping", None) or 0.0)
+        if self.device.type != "meta":
+            self.logit_scale = self._measured_scale(text)
 
     @property
     def lm_head(self) -> Any:
@@ -91,8 +94,7 @@ class HuggingFacePolicy(PolicyModel):
         return self.hf.get_submodule(self._block_names[0].rsplit(".", 2)[0])
 
     def set_eager(self, is_eager: bool) -> None:
-        has_parts = "text_config" in self.hf.config.sub_configs
-        owner = self.hf.get_decoder() if has_parts else self.hf
+        owner = self.hf.get_decoder() if has_parts(self.hf.config) else self.hf
         try:
             owner.set_attn_implementation("eager" if is_eager else NAME)
         except Exception as error:  # transformers raises anything
@@ -109,13 +111,10 @@ class HuggingFacePolicy(PolicyModel):
         dtype: torch.dtype = torch.float32,
         recurrence: Recurrence | None = None,
     ) -> Tensor:
-        for module in self.body.modules():
-            if isinstance(module, _Embedding):
-                module.compute_dtype = dtype
         for block in self.blocks:
             if self.checkpoint_activations:
                 _set_checkpointing(block)
-        with within(Pass(attention, recurrence, -1)):
+        with within(Pass(attention, recurrence, dtype)):
             inputs = {"input_ids": tokens[None], "position_ids": positions[None]}
             hidden = self.body(**inputs, use_cache=False)[0][0]
         return self.padded(hidden if rows is None else choose_rows(hidden, rows))
@@ -130,11 +129,6 @@ class HuggingFacePolicy(PolicyModel):
         """[V, H], or [V, H + 1] with the bias as the last column."""
         weight, bias = self.lm_head.weight, getattr(self.lm_head, "bias", None)
         return weight if bias is None else torch.cat([weight, bias[:, None]], 1)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = output_product(hidden, self.output_matrix.to(hidden.dtype)).float()
-        logits = self.logit_scale * logits
-        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
 
     @torch.no_grad()
     def own_logits(
@@ -160,6 +154,22 @@ class HuggingFacePolicy(PolicyModel):
             handle.remove()
         return logits, found[0]
 
+    @torch.no_grad()
+    def _measured_scale(self, config: Any) -> float:
+        """Return the factor of hidden @ weight.T (Granite, Cohere), or 1. Families use one name for
+        a factor and a divisor, so it is measured, where soft caps do not matter."""
+        candidates = [1.0]
+        for name in ("logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier"):
+            value = getattr(config, name, None)
+            if isinstance(value, (int, float)) and value > 0:
+                candidates += [float(value), 1 / value]
+        if len(candidates) == 1:
+            return 1.0
+        logits, hidden = self.own_logits(torch.arange(2, device=self.device), lambda x: 1e-3 * x)
+        plain = self.logits(hidden)
+        ratio = float((logits * plain).sum() / plain.square().sum())
+        return min(candidates, key=lambda x: abs(ratio / x - 1))
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Convert one layer at a time."""
         from transformers.core_model_loading import revert_weight_conversion
@@ -169,6 +179,24 @@ class HuggingFacePolicy(PolicyModel):
 
         for _, group in itertools.groupby(merged_weights(self.hf), key=block_of):
             yield from revert_weight_conversion(self.hf, dict(group)).items()
+
+
+def has_parts(config: Any) -> bool:
+    return "text_config" in config.sub_configs
+
+
+def _keep_decoder(model: Any) -> None:
+    """Remove the modules beside the decoder of text, such as encoders of images."""
+    kept = {*model.get_decoder().modules(), model.get_output_embeddings()}
+
+    def prune(module: Any) -> None:
+        for name, child in [*module.named_children()]:
+            if kept.isdisjoint(child.modules()):
+                delattr(module, name)
+            elif child not in kept:
+                prune(child)
+
+    prune(model)
 
 
 def _block_names(model: Any) -> list[str]:
@@ -231,11 +259,9 @@ def _in_dtype(
 class _Embedding(nn.Module):
     """Only the rows that are read are cast."""
 
-    compute_dtype = torch.float32
-
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = super().forward(*args, **kwargs)
-        return output.to(self.compute_dtype)
+        return output if (layer_pass := current.get()) is None else output.to(layer_pass.dtype)
 
 
 class _Cast(nn.Module):
@@ -297,7 +323,7 @@ class _Block(_Cast):
 
     def forward(self, *args: Any, layer_pass: "Pass | None" = None, **kwargs: Any) -> Any:
         if layer_pass is not None:
-            layer_pass = Pass(layer_pass.attention, layer_pass.recurrence, self.block_index)
+            layer_pass = replace(layer_pass, layer=self.block_index)
         with within(layer_pass):
             return super().forward(*args, **kwargs)
 
@@ -319,7 +345,8 @@ def _set_checkpointing(block: Any) -> None:
 class Pass:
     attention: Callable[..., Tensor]  # of PolicyModel.forward, as is `recurrence`
     recurrence: Recurrence | None
-    layer: int
+    dtype: torch.dtype
+    layer: int = -1
     num_calls: int = 0
     num_states: int = 0
 

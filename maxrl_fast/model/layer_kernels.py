@@ -98,9 +98,6 @@ def layer_ops(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.dev
     return KERNELS if fits else TORCH_OPS
 
 
-# Residual addition and RMS norm.
-
-
 def _partials(like: Tensor, num_rows: int, width: int) -> int:
     """Return the number of partial sums over rows; on a CPU the kernel adds them up."""
     if not dispatch.is_gpu(like.device):
@@ -149,23 +146,20 @@ class _AddRmsNorm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         call, grad_x = KernelLaunch(x.device), torch.empty_like(x)
         partials = _empty_sums(x, _partials(x, *x.shape), x.shape[1])
-        grads = (None if g is None else g.contiguous() for g in (grad_total, grad_normed))
-        rows = dict(zip(("sum", "grad_sum", "grad_normed"), (x, *grads), strict=True))
         call.launch(
             "add_rms_norm_backward",
             **_sizes(x),
             eps=ctx.eps,
-            **call.addresses(x.dtype, *x.shape, **rows),
-            **call.addresses(x.dtype, x.shape[1], weight=weight),
+            sum=x,
+            grad_sum=None if grad_total is None else grad_total.contiguous(),
+            grad_normed=grad_normed.contiguous(),
+            weight=weight,
             grad_x=grad_x,
             num_partials=len(partials),
             grad_weight=partials,
         )
         grad_weight = partials[0] if len(partials) == 1 else partials.sum(0)
         return grad_x, grad_x if ctx.has_delta else None, grad_weight.to(ctx.weight_dtype), None
-
-
-# Rotary embedding.
 
 
 def _rotation(
@@ -256,7 +250,7 @@ class _RotateHeads(torch.autograd.Function):
             **_rotation(call, heads, (q_norm, k_norm), rotary, to),
             eps=ctx.eps,
             direction=1.0,
-            grad=[call.address("grad", x, grad.dtype, x.shape) for x in given[:2]],
+            grad=[call.keep(x) for x in given[:2]],
             num_partials=num_partials,
             grad_norm=of_norms,
         )
@@ -270,9 +264,6 @@ def _rotate_heads_in_kernel(
 ) -> Heads:
     heads: Heads = _RotateHeads.apply(packed, counts, *(norms or (None, None, 0.0)), *rotary)
     return heads
-
-
-# SwiGLU.
 
 
 def _gate_and_up(call: KernelLaunch, packed: Tensor) -> dict[str, Any]:
@@ -307,7 +298,7 @@ class _SwiGlu(torch.autograd.Function):
             "swiglu_backward",
             **_gate_and_up(call, packed),
             out=0,
-            grad=call.address("grad", grad, packed.dtype, (len(packed), packed.shape[1] // 2)),
+            grad=grad,
             grad_gate=grad_gate,
             grad_up=grad_up,
             grad_stride=packed.shape[1],
@@ -316,8 +307,6 @@ class _SwiGlu(torch.autograd.Function):
 
 
 KERNELS = LayerOps(_AddRmsNorm.apply, _rotate_heads_in_kernel, _SwiGlu.apply)
-
-# Rows.
 
 
 class _ChooseRows(torch.autograd.Function):
@@ -343,7 +332,7 @@ class _ChooseRows(torch.autograd.Function):
             size=size,
             **call.addresses(torch.int64, num_chosen, rows=rows, order=order),
             starts=call.address("starts", starts, torch.int64, (ctx.num_rows + 1,)),
-            grad=call.address("grad", grad, grad.dtype, grad.shape),
+            grad=grad,
             to=to,
         )
         return to, None, None, None

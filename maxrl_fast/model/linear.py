@@ -226,17 +226,13 @@ class Product(torch.autograd.Function):
         added = None if added is None else added.contiguous()
         ctx.save_for_backward(x, weight)
         call, (num_rows, in_size), out_size = KernelLaunch(x.device), x.shape, len(weight)
-        y = x.new_empty(num_rows, out_size)
+        y, float32 = x.new_empty(num_rows, out_size), torch.float32
         call.launch(
             "linear",
-            num_rows=num_rows,
-            in_size=in_size,
-            out_size=out_size,
-            x=call.address("x", x, torch.float32, (num_rows, in_size)),
-            weight=call.address("weight", weight, torch.float32, (out_size, in_size)),
-            bias=call.address("bias", bias, torch.float32, (out_size,)),
-            added=call.address("added", added, torch.float32, (num_rows, out_size)),
-            y=y,
+            **{"num_rows": num_rows, "in_size": in_size, "out_size": out_size, "x": x, "y": y},
+            **call.addresses(float32, out_size, in_size, weight=weight),
+            **call.addresses(float32, out_size, bias=bias),
+            **call.addresses(float32, num_rows, out_size, added=added),
         )
         return y
 
@@ -251,17 +247,8 @@ class Product(torch.autograd.Function):
             x.new_empty(len(weight)) if needs_bias else None,
         )
         if any(x is not None for x in to):
-            call, rows = KernelLaunch(x.device), grad.contiguous()
-            call.launch(
-                "linear_backward",
-                num_rows=len(x),
-                in_size=x.shape[1],
-                out_size=len(weight),
-                grad=call.address("grad", rows, torch.float32, (len(x), len(weight))),
-                x=call.address("x", x, torch.float32, x.shape),
-                weight=call.address("weight", weight, torch.float32, weight.shape),
-                grad_x=to[0],
-                grad_weight=to[1],
-                grad_bias=to[2],
-            )
+            sizes = {"num_rows": len(x), "in_size": x.shape[1], "out_size": len(weight)}
+            given = {"grad": grad.contiguous(), "x": x, "weight": weight}
+            made = dict(zip(("grad_x", "grad_weight", "grad_bias"), to, strict=True))
+            KernelLaunch(x.device).launch("linear_backward", **sizes, **given, **made)
         return to[0], to[1] if needs_weight else None, to[2], grad if needs_added else None

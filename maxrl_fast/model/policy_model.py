@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from maxrl_fast.model.linear import merged_weights
 from maxrl_fast.model.recurrence import Recurrence
+from maxrl_fast.ops.logit_chunks import output_product
 
 Change = Callable[[Tensor], Tensor] | None  # of weights
 
@@ -120,7 +121,9 @@ class PolicyModel(nn.Module):
         """Free what a forward pass without a backward pass leaves gathered."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        raise NotImplementedError
+        z = output_product(hidden, self.output_matrix.to(hidden.dtype))
+        z = z if self.logit_scale == 1 else self.logit_scale * z
+        return self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
 
 
 def find_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:

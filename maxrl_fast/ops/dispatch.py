@@ -155,9 +155,10 @@ class KernelLaunch:
 
     def matrix(self, name: str, x: Tensor) -> tuple[int, int]:
         """Return Rows of csrc/token_loss.h, of a matrix."""
-        if x.stride(1) != 1 or x.device != self.device:
-            return self.address(name, x, x.dtype, tuple(x.shape), True), x.stride(0)
-        return self.keep(x), x.stride(0)
+        distance, step = x.stride()
+        if step != 1 or x.device != self.device:
+            return self.address(name, x, x.dtype, tuple(x.shape), True), distance
+        return self.keep(x), distance
 
     def addresses(
         self, dtype: torch.dtype, *shape: int, **tensors: Tensor | None
@@ -173,6 +174,18 @@ class KernelLaunch:
         if not address and tensor.numel():  # as within torch.func.vmap or a FakeTensorMode
             raise ValueError("the kernels need tensors with values, got one without memory")
         return address
+
+    def numbers(self, *given: float | Tensor | None) -> list[float]:
+        """Return Numbers of csrc/token_loss.h, 1 if absent; tensors as loss_kernel's `checked`."""
+        fields: list[float] = []
+        for x in given:
+            if x is None:
+                fields += 0, False, 1.0
+            elif isinstance(x, Tensor):
+                fields += self.keep(x), x.dtype is torch.float64, 0.0
+            else:
+                fields += 0, False, x
+        return fields
 
     def keep_cached(self, tensor: Tensor) -> int:
         """Return the address of a tensor from a cache, which may drop it at any time: on a GPU

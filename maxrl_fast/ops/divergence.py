@@ -13,8 +13,8 @@ from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch, eager
 from maxrl_fast.ops.logit_chunks import Chunks, check_hidden
 from maxrl_fast.ops.loss import LossFunction
 from maxrl_fast.ops.loss_kernel import (
-    check_tokens,
     check_values,
+    checked,
     loss_denominator,
     real_dtype,
     token_temperature,
@@ -72,29 +72,22 @@ def linear_divergence(
             f"{device}, got {len(teacher_hidden)} and {teachers} on {teacher_hidden.device}"
         )
     c = torch.ones(size, device=device) if coefficients is None else coefficients
-    check_tokens(size, device, coefficients=c)
+    checked("coefficients", c, size, device)
     mask = c != 0
     if is_host_readable(c):
         check_values("coefficients", c, "finite", ~c.double().isfinite(), None)
     tau = token_temperature(temperature, size, device, mask).to(real)
     divisor = loss_denominator(denominator, "token_mean", size, 0, mask, device)
-    of_hidden, of_weight = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
+    needs = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
     with torch.no_grad():
         index: Any = slice(None) if coefficients is None else mask.nonzero()[:, 0]
-        chunks = Chunks(
-            hidden.detach()[index], weight.detach(), chunk, of_hidden, of_weight, softcap
-        )
-        teacher = Chunks(
-            teacher_hidden.detach()[index],
-            teacher_weight.detach(),
-            chunks.size,
-            False,
-            False,
-            teacher_softcap,
-        )
+        chunks = Chunks(hidden.detach()[index], weight.detach(), chunk, softcap, needs)
+        teacher = teacher_hidden.detach()[index], teacher_weight.detach()
         factors = (c.double() / divisor)[index]
         own, grad_hidden, grad_weight = _divergences(
-            chunks, teacher, factors, tau[index, None], divergence, beta
+            chunks,
+            Chunks(*teacher, chunks.size, teacher_softcap),
+            *(factors, tau[index, None], divergence, beta),
         )
         if grad_hidden is not None and coefficients is not None:
             grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_hidden)

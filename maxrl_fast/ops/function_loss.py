@@ -5,13 +5,12 @@ with the output matrix than fused losses.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from maxrl_fast.algorithms.losses.registry import checked
+from maxrl_fast.algorithms.losses import checked
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO, Tokens, limited
 from maxrl_fast.ops.logit_chunks import capped_logits, default_chunk, logits_dtype
 from maxrl_fast.ops.loss_kernel import LossSums, LossTerms, TokenBatch, real_dtype
@@ -44,18 +43,30 @@ def tokens_of(batch: TokenBatch, logprobs: Tensor, entropy: Tensor) -> Tokens:
     )
 
 
-def compared(
-    terms: LossTerms, batch: TokenBatch, logprobs: Tensor, entropy: Tensor
-) -> tuple[LossTerms, TokenBatch]:
-    """Return them with what the loss reads of all tokens: its statistics, or the mask and the loss
-    that it is for."""
-    if not terms.spec.over_batch or batch.statistics is not None:
-        return terms, batch
-    tokens = tokens_of(batch, logprobs.detach(), entropy.detach())
-    found = terms.spec.compare(tokens, dict(terms.options))
-    if terms.spec.masks:
-        return terms.of_masked, batch._replace(advantages=batch.advantages * found)
-    return terms, batch._replace(statistics=found)
+def by_function(
+    terms: LossTerms,
+    batch: TokenBatch,
+    logprobs: Callable[[], tuple[Tensor, Tensor]],
+    of_logits: Callable[[LossTerms, TokenBatch], Tensor],
+) -> Tensor:
+    """Return the LossSums [10] of a loss that is a function, by log-probs and entropies, or where
+    it reads logits by `of_logits`. First what it reads of all tokens is found: its statistics, or
+    the mask and the loss that it is for."""
+    spec = terms.spec
+    compares = spec.over_batch and batch.statistics is None
+    if compares or not spec.reads_logits:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not spec.reads_logits):
+            given = logprobs()
+    if compares:
+        tokens = tokens_of(batch, *(x.detach() for x in given))
+        found = spec.compare(tokens, dict(terms.options))
+        if spec.masks:
+            terms, batch = terms.of_masked, batch._replace(advantages=batch.advantages * found)
+        else:
+            batch = batch._replace(statistics=found)
+    if spec.reads_logits:
+        return of_logits(terms, batch)
+    return function_loss(terms, batch, tokens_of(batch, *given))
 
 
 def function_loss(
@@ -134,13 +145,6 @@ def loss_of_logits(terms: LossTerms, batch: TokenBatch, part: slice, logits: Ten
     bounds = (batch.cu_seqlens - part.start).clamp(0, len(logits))
     own = batch.at(part)._replace(cu_seqlens=bounds)
     return function_loss(terms, own, tokens_of(own, *_logprobs(logits, own.targets)), logits)
-
-
-def linear_loss_of_logits(
-    terms: LossTerms, batch: TokenBatch, hidden: Tensor, weight: Tensor, softcap: float
-) -> Tensor:
-    of_part = partial(loss_of_logits, terms, batch)
-    return torch.stack(by_chunks(hidden, weight, of_part, batch.temperature, softcap)).sum(0)
 
 
 def by_chunks(

@@ -4,9 +4,9 @@ The kernel (csrc/group_advantage.h) computes those that have a `Kernel`; on a GP
 back, so that a CUDA graph can capture it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -21,12 +21,20 @@ from maxrl_fast.algorithms.arguments import (
     is_host_readable,
     is_integer,
 )
-from maxrl_fast.algorithms.estimator import INPUTS, OBJECTS, SCALES
+from maxrl_fast.algorithms.estimator import INPUTS, OBJECTS, Kernel
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group, find_estimator
 from maxrl_fast.algorithms.options import check_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.dispatch import KernelLaunch, eager, has_kernels
+from maxrl_fast.ops.dispatch import (
+    KernelLaunch,
+    check_fields,
+    choices,
+    dtype_name,
+    eager,
+    has_kernels,
+    packing,
+)
 from maxrl_fast.runtime.loading import describe_error
 
 # Up to it squares and differences stay finite: kLargestReward of csrc/group_advantage.h.
@@ -35,7 +43,10 @@ _MOST = 10_000  # n of effective_weight: the rewards of its n + 1 groups take 8 
 # Kinds of the tensors with the rewards' shape; greedy_correct may also have one value per group.
 _KINDS = {"valid": "bool", "greedy_correct": "bool", "truncated": "bool", "lengths": "integers"}
 _KINDS |= {"group_ids": "integers", "logprobs": "floating", "log_ratios": "floating"}
-_SHORT = {torch.float32: _C.full_groups_float32, torch.float64: _C.full_groups_float64}
+_FIELDS = "num_groups group_size rewards valid tables centred scale eps ddof advantages"
+check_fields("group_advantage", _FIELDS.split())
+_pack = packing("group_advantage").pack
+_run_cpu = vars(_C)["group_advantage_cpu"]
 
 
 @eager
@@ -107,8 +118,9 @@ def _of_full_groups(
     to, threads = advantages.data_ptr(), torch.get_num_threads()
     if plan is None or not address or not to:  # without memory in a FakeTensorMode
         return None
-    kernel, _table = plan  # which lives until the call is over
-    return advantages if kernel(num_groups, address, to, threads) else None
+    dtype, _table, *fields = plan  # which lives until the call is over
+    record = _pack(num_groups, n, address, 0, *fields, to)
+    return advantages if _run_cpu(dtype, record, threads) else None
 
 
 @lru_cache(maxsize=256, typed=True)  # 2.0 is not an integer
@@ -120,18 +132,21 @@ def _plan(
     order: Any,
     names: tuple[str, ...],
     *values: float,
-) -> tuple[Callable[..., bool], Tensor | None] | None:
-    """Return the kernel's function with its arguments for groups of n, and the table whose address
-    is among them; None without a kernel."""
-    kernel = row.kernel
-    if kernel is None or row.inputs or dtype not in _SHORT:
+) -> tuple[Any, ...] | None:
+    """Return the dtype's name, the table of groups of n, or None, and fields of the kernel's record
+    from `tables` on; None without a kernel."""
+    if row.kernel is None or row.inputs or dtype not in (torch.float32, torch.float64):
         return None
     size, numbers = _resolve(row, n, k, order, dict(zip(names, values, strict=True)))
-    table = kernel.table and _table_of_full_groups(row, size, n, torch.device("cpu"))
+    table = row.kernel.table and _table_of_full_groups(row, size, n, torch.device("cpu"))
     address = 0 if table is None else KernelLaunch(table.device).keep(table)
-    eps, ddof = numbers.get("eps", 0.0), int(numbers.get("ddof", 0))
-    scale = SCALES.index(kernel.scale)
-    return partial(_SHORT[dtype], n, address, kernel.centred, scale, eps, ddof), table
+    return dtype_name(dtype), table, address, *_moments(row.kernel, numbers)
+
+
+def _moments(kernel: Kernel, options: dict[str, float]) -> tuple[bool, int, float, int]:
+    """Return the fields from `centred` on."""
+    scale = choices("group_advantage")["scale"].index(kernel.scale)
+    return kernel.centred, scale, options.get("eps", 0.0), int(options.get("ddof", 0))
 
 
 def _of_groups(
@@ -196,10 +211,10 @@ def _resolve(
 def by_kernel(
     rewards: Tensor, valid: Tensor | None, row: Estimator, size: int, options: dict[str, float]
 ) -> Tensor:
-    """Return advantages of rewards [G, N]."""
+    """Return advantages of contiguous rewards [G, N]."""
     call, kernel, (num_groups, n) = KernelLaunch(rewards.device), row.kernel, rewards.shape
     assert kernel is not None, f"{row.name} has no kernel"
-    tables = 0
+    tables, advantages = 0, torch.empty_like(rewards)
     if kernel.table is not None and valid is None:
         tables = call.keep_cached(_table_of_full_groups(row, size, n, call.device))
     elif kernel.table is not None and valid is not None:
@@ -207,21 +222,12 @@ def by_kernel(
         if not dispatch.is_gpu(call.device):  # a GPU would wait
             sizes, of_group = sizes.unique(return_inverse=True)
         tables = call.keep(_table(row, size, Group.of_sizes(sizes, n))[of_group])
-    advantages = torch.empty_like(rewards)
-    call.launch(
-        "group_advantage",
-        dtype=rewards.dtype,
-        num_groups=num_groups,
-        group_size=n,
-        rewards=call.address("rewards", rewards, rewards.dtype, rewards.shape),
-        valid=None if valid is None else valid.contiguous(),
-        tables=tables,
-        centred=kernel.centred,
-        scale=kernel.scale,
-        eps=options.get("eps", 0.0),
-        ddof=int(options.get("ddof", 0)),
-        advantages=advantages,
+    exists = 0 if valid is None else call.keep(valid.contiguous())
+    of_moments = _moments(kernel, options)
+    record = _pack(
+        num_groups, n, call.keep(rewards), exists, tables, *of_moments, call.keep(advantages)
     )
+    call.run("group_advantage", rewards.dtype, record)
     return advantages
 
 

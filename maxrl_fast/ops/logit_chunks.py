@@ -1,6 +1,6 @@
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -111,22 +111,21 @@ class Chunks:
         hidden: Tensor,
         weight: Tensor,
         size: int,
-        needs_hidden: bool,
-        needs_weight: bool,
         softcap: float = 0.0,
+        needs: Sequence[bool] = (False, False),
     ):
+        """size: tokens, 0: the default. needs: gradients of hidden and of weight."""
         self.hidden, self.weight, self.dtype = hidden, weight.to(hidden.dtype), weight.dtype
         self.size = size or default_chunk(hidden, len(weight))
-        self.grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        self.grad_hidden = torch.empty_like(hidden) if needs[0] else None
         # the first chunk's product replaces the values
         empty = torch.empty_like if len(hidden) else torch.zeros_like
-        self.grad_weight = empty(weight, dtype=real_dtype(hidden.dtype)) if needs_weight else None
+        self.grad_weight = empty(weight, dtype=real_dtype(hidden.dtype)) if needs[1] else None
         stride = row_stride(len(weight), hidden.device)
         rows, dtype = min(self.size, len(hidden)), logits_dtype(hidden)
         self.buffer = hidden.new_empty(rows, stride, dtype=dtype)[:, : len(weight)]
         self.softcap = softcap
-        has_slope = softcap and (needs_hidden or needs_weight)
-        self.slope = hidden.new_empty(rows, len(weight)) if has_slope else None
+        self.slope = hidden.new_empty(rows, len(weight)) if softcap and any(needs) else None
 
     def __iter__(self) -> Any:
         """Yield (start, stop, logits [stop - start, V])."""

@@ -2,6 +2,7 @@
 and the output matrix, one chunk of logits at a time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,13 +11,11 @@ from torch import Tensor
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import KernelLaunch, check_first_order, eager, has_kernels, is_gpu
 from maxrl_fast.ops.function_loss import (
-    compared,
-    function_loss,
-    linear_loss_of_logits,
+    by_chunks,
+    by_function,
     loss_of_logits,
     scaled,
     token_logprobs_reference,
-    tokens_of,
 )
 from maxrl_fast.ops.logit_chunks import Chunks, capped_logits, check_hidden
 from maxrl_fast.ops.loss_kernel import (
@@ -112,8 +111,7 @@ def policy_gradient_loss(
         targets: [T] integers.
         advantages: [S], one per response, or [T], one per token.
         cu_seqlens: [S+1] integers, from 0 to T.
-        advantages_per_token: whether advantages are [T]. Default: their length decides. If T = S it
-            must be given, except on a CPU if every response has one token.
+        advantages_per_token: whether advantages are [T], if T = S. Default: their length decides.
         old_logprobs, ref_logprobs: [T] of the sampling policy (absent: the ratio is 1, with logp's
             gradient), and of the reference policy, required if kl_coef is not 0.
         importance_weights: [S] or [T], at least 0: factors of the policy gradient.
@@ -125,7 +123,7 @@ def policy_gradient_loss(
             "seq_sum_constant", which needs `denominator`.
         mask: [T] bool, False for tokens to leave out, which are not read.
         denominator: the number, or [], that divides the sum: the count of tokens or responses in
-            the whole batch, so that losses of micro-batches add up. Default: that of this call.
+            the whole batch, for micro-batches. Default: that of this call.
 
     Returns:
         The loss, a float32 scalar (float64 for float64 logits), and metrics, detached float64
@@ -134,45 +132,46 @@ def policy_gradient_loss(
         entropy, logprob_diff (|logp - old|).
     """
     terms = (loss, aggregation, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
-    inputs = LossInputs(
-        loss_terms(*terms, loss_options),
-        shape_of(logits),
-        logits.device,
-        targets,
-        advantages,
-        cu_seqlens,
-        advantages_per_token,
-        old_logprobs,
-        ref_logprobs,
-        importance_weights,
-        importance_weights_per_token,
-        temperature,
-        mask,
-        denominator,
+    given = (
+        *(targets, advantages, cu_seqlens, advantages_per_token, old_logprobs, ref_logprobs),
+        *(importance_weights, importance_weights_per_token, temperature, mask, denominator),
     )
+    checked_terms = loss_terms(*terms, loss_options)
+    inputs = LossInputs(checked_terms, shape_of(logits), logits.device, *given)
     if not has_kernels(logits.device) or not inputs.terms.spec.fused:
-        sums = _by_function(logits, inputs)
+        sums = _of_logits(logits, inputs)
         return sums[0].to(real_dtype(logits.dtype)), Metrics(sums.detach())
-    rows, sums = contiguous_rows(logits), inputs.new_sums()
-    return _TokenLoss.apply(rows, _token_loss(rows, inputs, sums)), Metrics(sums)
+    rows, sums, gradient = contiguous_rows(logits), inputs.new_sums(), None
+    if rows.requires_grad and torch.is_grad_enabled():
+        gradient = rows.new_empty(rows.shape)
+    make = rows.new_empty if rows.shape[0] else rows.new_zeros  # no row, no launch on a GPU
+    total = make((), dtype=real_dtype(rows.dtype))
+    if inputs.needs_sequence_ratio:
+        inputs.check_values()
+        values = new_logprobs(rows)
+        inputs.logprobs(rows, values)
+        inputs.set_ratio(values[0])
+    inputs.loss(rows, gradient, sums, total)
+    return _TokenLoss.apply(rows, (total, gradient)), Metrics(sums)
 
 
-def _by_function(logits: Tensor, inputs: LossInputs) -> Tensor:
-    terms, batch = inputs.terms, inputs.batch()
-    if not has_kernels(logits.device) or terms.spec.reads_logits:
+def _of_logits(logits: Tensor, inputs: LossInputs) -> Tensor:
+    """Return the LossSums of a loss that is a function."""
+    batch = inputs.batch()
+    if not has_kernels(logits.device) or inputs.terms.spec.reads_logits:
         # masked logits may be NaN, and so their gradient
         logits = torch.where(batch.loss_mask()[:, None], logits, 0.0)
-    logprobs, entropy = token_logprobs(logits, batch.targets, temperature=batch.temperature)
-    terms, batch = compared(terms, batch, logprobs, entropy)
-    if terms.spec.reads_logits:
-        rows = scaled(logits, batch.temperature)
-        return loss_of_logits(terms, batch, slice(0, len(logits)), rows)
-    return function_loss(terms, batch, tokens_of(batch, logprobs, entropy))
+    rows, tau = slice(0, len(logits)), batch.temperature
+    return by_function(
+        *(inputs.terms, batch),
+        lambda: token_logprobs(logits, batch.targets, temperature=tau),
+        lambda terms, batch: loss_of_logits(terms, batch, rows, scaled(logits, tau)),
+    )
 
 
 class LossFunction(torch.autograd.Function):
-    """A loss that computes its gradients in its forward pass and saves them; the backward pass
-    scales them. Inputs that come after those of the gradients have none."""
+    """A loss that saves its gradients in its forward pass; the backward pass scales them. Inputs
+    that come after those of the gradients have none."""
 
     @staticmethod
     def save(ctx: Any, function: str, *gradients: Tensor | None) -> None:
@@ -185,8 +184,7 @@ class LossFunction(torch.autograd.Function):
         check_first_order(ctx.function)
         if ctx.is_spent and scale.device.type == "cuda":
             raise RuntimeError(
-                "backward ran already, and scaled the gradient in place: compute the loss again "
-                "instead"
+                "backward ran already and scaled the gradient in place: compute the loss again"
             )
         ctx.is_spent = True
         gradients = [None if x is None else _times(x, scale) for x in ctx.saved_tensors]
@@ -217,23 +215,6 @@ class _TokenLoss(LossFunction):
     def forward(ctx: Any, logits: Tensor, known: tuple[Tensor, Tensor | None]) -> Tensor:
         LossFunction.save(ctx, "policy_gradient_loss", known[1])
         return known[0]
-
-
-def _token_loss(logits: Tensor, inputs: LossInputs, sums: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the loss [] of a kernel and its gradient, if one is needed; the LossSums go to
-    `sums`."""
-    gradient = None
-    if logits.requires_grad and torch.is_grad_enabled():
-        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    make = torch.empty if logits.shape[0] else torch.zeros  # no row, no launch on a GPU
-    total = make((), dtype=real_dtype(logits.dtype), device=logits.device)
-    if inputs.needs_sequence_ratio:
-        inputs.check_values()
-        values = new_logprobs(logits)
-        inputs.logprobs(logits, values)
-        inputs.set_ratio(values[0])
-    inputs.loss(logits, gradient, sums, total)
-    return total, gradient
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -273,7 +254,7 @@ def write_logprobs_gradient(
 def contiguous_rows(logits: Tensor) -> Tensor:
     """Return them in a dtype of the kernels."""
     logits = logits.float() if logits.dtype is torch.float16 else logits
-    return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
+    return logits if logits.stride()[1] == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
 @eager
@@ -332,19 +313,17 @@ def loss_of_hidden(
     batch = inputs.batch()
     batch = batch._replace(**{name: x for name, x in of_function.items() if x is not None})
     hidden = torch.where(batch.loss_mask()[:, None], hidden, 0.0)  # masked states may be NaN
-    if not spec.reads_logits or (spec.over_batch and batch.statistics is None):
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not spec.reads_logits):
-            logprobs, entropy = linear_token_logprobs(
-                *(hidden, weight, batch.targets),
-                temperature=batch.temperature,
-                softcap=softcap,
-                chunk_tokens=chunk or None,
-            )
-        terms, batch = compared(terms, batch, logprobs, entropy)
-    if spec.reads_logits:
-        sums = linear_loss_of_logits(terms, batch, hidden, weight, softcap)
-    else:
-        sums = function_loss(terms, batch, tokens_of(batch, logprobs, entropy))
+    tau = batch.temperature
+
+    def logprobs() -> tuple[Tensor, Tensor]:
+        options: Any = {"temperature": tau, "softcap": softcap, "chunk_tokens": chunk or None}
+        return linear_token_logprobs(hidden, weight, batch.targets, **options)
+
+    def of_logits(*of: Any) -> Tensor:
+        of_part = partial(loss_of_logits, *of)
+        return torch.stack(by_chunks(hidden, weight, of_part, tau, softcap)).sum(0)
+
+    sums = by_function(terms, batch, logprobs, of_logits)
     return sums[0].to(real_dtype(hidden.dtype)), sums.detach()
 
 
@@ -372,7 +351,7 @@ class _LinearLoss(LossFunction):
             inputs.check_values()
             logprobs, _ = linear_logprobs(rows, weight, inputs, chunk, softcap, index)
             inputs.set_ratio(logprobs, index)
-        chunks = Chunks(rows, weight, chunk, needed[0], needed[1], softcap)
+        chunks = Chunks(rows, weight, chunk, softcap, needed)
         for start, stop, logits in chunks:
             gradient = chunks.gradient(start, stop) if any(needed) else None
             sums = inputs.new_sums()
@@ -424,7 +403,7 @@ def linear_logprobs(
     index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     values = new_logprobs(hidden)
-    for start, stop, logits in Chunks(hidden, weight, chunk, False, False, softcap):
+    for start, stop, logits in Chunks(hidden, weight, chunk, softcap):
         rows.logprobs(logits, [x[start:stop] for x in values], start, index)
     return values
 
@@ -442,8 +421,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         check_first_order("linear_token_logprobs")
         hidden, weight, *_ = ctx.saved_tensors
-        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        chunks = Chunks(hidden, weight, ctx.chunk, needs_hidden, needs_weight, ctx.softcap)
+        chunks = Chunks(hidden, weight, ctx.chunk, ctx.softcap, ctx.needs_input_grad[:2])
         for start, stop, logits in chunks:
             gradient = chunks.gradient(start, stop)
             write_logprobs_gradient(ctx.rows, logits, grads, gradient, start)

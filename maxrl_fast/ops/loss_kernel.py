@@ -1,12 +1,11 @@
 """The kernels of token losses: one call from the caller's tensors to sums and gradient. Values are
 checked in C++, on a CPU; a GPU would wait. csrc/token_loss.h has the records."""
 
-import contextlib
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple, NoReturn, TypeGuard, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -22,19 +21,13 @@ from maxrl_fast.algorithms.arguments import (
     check_tensor,
     is_host_readable,
 )
-from maxrl_fast.algorithms.losses.registry import (
+from maxrl_fast.algorithms.losses import (
     LOSSES,
     TokenLoss,
     find_loss,
 )
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.dispatch import (
-    KernelLaunch,
-    check_fields,
-    choices,
-    dtype_name,
-    packing,
-)
+from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, choices, dtype_name, packing
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"]
@@ -65,10 +58,10 @@ NUM_SUMS = len(LossSums._fields)
 check_fields("LossSums", LossSums._fields)
 check_fields("Loss", FUSED)
 # the order in which `TokenRows.launch` and its callers give the fields of records
-_ROWS = "logits num_rows first index vocab_size num_tokens targets temperature mask"
+_ROWS = "logits num_rows first index vocab_size num_tokens targets mask temperature"
 _INPUTS = (
-    "num_sequences cu_seqlens advantages importance_weights advantages_by_token weights_by_token "
-    "old_logprobs ref_logprobs denominator divides_responses counts sequence_log_ratio"
+    "advantages importance_weights old_logprobs ref_logprobs denominator counts sequence_log_ratio "
+    "num_sequences cu_seqlens advantages_by_token weights_by_token divides_responses"
 )
 _TERMS = "loss clip_low clip_high dual_clip kl kl_coef entropy_coef"
 for _kernel, _fields in {
@@ -150,30 +143,14 @@ _LIMITS: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 def loss_terms(loss: str | Callable[..., Tensor] = "ppo", *given: Any, **options: Any) -> LossTerms:
     """Return checked terms, from a cache where they can be."""
-    with contextlib.suppress(TypeError):  # of what cannot be a key, which is refused below
-        if loss in FUSED:
-            return _cached_terms(loss, *given, **options)
-    return LossTerms(loss, *given, **options)
+    try:
+        make = _cached_terms if loss in FUSED else LossTerms
+        return make(loss, *given, **options)
+    except TypeError:  # of what cannot be a key, which is refused here
+        return LossTerms(loss, *given, **options)
 
 
 _cached_terms = lru_cache(maxsize=256)(LossTerms)
-
-
-def numbers(call: KernelLaunch, *given: float | Tensor | None) -> list[float]:
-    """Return Numbers of csrc/token_loss.h, 1 if absent. Other dtypes than its two are copied."""
-    fields: list[float] = []
-    for x in given:
-        if isinstance(x, Tensor):
-            if x.dtype is not torch.float32 and x.dtype is not torch.float64:
-                x = x.detach().double()
-            fields += call.keep(x.contiguous()), x.dtype is torch.float64, 0.0
-        else:
-            fields += 0, False, 1.0 if x is None else x
-    return fields
-
-
-def as_int64(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.int64 and x.is_contiguous() else x.long().contiguous()
 
 
 class TokenRows:
@@ -188,13 +165,10 @@ class TokenRows:
         temperature: float | Tensor,
         mask: Tensor | None = None,
     ):
-        self.num_tokens, self.vocab_size = shape
-        self.device, self.mask = device, mask
-        check_list("targets", targets, shape[0], device, INTEGERS, "integers ")
-        self.targets = as_int64(targets)
+        (self.num_tokens, self.vocab_size), self.device = shape, device
+        self.targets = checked("targets", targets, shape[0], device)
         self.temperature = check_temperature(temperature, shape[0], device)
-        if mask is not None:
-            self.mask = checked_mask(mask, shape[0], device)
+        self.mask = optional("mask", mask, shape[0], device)
 
     def launch(
         self,
@@ -204,20 +178,19 @@ class TokenRows:
         first: int,
         index: Tensor | None,
         *fields: float,
+        numbers: tuple[float | Tensor | None, ...] = (),
         to: str = "",
     ) -> None:
         """Run a kernel on logits [C, V] of the tokens first, first + 1, ..., or index[first], ...
 
-        fields: those of the kernel's record that follow those of rows. to: the kernel's variant for
-        gradients of another dtype. Raises ValueError for values that are not allowed.
+        numbers, fields: what follows in the kernel's record. to: the kernel's variant for gradients
+        of another dtype. Raises ValueError for values that are not allowed.
         """
         record = packing(kernel).pack(
             *(*call.matrix("logits", logits), logits.shape[0], first),
-            0 if index is None else call.keep(index),
-            *(self.vocab_size, self.num_tokens, call.keep(self.targets)),
-            *numbers(call, self.temperature),
-            0 if self.mask is None else call.keep(self.mask),
-            *fields,
+            *(0 if index is None else call.keep(index), self.vocab_size, self.num_tokens),
+            *(call.keep(self.targets), 0 if self.mask is None else call.keep(self.mask)),
+            *(*call.numbers(self.temperature, *numbers), *fields),
         )
         row = call.run(kernel + to, logits.dtype, record)
         if row is not None and row >= 0:
@@ -299,42 +272,45 @@ class LossInputs(TokenRows):
             raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
         if terms.aggregation == "seq_sum_constant" and denominator is None:
             raise ValueError("aggregation 'seq_sum_constant' needs a denominator")
-        check_tokens(shape[0], device, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
-        self.terms, self.old, self.ref = terms, old_logprobs, ref_logprobs
+        self.terms = terms
         self.ratio: Tensor | None = None  # [S], if the loss needs it
-        check_bounds(cu_seqlens, shape[0], device)
-        self.cu_seqlens = as_int64(cu_seqlens)
-        self.num_sequences = cu_seqlens.shape[0] - 1
-        self.advantages, self.importance = advantages, importance_weights
-        self.by_token = self._is_per_token("advantages", advantages, advantages_per_token)
-        self.importance_by_token = importance_weights is not None and self._is_per_token(
-            "importance_weights", importance_weights, importance_weights_per_token
+        self.old = optional("old_logprobs", old_logprobs, shape[0], device)
+        self.ref = optional("ref_logprobs", ref_logprobs, shape[0], device)
+        self.cu_seqlens = checked_bounds(cu_seqlens, shape[0], device)
+        self.num_sequences = self.cu_seqlens.shape[0] - 1
+        self.advantages, self.by_token = self._of_responses(
+            "advantages", advantages, advantages_per_token
         )
+        self.importance, self.importance_by_token = importance_weights, False
+        if importance_weights is not None:
+            self.importance, self.importance_by_token = self._of_responses(
+                "importance_weights", importance_weights, importance_weights_per_token
+            )
         self.denominator = loss_denominator(
             denominator, terms.aggregation, shape[0], self.num_sequences, self.mask, device
         )
 
-    def _is_per_token(self, name: str, values: Tensor, given: bool | None) -> bool:
-        """Return whether `values` are per token [T], not per response [S]. If T = S and no keyword
-        is given, every response must have one token, which a GPU cannot check without waiting."""
-        lengths = {False: self.num_sequences, True: self.num_tokens}
+    def _of_responses(self, name: str, x: Tensor, given: bool | None) -> tuple[Tensor, bool]:
+        """Return numbers as a kernel reads them, and whether they are per token [T], not per
+        response [S]. If T = S and no keyword is given, every response must have one token, which a
+        GPU cannot check without waiting."""
+        sizes = {False: self.num_sequences, True: self.num_tokens}
         if given is not None:
             check_flag(f"{name}_per_token", given)
-            lengths = {given: lengths[given]}
-        check_tensor(name, values, self.device, "the logits are")
-        size = values.shape[0] if values.dim() == 1 else -1
-        found = [by for by in lengths if lengths[by] == size]
-        if not found:
-            wanted = " or ".join(f"[{'ST'[by]}] = [{size}]" for by, size in lengths.items())
-            raise ValueError(f"{name} must be {wanted}, got the shape {tuple(values.shape)}")
-        if len(found) == 2 and self.num_tokens:
+            sizes = {given: sizes[given]}
+        check_tensor(name, x, self.device, "the logits are")
+        size = x.shape[0] if x.dim() == 1 else -1
+        if size not in sizes.values():
+            wanted = " or ".join(f"[{'ST'[by]}] = [{size}]" for by, size in sizes.items())
+            raise ValueError(f"{name} must be {wanted}, got the shape {tuple(x.shape)}")
+        if size and given is None and self.num_sequences == self.num_tokens:
             bounds = self.cu_seqlens
             if not is_host_readable(bounds) or bool((bounds.diff() != 1).any()):
                 raise ValueError(
                     f"{name} may have one number per token or one per response, since T = S = "
                     f"{self.num_tokens}: give {name}_per_token=True or {name}_per_token=False"
                 )
-        return found[0]
+        return checked(name, x, size, self.device), size != sizes.get(False)
 
     def refuse(self) -> None:
         self.check_values()
@@ -372,22 +348,18 @@ class LossInputs(TokenRows):
     ) -> None:
         """Write LossSums to `sums`, the first of them to `total` [], and the gradient of the logits
         of the tokens that `launch` names."""
-        call, variant = KernelLaunch(self.device), ""
+        call, variant, at = KernelLaunch(self.device), "", (0, 0)
         averages = self.terms.aggregation == "seq_mean_token_mean"
         counts = self.counts() if averages and self.mask is not None else None
-        at = 0, 0
         if gradient is not None:
             at, variant = call.matrix("gradient", gradient), variant_for(logits, gradient)
+        given = self.advantages, self.importance, self.old, self.ref, self.denominator
         self.launch(
             *(call, "token_loss", logits, first, index),
-            *(self.num_sequences, call.keep(self.cu_seqlens)),
-            *numbers(call, self.advantages, self.importance),
-            *(self.by_token, self.importance_by_token),
-            *numbers(call, self.old, self.ref, self.denominator),
-            averages,
-            *numbers(call, counts, self.ratio),
-            *(*self.terms.of_kernel, *at),
-            *(call.keep(sums), 0 if total is None else call.keep(total)),
+            *(self.num_sequences, call.keep(self.cu_seqlens), self.by_token),
+            *(self.importance_by_token, averages, *self.terms.of_kernel, *at, call.keep(sums)),
+            0 if total is None else call.keep(total),
+            numbers=(*given, counts, self.ratio),
             to=variant,
         )
 
@@ -408,45 +380,51 @@ class LossInputs(TokenRows):
         means = sums / sums_of(keep.double(), bounds).clamp_min(1)
         self.ratio = means.to(logprobs.dtype).double()
 
-    def repeated(self, x: Tensor) -> Tensor:
-        """Repeat one number per response [S] for each of its tokens [T]."""
+    def by_tokens(self, x: Tensor, by_token: bool = False) -> Tensor:
+        """Repeat one number per response [S] for each of its tokens [T], unless it has its own."""
+        if by_token:
+            return x
         return torch.repeat_interleave(x, self.cu_seqlens.diff(), output_size=self.num_tokens)
+
+    def factors(self) -> tuple[Tensor, Tensor | None]:
+        """Return advantages [T] float64, times the importance weights, and these, checked."""
+        self.check_values()
+        factors, weights = self.by_tokens(self.advantages.detach().double(), self.by_token), None
+        if self.importance is not None:
+            importance = self.importance.detach().double()
+            weights = self.by_tokens(importance, self.importance_by_token)
+            factors = factors * weights
+        return factors, weights
 
     def needed_rows(self) -> Tensor:
         """Return which rows of logits [T] the kernel reads: those with a gradient, and with a ratio
         of responses also the others of their response."""
-        batch, terms = self.batch(), self.terms
-        counted = batch.loss_mask()
+        (factors, _), terms, counted = self.factors(), self.terms, self.mask
+        self.temperatures()
+        if counted is None:
+            counted = torch.ones_like(factors, dtype=torch.bool)
         if terms.kl_coef or terms.entropy_coef:
             return counted
-        needed = counted & (batch.advantages != 0)
+        needed = counted & (factors != 0)
         if self.needs_sequence_ratio:
             has_gradient = sums_of(needed.double(), self.cu_seqlens) > 0
-            needed = counted & self.repeated(has_gradient)
+            needed = counted & self.by_tokens(has_gradient)
         return needed
 
     def batch(self) -> TokenBatch:
         """Return the numbers of each token, for a loss that is a function."""
-        self.check_values()
-        double = torch.float64
-        factors = self.advantages.detach().to(double)
-        factors, importance = factors if self.by_token else self.repeated(factors), self.importance
-        if importance is not None:
-            importance = importance.detach().to(double)
-            importance = importance if self.importance_by_token else self.repeated(importance)
-            factors = factors * importance
-        divisor = self.denominator
+        (factors, importance), divisor = self.factors(), self.denominator
         if isinstance(divisor, Tensor):
             weights = divisor.reciprocal().expand(self.num_tokens)
         else:  # without a copy from the host, which would wait for a GPU
             weights = torch.full_like(factors, 1 / divisor)
         if self.terms.aggregation == "seq_mean_token_mean":
-            weights = weights / self.repeated(self.counts().clamp_min(1))
+            weights = weights / self.by_tokens(self.counts().clamp_min(1))
         targets, tau, mask = self.targets, self.temperatures(), self.mask
         if mask is not None:  # their own may be anything
             weights, targets = weights.where(mask, 0.0), targets.where(mask, 0)
             tau = tau.where(mask, 1.0)
-        old, ref = (None if x is None else x.detach().to(double) for x in (self.old, self.ref))
+        old, ref = (None if x is None else x.detach().double() for x in (self.old, self.ref))
         return TokenBatch(targets, tau, factors, weights, old, ref, self.cu_seqlens, importance)
 
 
@@ -464,6 +442,16 @@ def variant_for(logits: Tensor, gradient: Tensor) -> str:
 
 # --- checks of arguments
 
+_INT64, _BOOL = frozenset([torch.int64]), frozenset([torch.bool])
+_FLOATS = frozenset([torch.float32, torch.float64])
+_KINDS = {  # of lists: the allowed dtypes, those that kernels read, and both in words
+    "targets": (INTEGERS, _INT64, "integers [T] = [{}]"),
+    "cu_seqlens": (INTEGERS, _INT64, "integers [S+1]"),
+    "mask": (_BOOL, _BOOL, "bool [T] = [{}]"),
+    "temperature": (REALS, _FLOATS, "a number or [T] = [{}]"),
+}
+_NUMBERS = REALS, _FLOATS, "[T] = [{}]"
+
 
 def refuse(name: str, x: Any, device: torch.device, wanted: str) -> NoReturn:
     """Raise TypeError or ValueError for an argument that is not as wanted."""
@@ -471,13 +459,9 @@ def refuse(name: str, x: Any, device: torch.device, wanted: str) -> NoReturn:
     raise ValueError(f"{name} must be {wanted}, got {x.dtype} of shape {tuple(x.shape)}")
 
 
-def is_dense(x: Any, dtypes: Container[torch.dtype]) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor) and x.dtype in dtypes and x.layout is torch.strided
-
-
 def shape_of(logits: Tensor) -> tuple[int, int]:
-    if not is_dense(logits, DTYPES) or logits.dim() != 2:
-        check_tensor("logits", logits)
+    check_tensor("logits", logits)
+    if logits.dtype not in DTYPES or logits.dim() != 2:
         wanted = f"[T, V] of {', '.join(map(dtype_name, DTYPES))}"
         refuse("logits", logits, logits.device, wanted)
     num_tokens, vocab_size = logits.shape
@@ -489,30 +473,25 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def check_list(
-    name: str,
-    x: Any,
-    size: int,
-    device: torch.device,
-    dtypes: Container[torch.dtype] = REALS,
-    kind: str = "",
-) -> None:
-    """Raise TypeError or ValueError unless x is a dense [T] on the device, of one of the dtypes."""
-    if not is_dense(x, dtypes) or x.shape != (size,) or x.device != device:
-        refuse(name, x, device, f"{kind}[T] = [{size}]")
+def checked(name: str, x: Any, size: int, device: torch.device) -> Tensor:
+    """Return x as kernels read it; raise TypeError or ValueError unless it is a dense [size] on the
+    device, of a dtype that fits."""
+    dtypes, read, wanted = _KINDS.get(name, _NUMBERS)
+    if (
+        not isinstance(x, Tensor)
+        or x.dtype not in dtypes
+        or x.layout is not torch.strided
+        or x.shape != (size,)
+        or x.device != device
+    ):
+        refuse(name, x, device, wanted.format(size))
+    if x.dtype not in read:
+        x = x.detach().to(torch.int64 if dtypes is INTEGERS else torch.float64)
+    return x if x.is_contiguous() else x.contiguous()
 
 
-def check_tokens(num_tokens: int, device: torch.device, **given: Tensor | None) -> None:
-    for name, x in given.items():
-        if x is not None:
-            check_list(name, x, num_tokens, device)
-
-
-def checked_mask(mask: Tensor | None, num_tokens: int, device: torch.device) -> Tensor | None:
-    if mask is None:
-        return None
-    check_list("mask", mask, num_tokens, device, frozenset([torch.bool]), "bool ")
-    return mask.contiguous()
+def optional(name: str, x: Any, size: int, device: torch.device) -> Tensor | None:
+    return None if x is None else checked(name, x, size, device)
 
 
 def check_values(
@@ -529,8 +508,7 @@ def check_temperature(
 ) -> float | Tensor:
     if not isinstance(temperature, Tensor):
         return check_number("temperature", temperature, *_ABOVE_0)
-    check_list("temperature", temperature, num_tokens, device, kind="a number or ")
-    return temperature
+    return checked("temperature", temperature, num_tokens, device)
 
 
 def token_temperature(
@@ -546,16 +524,18 @@ def token_temperature(
     return tau
 
 
-def check_bounds(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
-    """Check all of them but their values."""
-    fits = is_dense(cu_seqlens, INTEGERS) and cu_seqlens.dim() == 1
-    if not fits or len(cu_seqlens) <= bool(num_tokens) or cu_seqlens.device != device:
+def checked_bounds(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> Tensor:
+    """Check all of them but their values, and return them as kernels read them."""
+    is_list = isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1
+    size = cu_seqlens.shape[0] if is_list else 0
+    if size <= bool(num_tokens):
         refuse("cu_seqlens", cu_seqlens, device, "integers [S+1]")
+    return checked("cu_seqlens", cu_seqlens, size, device)
 
 
 def check_sequences(cu_seqlens: Tensor, num_tokens: int, device: torch.device) -> None:
     """On a GPU the values are not read."""
-    check_bounds(cu_seqlens, num_tokens, device)
+    checked_bounds(cu_seqlens, num_tokens, device)
     if not is_host_readable(cu_seqlens):
         return
     bounds = cu_seqlens.to(torch.int64)

@@ -15,7 +15,7 @@ from maxrl_fast.algorithms.arguments import (
 )
 from maxrl_fast.algorithms.tokens import sequence_sums
 from maxrl_fast.ops.dispatch import KernelLaunch, check_first_order, eager, has_kernels
-from maxrl_fast.ops.loss_kernel import check_denominator, check_sequences, checked_mask
+from maxrl_fast.ops.loss_kernel import check_denominator, check_sequences, optional
 
 DTYPES = (torch.float32, torch.float64)
 SCORES = ("rloo", "grpo", "dr_grpo", "naive")
@@ -48,7 +48,7 @@ def log_ratio_reward(
         if values.dim() != 1 or values.shape != logprobs.shape or values.dtype not in DTYPES:
             wanted = f"float32 or float64 [T] = {list(logprobs.shape)}"
             raise ValueError(f"{name} must be {wanted}, got {values.dtype} {tuple(values.shape)}")
-    mask = checked_mask(mask, len(logprobs), logprobs.device)
+    mask = optional("mask", mask, len(logprobs), logprobs.device)
     beta = check_finite("beta", beta)
     check_sequences(cu_seqlens, len(logprobs), logprobs.device)
     has_kernel = has_kernels(logprobs.device)
@@ -84,43 +84,35 @@ class _LogRatioReward(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(cu_seqlens, mask)
         ctx.beta, ctx.num_tokens = beta, len(logprobs)
-        call, dtype, size = KernelLaunch(logprobs.device), logprobs.dtype, len(logprobs)
         proxies = logprobs.new_empty(len(cu_seqlens) - 1)
-        call.launch(
-            "log_ratio_reward",
-            dtype=dtype,
-            **_sequences(call, cu_seqlens, mask, beta, size),
-            **call.addresses(dtype, size, logprobs=logprobs, ref_logprobs=ref_logprobs),
-            proxies=proxies,
-        )
+        given = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "proxies": proxies}
+        _launch("log_ratio_reward", cu_seqlens, mask, beta, len(logprobs), **given)
         return proxies
 
     @staticmethod
     def backward(ctx: Any, grad_proxies: Tensor) -> tuple[Tensor | None, ...]:
         check_first_order("log_ratio_reward")
         cu_seqlens, mask = ctx.saved_tensors
-        call, grad = KernelLaunch(grad_proxies.device), grad_proxies.contiguous()
-        gradient = grad.new_empty(ctx.num_tokens)
-        call.launch(
-            "log_ratio_reward_backward",
-            dtype=grad.dtype,
-            **_sequences(call, cu_seqlens, mask, ctx.beta, ctx.num_tokens),
-            grad_proxies=call.address("grad_proxies", grad, grad.dtype, (len(cu_seqlens) - 1,)),
-            gradient=gradient,
-        )
+        gradient = grad_proxies.new_empty(ctx.num_tokens)
+        given = {"grad_proxies": grad_proxies.contiguous(), "gradient": gradient}
+        kernel = "log_ratio_reward_backward"
+        _launch(kernel, cu_seqlens, mask, ctx.beta, ctx.num_tokens, **given)
         return gradient, None, None, None, None
 
 
-def _sequences(
-    call: KernelLaunch, cu_seqlens: Tensor, mask: Tensor | None, beta: float, num_tokens: int
-) -> dict[str, Any]:
-    return {
-        "num_tokens": num_tokens,
-        "num_sequences": len(cu_seqlens) - 1,
-        "cu_seqlens": call.address("cu_seqlens", cu_seqlens, torch.int64, cu_seqlens.shape),
-        "mask": call.address("mask", mask, torch.bool, (num_tokens,)),
-        "beta": beta,
-    }
+def _launch(
+    kernel: str,
+    cu_seqlens: Tensor,
+    mask: Tensor | None,
+    beta: float,
+    num_tokens: int,
+    **of_kernel: Tensor,
+) -> None:
+    """Run a kernel on tensors that `log_ratio_reward` has checked, or made."""
+    fields: dict[str, Any] = {"num_tokens": num_tokens, "num_sequences": len(cu_seqlens) - 1}
+    fields |= {"cu_seqlens": cu_seqlens, "mask": mask, "beta": beta, **of_kernel}
+    tensor = next(iter(of_kernel.values()))
+    KernelLaunch(tensor.device).launch(kernel, dtype=tensor.dtype, **fields)
 
 
 def pacs_loss(
@@ -161,11 +153,8 @@ def pacs_loss(
         first = int((~is_label).nonzero()[0])
         raise ValueError(f"labels must be 0 or 1, got {labels[first].item()} for rollout {first}")
     group = torch.repeat_interleave(sizes, output_size=size)  # [S]
-    of_group, num_correct = (x[group] for x in (sizes.double(), sequence_sums(y, sizes)))  # [S]
     psi = _scores(r, sizes, group, score)
-    is_mixed = (num_correct > 0) & (num_correct < of_group)
-    of_class = torch.where(y > 0, num_correct, of_group - num_correct)
-    weights = torch.where(is_mixed & (weight == "balanced"), of_group / (2 * of_class), 1.0)
+    weights = _balanced(y, sizes, group) if weight == "balanced" else 1.0
     cross_entropy = binary_cross_entropy_with_logits(psi, y, reduction="none")
     cross_entropy = torch.where(is_label, cross_entropy, torch.nan)
     loss = ((weights * cross_entropy).sum() / divisor).to(reward_proxy.dtype)
@@ -200,8 +189,16 @@ def _group_sizes(reward_proxy: Tensor, labels: Tensor, groups: int | Tensor) -> 
     return torch.full((size // groups,), groups, device=reward_proxy.device)
 
 
+def _balanced(y: Tensor, sizes: Tensor, group: Tensor) -> Tensor:
+    """Return weights [S] of labels y [S], in groups of `sizes` [G]; `group` [S] is each one's."""
+    of_group, num_correct = (x[group] for x in (sizes.double(), sequence_sums(y, sizes)))  # [S]
+    is_mixed = (num_correct > 0) & (num_correct < of_group)
+    of_class = torch.where(y > 0, num_correct, of_group - num_correct)
+    return torch.where(is_mixed, of_group / (2 * of_class), 1.0)
+
+
 def _scores(r: Tensor, sizes: Tensor, group: Tensor, score: str) -> Tensor:
-    """Return psi [S] of proxies r [S] in groups of `sizes` [G]; `group` [S] is each rollout's."""
+    """Return psi [S] of proxies r [S], in groups as above."""
     if score == "naive":
         return r
     n, centred = sizes.double()[group], _Centre.apply(r, sizes, group)

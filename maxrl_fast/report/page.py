@@ -1,14 +1,190 @@
-"""The page: data, style and scripts in one HTML file that makes no network requests."""
+"""Reads runs and evaluations, which may be in progress, and writes the page: data, style and
+scripts in one HTML file that makes no network requests."""
 
 import base64
 import gzip
 import hashlib
 import json
+import math
 from importlib.resources import files
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from maxrl_fast.config.names import OF_ONE_START, OF_TASK, PASS_RATES
-from maxrl_fast.report.reading import Folder, Record
+from maxrl_fast.config.changes import OF_ONE_START, OF_TASK, PASS_RATES
+from maxrl_fast.errors import InputError, printable
+from maxrl_fast.evaluation import PASS, score_of
+from maxrl_fast.runtime.files import RunFolder, read_json
+
+EVALUATION_BYTES = 1 << 28  # eval.json has numbers for each prompt
+MOST_TEXTS, PROMPT_LENGTH = 1_000, 2_000  # of held-out prompts
+SAMPLE_BYTES = 1 << 24  # all texts of one file of one run
+TEXT_LENGTH, ANSWER_LENGTH, COLUMNS_LENGTH = 20_000, 500, 2_000  # characters of one sample
+SHOWN = ("step", "id", "tokens", "turns", "reward", "advantage")  # of a sample, beside its texts
+_OF_TRAINING = ("eval_prompts", "samples", "k")  # options with another meaning in an evaluation
+
+Record = dict[str, Any]
+Number = int | float | None
+
+
+class Folder:
+    """The data of one folder; a number that is missing or not finite is None."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.kind, self.score = name, "run", PASS  # or "evaluation", or MAX
+        self.options: Record = {}
+        self.steps: list[int] = []  # of metrics.jsonl, ascending
+        self.metrics: dict[str, list[Number]] = {}  # by column, one number per step
+        self.eval_steps: list[int] = []
+        self.eval_metrics: dict[str, list[Number]] = {}
+        self.coverage: list[Record] = []  # step, and rows of k, score, low, high
+        self.sets: dict[str, list[Record]] = {}  # of held-out sets by name
+        self.warnings: list[Record] = []
+        self.prompts: Record = {}  # ids, and for each evaluation each prompt's correct samples
+        self.samples: list[Record] = []  # of evaluations
+        self.rollouts: list[Record] = []  # of training
+        self.in_files: dict[str, int] = {}  # number of samples and rollouts
+        self.weight: Record = {}  # W_N(p), or why there is none
+        self.notes: list[str] = []  # what is left out
+
+
+def read_folder(path: Path, name: str) -> Folder:
+    folder, run = Folder(name), RunFolder(path)
+    try:
+        if (path / "metrics.jsonl").exists():
+            _read_run(run, folder)
+        elif (path / "eval.json").exists():
+            _read_evaluation(path / "eval.json", folder)
+        else:
+            raise InputError(
+                "RUN must be a folder with metrics.jsonl of a run or eval.json of an evaluation, "
+                f"got {printable(path)}, which has neither"
+            )
+        for kind in ("samples", "rollouts"):
+            samples = [*map(_sample, run.log(kind))]
+            setattr(folder, kind, _thinned(samples, kind, folder))
+            folder.in_files[kind] = len(samples)
+    except (OSError, TypeError, ValueError, LookupError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
+        why = f"{type(error).__name__}: {error}"
+        raise InputError(f"cannot read {printable(path)}: {why:.200}") from error
+    return folder
+
+
+def _read_run(run: RunFolder, folder: Folder) -> None:
+    folder.options = run.options if (run.path / "config.json").exists() else {}
+    records = _by_step(run.log("metrics"))
+    if not records:
+        file = printable(run.path / "metrics.jsonl")
+        raise InputError(f"{file} must hold at least one step, and has none")
+    folder.steps, folder.metrics = [x["step"] for x in records], _columns(records)
+    weight, unknown = run.path / "weight.json", {"reason": "weight.json does not have it"}
+    folder.weight = read_json(weight) if weight.exists() else unknown
+    folder.warnings = run.log("warnings")
+    evaluations = _by_step(run.log("eval"))
+    most = max((x.get("num_prompts", 0) for x in evaluations), default=0)
+    # one on a part of the prompts is not comparable
+    whole = [x for x in evaluations if x.get("num_prompts", 0) == most]
+    folder.eval_steps, folder.eval_metrics = [x["step"] for x in whole], _columns(whole)
+    folder.score = score_of(whole)
+    for key in sorted({key.removesuffix(PASS) for x in whole for key in x if key.endswith(PASS)}):
+        for x in whole:
+            if rows := _coverage(x.get(key + folder.score, x.get(key + PASS))):
+                own = folder.sets.setdefault(key[:-1], []) if key else folder.coverage
+                own.append({"step": x["step"], "rows": rows})
+    if counts := _by_step(run.log("pass_rates")):
+        ids = counts[-1]["ids"]
+        same = [x for x in counts if x["ids"] == ids]
+        if skipped := len(counts) - len(same):
+            said = "evaluations in pass_rates.jsonl have other prompts and are left out"
+            folder.notes.append(f"{skipped:,} {said}")
+        _take_counts(same, ids, counts[-1]["num_prompts"], folder)
+        prompts = run.log("eval_prompts")[:MOST_TEXTS]
+        folder.prompts["texts"] = [[x["id"], _text(x["prompt"], PROMPT_LENGTH)] for x in prompts]
+
+
+def _read_evaluation(file: Path, folder: Folder) -> None:
+    record = read_json(file, EVALUATION_BYTES)
+    rows = _coverage(record.get("coverage")) or _coverage(record.get(PASS))
+    if not rows:
+        raise InputError(f"{printable(file)} must hold pass@k of an evaluation as numbers by k")
+    folder.kind, folder.coverage = "evaluation", [{"step": None, "rows": rows}]
+    folder.score = record.get("score", PASS)
+    options = record.get("options", {})
+    folder.options = {
+        key: x for key, x in options.items() if x is not None and key not in _OF_TRAINING
+    }
+    if own := record.get("per_prompt"):
+        if rewards := own.get("rewards"):
+            own |= {"reward_mean": [*map(fmean, rewards)], "reward_max": [*map(max, rewards)]}
+        _take_counts([record | own | {"step": None}], own["id"], len(own["id"]), folder)
+
+
+def _take_counts(records: list[Record], ids: list[int], total: int, folder: Folder) -> None:
+    has_rewards = "reward_mean" in records[0]  # eval.json has both
+    kinds = ("reward_mean", "reward_max") if has_rewards else ("num_correct",)
+    names = ("step", "num_samples", *kinds)
+    evaluations = [{name: x[name] for name in names} for x in records]
+    folder.prompts = {"ids": ids, "num_prompts": total, "evaluations": evaluations}
+
+
+def _by_step(records: list[Record]) -> list[Record]:
+    """Return the records by step; of one step the last counts."""
+    found = {record["step"]: record for record in records}
+    return [found[step] for step in sorted(found)]
+
+
+def _columns(records: list[Record]) -> dict[str, list[Number]]:
+    names = {
+        key: None for record in records for key, x in record.items() if type(x) in (int, float)
+    }
+    names.pop("step", None)
+    return {name: [_finite(record.get(name)) for record in records] for name in names}
+
+
+def _coverage(passes: Record | None) -> list[list[Number]]:
+    """Return rows [k, score, low, high] of {k: score} or {k: {"mean", "low", "high"}}."""
+    rows = list[list[Number]]()
+    for k, x in (passes or {}).items():
+        estimate = x if isinstance(x, dict) else {"mean": x}
+        rows.append([int(k), *(estimate.get(name) for name in ("mean", "low", "high"))])
+    return sorted(row for row in rows if row[1] is not None)
+
+
+def _finite(value: Any) -> Number:
+    return value if type(value) in (int, float) and math.isfinite(value) else None
+
+
+def _text(value: Any, most: int) -> str:
+    text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
+    return text[:most]
+
+
+def _sample(record: Record) -> Record:
+    texts = {name: _text(record[name], TEXT_LENGTH) for name in ("prompt", "response")}
+    return {
+        **{key: record.get(key) for key in SHOWN},
+        **texts,
+        "truncated": record.get("truncated", False),
+        "left_out": sum(len(record[name]) - len(text) for name, text in texts.items()),
+        "components": record.get("components", {}),
+        "answer": _text(record.get("answer"), ANSWER_LENGTH),
+        "columns": _text(record.get("columns") or None, COLUMNS_LENGTH),
+    }
+
+
+def _thinned(lines: list[Record], kind: str, folder: Folder) -> list[Record]:
+    """Return all samples if they fit, else every second, fourth and so on, with a note."""
+    texts = ("prompt", "response", "answer", "columns")
+    sizes, every = [200 + 2 * sum(len(x[name]) for name in texts) for x in lines], 1
+    while every < len(lines) and sum(sizes[::every]) > SAMPLE_BYTES:
+        every *= 2
+    if every > 1:
+        note = f"one of {every} lines of {kind}.jsonl is shown, because there are many"
+        folder.notes.append(note)
+    return lines[::every]
+
 
 KEY_OPTIONS = (
     *("objective", "k", "order", "rollouts", "prompts", "task", "model", "lr", "steps", "seed"),
@@ -45,7 +221,6 @@ def render(folders: list[Folder]) -> str:
 
 
 def page_data(folders: list[Folder]) -> Record:
-    """Return what the page reads at once: the number of samples and prompts."""
     key_options, differing = _shown_options(folders)
     shown, runs = [*key_options, *differing], list[Record]()
     for folder in folders:
@@ -63,8 +238,8 @@ def page_data(folders: list[Folder]) -> Record:
 
 
 def _packed(folders: list[Folder]) -> str:
-    """Return samples, rollouts and prompts, each prompt's text once, as base64, which has no
-    meaning in HTML, of gzip of JSON: 20 times smaller."""
+    """Return samples, rollouts and prompts, each prompt's text once, as base64 of gzip of JSON: 20
+    times smaller, and without a meaning in HTML."""
     texts, runs = dict[str, int](), list[Record]()
     for folder in folders:
         own: Record = {"prompts": folder.prompts}
@@ -79,7 +254,7 @@ def _packed(folders: list[Folder]) -> str:
 
 
 def _prompt_set(folder: Folder) -> str:
-    """Where this text is equal, held-out prompts can be compared by id."""
+    """Where this is equal, held-out prompts can be compared by id."""
     if not (options := folder.options):
         return folder.name
     own = [options.get(name) for name in OF_TASK]
@@ -125,14 +300,12 @@ def groups_of(folders: list[Folder], named: list[str]) -> list[Record]:
 
 
 def _name(options: Record, keys: list[str]) -> str:
-    """Return a name like "maxrl, k 4"."""
     known = [(key, options[key]) for key in keys if key in options]
     parts = (str(x) if key == "objective" else f"{key} {x}" for key, x in known)
     return ", ".join(part[:40] for part in parts) or "one configuration"
 
 
 def _value(value: Any) -> Any:
-    """Return anything but a number as shortened text."""
     if value is None or (isinstance(value, int | float) and abs(value) < 2**53):
         return value
     text = value if isinstance(value, str) else json.dumps(value)

@@ -2,17 +2,29 @@
 nothing slow may be imported here."""
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxrl_fast.errors import printable
+from maxrl_fast.errors import InputError, printable
 from maxrl_fast.runtime.background import Progress as Progress
 from maxrl_fast.runtime.background import no_progress as no_progress
+from maxrl_fast.runtime.loading import SHORT_REPR, describe_error
 
 PROGRESS_INTERVAL = 1.0  # seconds between two calls of `on_progress` where nothing else happens
 LONGEST_MESSAGE = 1000  # characters
 
 Rows = Sequence[dict[str, Any]]  # each has "prompt", "response" and the columns of the prompt
+
+
+class InvalidReward(Exception):
+    """The function did not return a finite number."""
+
+
+class LateCall(BaseException):
+    """A call has exceeded its limit, in seconds. No Exception, which functions catch."""
 
 
 class Outcome(NamedTuple):
@@ -42,6 +54,53 @@ def failure(kind: str, message: str) -> Outcome:
 LEFT = failure("left", "")
 NOT_APPLIED = failure("invalid", "no reward applies to this response: it is None or NaN")
 Outcomes = Generator[tuple[int, Outcome] | None, None, None]
+
+
+def outcome_of(value: Any) -> Outcome:
+    """Return the outcome of a value that a function has returned, or raised. A dict of components
+    has its reward under "reward" or, as verl's, under "score", beside which some may be no numbers;
+    else it is their sum. Components that are None or NaN are left out."""
+    try:
+        if isinstance(value, BaseException):
+            raise value
+        if not isinstance(value, dict):
+            return Outcome(_number(value, "a reward"))
+        own, components = "reward" if "reward" in value else "score", dict[str, float]()
+        for name, part in value.items():
+            if name == own or "score" not in value or hasattr(part, "__float__"):
+                number = _number(part, f"component {name!r}")
+                components |= {} if number is None else {str(name): number}
+        if own in value:
+            return Outcome(components.pop(own, None), components)
+        total = sum(components.values()) if components else None
+        return Outcome(_number(total, "a reward"), components)
+    except KeyboardInterrupt:  # in the trainer, where it ends the run
+        raise
+    except InvalidReward as error:
+        return failure("invalid", str(error))
+    except LateCall as error:
+        return failure("timeout", f"the call ran longer than {error.args[0]:g} s")
+    except MemoryError:
+        return failure("memory", "the call needed more memory than its limit")
+    except BaseException as error:
+        return failure("exception", describe_error(error))
+
+
+def _number(value: Any, what: str) -> float | None:
+    """Return a number, or the one element of a tensor or array, which must be finite in float32;
+    None and NaN as None."""
+    if value is None:
+        return None
+    try:
+        number = (value.item() if hasattr(value, "item") else value).__float__()
+    except Exception:  # text, more than one element, or an integer that is too large
+        number = math.inf
+    if math.isnan(number):
+        return None
+    if abs(number) <= 3.4028234663852886e38:  # the largest float32
+        return number
+    given = f"{SHORT_REPR.repr(value)} of type {type(value).__name__}"
+    raise InvalidReward(f"{what} must be a finite number of float32, got {given}")
 
 
 class RewardSource:
@@ -81,3 +140,77 @@ class RewardSource:
 
     def close(self) -> None:
         """End what it has started."""
+
+
+class WeightedRewards(RewardSource):
+    """The weighted sum of several rewards. One that is None is left out, as in TRL; a response to
+    which none applies, or for which one fails, has failed. The components are each source's value,
+    by its name, and its components, by NAME.COMPONENT."""
+
+    def __init__(self, sources: Sequence[RewardSource], weights: Sequence[float]) -> None:
+        names = [source.name for source in sources]
+        self.name, self._sources = " ".join(names), sources
+        self.weights = dict(zip(short_names(names), weights, strict=True))
+        self.wants_raw = any(source.wants_raw for source in sources)
+
+    def outcomes(self, rows: Rows, group: int) -> Outcomes:
+        sums: list[float | None] = [None] * len(rows)
+        components, failed = [dict[str, float]() for _ in rows], set[int]()
+        for source, (name, weight) in zip(self._sources, self.weights.items(), strict=True):
+            with contextlib.closing(source.outcomes(rows, group)) as coming:
+                for one in coming:
+                    i, outcome = one or (-1, Outcome())
+                    if outcome.has_failed and i not in failed:
+                        failed.add(i)
+                        yield i, failure(outcome.kind, f"{name}: {outcome.message}")
+                        continue
+                    yield None
+                    if outcome.reward is not None:
+                        sums[i] = weight * outcome.reward + (sums[i] or 0.0)
+                        own = {f"{name}.{part}": x for part, x in outcome.components.items()}
+                        components[i] |= {name: outcome.reward, **own}
+        for i in {*range(len(rows))} - failed:
+            yield i, outcome_of(sums[i])._replace(components=components[i])
+
+    def lines(self) -> list[str]:
+        lines = [line for source in self._sources for line in source.lines()]
+        sums = " + ".join(f"{weight:g} {name}" for name, weight in self.weights.items())
+        return [*dict.fromkeys(lines), f"reward: {sums}"]
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return each function or model, with its file if two are equal."""
+    short = [name.rpartition(":")[2].rpartition("/")[2] for name in names]
+    if len({*short}) < len(short):
+        files = [Path(name.rpartition(":")[0]).stem for name in names]
+        short = [f"{file}.{last}" for file, last in zip(files, short, strict=True)]
+    if len({*short}) < len(short):
+        raise InputError(f"--reward must name different functions, got {', '.join(names)}")
+    return short
+
+
+class MajorityVote(RewardSource):
+    """Reward 1 for the most frequent answer, as text, to a prompt, else 0 (SRT, Shafayat et al.
+    2025; TTRL, Zuo et al. 2025). `answer` returns that of a response; "" does not vote. A tie goes
+    to the answer that was sampled first."""
+
+    name = "majority vote"
+
+    def __init__(self, answer: Callable[[str], str]) -> None:
+        self._answer = answer
+
+    def outcomes(self, rows: Rows, group: int) -> Outcomes:
+        answers = [self._answer(row["response"]) for row in rows]
+        for start in range(0, len(rows), group):
+            of_prompt = answers[start : start + group]
+            most = Counter(filter(None, of_prompt)).most_common(1)  # of a tie, the first
+            for i, answer in enumerate(of_prompt, start):
+                yield i, Outcome(float([answer] == [x for x, _ in most]))
+
+    def lines(self) -> list[str]:
+        what = "1 for the answer that most responses to the prompt give"
+        return [f"reward: {what}; evaluation has labels"]

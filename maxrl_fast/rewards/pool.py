@@ -1,7 +1,8 @@
 """Reward functions and environments, called in worker processes, which can neither hang nor corrupt
-a run, or in this process. `worker.py` is the side of a worker."""
+a run, or in this process. `user_code.py` is the side of a worker."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -13,22 +14,40 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
+from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 from maxrl_fast.config.options import Reward
 from maxrl_fast.errors import InputError, RewardError
-from maxrl_fast.rewards import PROGRESS_INTERVAL, Outcome, Outcomes, RewardSource, Rows, failure
-from maxrl_fast.rewards.environment import EnvironmentHost
-from maxrl_fast.rewards.function import LISTS, ROW, STYLES, Caller, LateCall, Signature, outcome_of
-from maxrl_fast.rewards.output import RewardOutput
-from maxrl_fast.rewards.worker import close_memory
+from maxrl_fast.rewards import (
+    PROGRESS_INTERVAL,
+    LateCall,
+    Outcome,
+    Outcomes,
+    RewardSource,
+    Rows,
+    failure,
+    outcome_of,
+)
+from maxrl_fast.rewards.user_code import (
+    LISTS,
+    ROW,
+    STYLES,
+    Caller,
+    EnvironmentHost,
+    Signature,
+    close_memory,
+)
 from maxrl_fast.runtime.loading import LoadError
 
+FILE_NAME, MOST_BYTES = "reward_output.log", 10_000_000
+FULL = b"\n[more was printed: this file is full]\n"
 # Not `python -m`: with the trainer's sys.path the worker imports the same modules as the trainer.
 # Not multiprocessing: it would run the user's script again.
 BOOTSTRAP = (
     "import json, sys; settings = json.loads(sys.argv.pop()); sys.path[:] = settings['path']; "
-    "from maxrl_fast.rewards.worker import main; main(settings)"
+    "from maxrl_fast.rewards.user_code import main; main(settings)"
 )
 LOADING = -1  # the number of a worker's first call
 START_LIMIT = 60.0  # seconds for starting a process and loading the function
@@ -48,10 +67,56 @@ VARIABLES = re.compile(
 Calls = deque[tuple[int, str]]  # that are not made yet: numbers, and arguments as JSON
 
 
+class RewardOutput:
+    """The standard output and error of workers, a pipe that a thread reads all the time, so that no
+    call waits for it. What comes before `open` is kept in memory; what the file has no room for is
+    dropped."""
+
+    def __init__(self) -> None:
+        self._lock, self._pipe = Lock(), -1
+        self._file: io.BytesIO | io.FileIO = io.BytesIO()
+
+    def fileno(self) -> int:
+        """Return the descriptor to write to, which is there from the first call on."""
+        if self._pipe < 0:
+            reader, self._pipe = os.pipe()
+            self._thread = Thread(target=self._read, args=(reader,), daemon=True)
+            self._thread.start()
+        return self._pipe
+
+    def open(self, folder: Path, is_resumed: bool) -> None:
+        """Write to a file in a run's folder, if there are workers; append if resumed."""
+        with self._lock:
+            if self._pipe >= 0 and isinstance(self._file, io.BytesIO):
+                kept = self._file.getvalue()
+                self._file = io.FileIO(folder / FILE_NAME, "ab" if is_resumed else "wb")
+                self._keep(kept)
+
+    def _read(self, reader: int) -> None:
+        while data := os.read(reader, 1 << 16):
+            with self._lock:
+                self._keep(data)
+        os.close(reader)
+
+    def _keep(self, data: bytes) -> None:
+        # a full disk, of which the run's other files tell, or the file is closed
+        with contextlib.suppress(OSError, ValueError):
+            if (left := MOST_BYTES - self._file.tell()) > 0:
+                self._file.write(data[:left] + FULL * (left <= len(data)))
+
+    def close(self) -> None:
+        """End the thread once the worker processes have ended."""
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._thread.join(1.0)  # a program that left its process group may keep the pipe open
+            with self._lock:
+                self._file.close()
+
+
 class UserCode(RewardSource):
-    """A reward function, or a class of environments, of this process, `name` in --reward or
-    --environment, called in the main thread, one call at a time, with copies of its arguments. A
-    call has a number, and a list of outcomes: one for each row, or one for all."""
+    """A reward function, or a class of environments, of this process, called in the main thread,
+    one call at a time, with copies of its arguments. A call has a number, and a list of outcomes:
+    one for each row, or one for all."""
 
     place = "in this process, without a time limit; FILE.py:FUNCTION runs in separate processes"
     concurrency = 1  # calls of an async function that are made at a time
@@ -75,8 +140,7 @@ class UserCode(RewardSource):
 
     def results(self, seconds: float) -> Iterator[tuple[int, list[Outcome]]]:
         """Yield the numbers and outcomes of calls, after a wait of at most `seconds`."""
-        calls = [*self._queues[0]]
-        self._queues[0].clear()
+        [calls], self._queues = self._queues, [Calls()]
         for number, arguments in calls:
             yield number, self._host.call(json.loads(arguments))
 
@@ -140,7 +204,6 @@ class Worker:
         self._expect(LOADING, START_LIMIT)
 
     def give(self) -> None:
-        """Begin the next call, if there is one and it is free."""
         if self._queue and self.number is None and not self.has_ended:
             number, arguments = self._queue.popleft()
             with contextlib.suppress(OSError):  # of a process that has ended, which `look` tells
@@ -182,17 +245,19 @@ class Worker:
         self.process.communicate(timeout=KILL_LIMIT)
         self.socket.close()
         self.number, self.has_ended, code = None, True, self.process.returncode
-        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-        return killed or f"exited with code {code}"
+        return (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with code {code}"
+        )
 
 
 class RewardPool(UserCode):
-    """Makes the calls of "path/to/file.py:name" or "package.module:name" in several processes.
-
-    A call that exceeds its time or memory limit or crashes its process fails alone, and its process
+    """Makes the calls of "path/to/file.py:name" or "package.module:name" in several processes. A
+    call that exceeds its time or memory limit or crashes its process fails alone, and its process
     is replaced. An environment lives in the worker of its number modulo their number, and ends with
-    it. One thread at a time may use the pool. `results` raises RewardError where the function can
-    no longer be loaded. `output` gets what the function prints; None: it is discarded."""
+    it. One thread at a time may use the pool. `results` raises RewardError where the code can no
+    longer be loaded. `output` gets what it prints; None: it is discarded."""
 
     def __init__(
         self,
@@ -201,16 +266,15 @@ class RewardPool(UserCode):
         is_environment: bool = False,
         output: RewardOutput | None = None,
     ) -> None:
-        shown = [x.strip() for x in options.reward_env.split(",") if x.strip()]
+        shown = options.reward_env.replace(",", " ").split()
         if unset := [x for x in shown if x not in os.environ]:
-            raise InputError(
-                f"--reward-env names {unset[0]}, which is not set: set it, or leave it out"
-            )
+            why = "which is not set: set it, or leave it out"
+            raise InputError(f"--reward-env names {unset[0]}, {why}")
         self.name, self.concurrency, self.output = name, options.reward_concurrency, output
         workers, seconds = options.reward_workers, options.reward_seconds
         self.place = f"in {workers} worker processes, which are no sandbox"
         close_memory()
-        seen = {x: os.environ[x] for x in os.environ if x in shown or VARIABLES.fullmatch(x)}
+        seen = {x: y for x, y in os.environ.items() if x in shown or VARIABLES.fullmatch(x)}
         self._variables, self.signature = {**SETTINGS, **seen}, Signature()
         self._settings = {
             "name": name,
@@ -266,6 +330,6 @@ class RewardPool(UserCode):
                 worker.end()
 
     def close(self) -> None:
-        """End the workers; what ones that start later print is discarded."""
+        """End the workers; what later ones print is discarded."""
         self.drop()
         self.output = None

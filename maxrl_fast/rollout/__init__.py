@@ -1,20 +1,60 @@
 """Rollout engines: they take prompts and return sampled responses with their log-probs."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.errors import InputError, NonFiniteError
+from maxrl_fast.errors import EngineError, InputError, NonFiniteError
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
-from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges, unpack
-from maxrl_fast.rollout.random import sample_keys
+from maxrl_fast.records import SEQUENCE, Prompts, Rollouts, Samples, cumulative, ranges, unpack
 from maxrl_fast.runtime.background import Progress, no_progress
 from maxrl_fast.runtime.device import memory_bytes
-from maxrl_fast.tasks.episode import Environments
+from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.tasks import Environments, EpisodeTask, Reply, Task
+from maxrl_fast.tasks.scorer import Scorer
+
+# Counter-based random numbers: a sample's do not depend on the rest of the batch.
+
+
+def _signed(x: int) -> int:
+    return (x & (2**64 - 1)) - (2**64 if x & 2**63 else 0)
+
+
+_INCREMENT = _signed(0x9E3779B97F4A7C15)
+_MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014), a bijection of int64; products wrap."""
+
+    def logical_shift(x: Tensor, bits: int) -> Tensor:
+        return (x >> bits) & (2 ** (64 - bits) - 1)
+
+    x = (x ^ logical_shift(x, 30)) * _MULTIPLIERS[0]
+    x = (x ^ logical_shift(x, 27)) * _MULTIPLIERS[1]
+    return x ^ logical_shift(x, 31)
+
+
+def sample_keys(seed: int, step: int, prompt_ids: Tensor, sample_ids: Tensor) -> Tensor:
+    key = torch.zeros_like(prompt_ids)
+    for coordinate in (seed, step, prompt_ids, sample_ids):
+        key = _mix((key ^ coordinate) + _INCREMENT)
+    return key
+
+
+def uniforms(keys: Tensor, positions: Tensor | int) -> Tensor:
+    """Return one float32 number in [0, 1) with 24 random bits per key, for the tokens at
+    `positions`."""
+    offset = (positions + 1) * _INCREMENT
+    bits = _mix(keys + (_signed(offset) if isinstance(offset, int) else offset))
+    return ((bits >> 40) & (2**24 - 1)).float() * 2.0**-24
+
 
 ENGINES = ("native", "vllm")  # the names that --rollout takes
 MAX_BATCH = {"cpu": 1024, "cuda": 16384}  # samples decoded at a time; larger batches are no faster
@@ -192,7 +232,6 @@ class NativeEngine(Engine):
         raise NotImplementedError
 
     def check_fits(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
-        """Raise InputError if `sequence_bytes` exceed the cache."""
         prompt, own = self.sequence_bytes(prompt_length, max_new_tokens)
         if prompt + own > self.cache_bytes:
             raise InputError(
@@ -224,3 +263,249 @@ def check_finite(rollouts: Rollouts, prompts: Prompts, step: int) -> None:
         raise NonFiniteError(
             f"step {step}: the log-probs sampled for prompt {prompt} are not finite"
         )
+
+
+class Turns:
+    """The episodes of a request's samples. Ranks that share an engine (`peers`) play the samples of
+    all together, in one order; `own` are this rank's numbers among them."""
+
+    def __init__(
+        self,
+        request: RolloutRequest,
+        vocab_size: int,
+        peers: Ranks | None = None,
+        own: range | None = None,
+    ):
+        assert request.environments is not None
+        self.environments, self.vocab_size = request.environments, vocab_size
+        self._beat = request.beat
+        self.limit, self.max_turns = request.sampling.max_new_tokens, request.sampling.max_turns
+        self.own = range(request.num_sequences) if own is None else own
+        self._peers = peers or Ranks()
+        self._counts = dict[int, int]()  # turns of each episode
+        self.waiting = set[int]()  # samples, of all ranks, that go on once their reply comes
+        self.due = set[int]()  # own samples whose replies have not come
+        self.lengths = dict.fromkeys(self.own, 0)  # tokens at the last turn or reply
+        # [S, limit] bool, the tokens that environments wrote
+        self.given = torch.zeros(len(self.own), self.limit, dtype=torch.bool)
+        # [S] bool, the samples whose reply left no room
+        self.truncated = torch.zeros(len(self.own), dtype=torch.bool)
+
+    def submit(self, sample: int, turn: list[int]) -> None:
+        self._counts[sample] = self._counts.get(sample, 0) + 1
+        if sample in self.own:
+            self.lengths[sample] += len(turn)
+            self.due.add(sample)
+            self.environments.submit(sample - self.own.start, turn)
+        if self._counts[sample] < self.max_turns:
+            self.waiting.add(sample)
+
+    def replies(self, wait: bool) -> list[Reply]:
+        """Return the replies to samples that wait; one that leaves no room for another sampled
+        token ends its episode. Raises EngineError on replies that cannot be true."""
+        replies = []
+        if any(sample in self.own for sample in self.waiting):
+            said = self.environments.replies(wait)
+            if wait and not said:
+                raise EngineError("the environments returned no reply when one was waited for")
+            replies = [reply for reply in map(self._checked, said) if reply is not None]
+        if self._peers.size > 1:  # those of all ranks of the engine, in one order
+            whole = self._peers.values([(x.sample, x.tokens, x.is_last) for x in replies])
+            replies = [Reply(*reply) for of_rank in whole for reply in of_rank]
+        self.waiting -= {reply.sample for reply in replies}
+        return replies
+
+    def play(
+        self,
+        sample_on: Callable[[], tuple[Iterable[tuple[int, list[int]]], bool]],
+        feed: Callable[[int, list[int]], None],
+    ) -> None:
+        """Play all episodes to their ends. sample_on: samples on, and returns the ended turns with
+        their samples, and whether there is more to sample without a reply. feed: continues a sample
+        with the tokens of a reply; without tokens its episode ends."""
+        is_running = True
+        while is_running or self.waiting:
+            self._beat()
+            ended, is_running = sample_on()
+            for sample, turn in ended:
+                self.submit(sample, turn)
+            for reply in self.replies(wait=not is_running) if self.waiting else ():
+                feed(reply.sample, [] if reply.is_last else reply.tokens)
+                is_running = True
+
+    def _checked(self, reply: Reply) -> Reply | None:
+        sample, tokens = reply.sample + self.own.start, reply.tokens
+        if sample not in self.due:
+            raise EngineError(
+                f"the environments replied to sample {reply.sample}, which has none due"
+            )
+        self.due.remove(sample)
+        if sample not in self.waiting:  # its episode has ended without this reply
+            return None
+        if reply.is_last:
+            return Reply(sample, [], is_last=True)
+        whose = f"the environment of sample {reply.sample} replied with"
+        if not tokens:
+            raise EngineError(f"{whose} no tokens, and not that the episode ends")
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                wanted = f"outside the vocabulary, 0 to {self.vocab_size - 1}"
+                raise EngineError(f"{whose} a token {wanted}: {token!r:.80}")
+        start, row = self.lengths[sample], sample - self.own.start
+        end = start + len(tokens)
+        if end >= self.limit:
+            self.truncated[row] = True
+            return Reply(sample, [], is_last=True)
+        self.given[row, start:end] = True
+        self.lengths[sample] = end
+        return Reply(sample, tokens, is_last=False)
+
+
+def finished(
+    turns: Turns | None, tokens: Tensor, logprobs: Tensor, lengths: Tensor, truncated: Tensor
+) -> Rollouts:
+    """Return right-padded samples [S, limit], with what environments wrote apart."""
+    given = None
+    if turns is not None:
+        given, truncated = (
+            turns.given.to(tokens.device),
+            truncated | turns.truncated.to(tokens.device),
+        )
+    return Rollouts.from_padded(tokens, logprobs, lengths, truncated, given)
+
+
+ROUNDING = 1e-3  # nats by which rounding may lift a log-prob above 0
+LOWEST = -1e4  # nats: no token of a lower log-prob is ever sampled
+
+
+@dataclass
+class CheckedEngine(Engine):
+    """An engine whose rollouts are checked; `name` is for messages."""
+
+    engine: Engine
+    name: str
+    vocab_size: int
+    is_shared: bool = False  # by several ranks, which call `generate` together
+
+    def describe(self) -> str:
+        return self.engine.describe()
+
+    def load_weights(self, model: PolicyModel) -> None:
+        self.engine.load_weights(model)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def generate(self, request: RolloutRequest) -> Rollouts:
+        rollouts = self.engine.generate(request)
+        if wrong := find_wrong(rollouts, request, self.vocab_size):
+            whose = f"step {request.step}: the rollout engine {self.name}"
+            raise EngineError(f"{whose} returned {wrong}")
+        return rollouts
+
+
+def find_wrong(rollouts: Rollouts, request: RolloutRequest, vocab_size: int) -> str:
+    """Return what is wrong with an answer to a request, with prompt and sample; "" if nothing is.
+    Log-probs may be NaN, which an engine returns where it does not know them."""
+    limit = request.sampling.max_new_tokens
+    if not isinstance(rollouts, Rollouts):
+        return f"{type(rollouts).__name__}, wanted Rollouts"
+    if fault := rollouts.find_wrong(request.num_sequences, request.prompts.tokens.device):
+        return fault
+    for name in ("importance_weights", "sampler_weights", "ref_logprobs"):
+        if getattr(rollouts, name) is not None:
+            return f"{name}, wanted None: the trainer computes them"
+    if not request.num_sequences:
+        return ""
+    whole, inserted = rollouts.lengths, rollouts.inserted
+    for s in ((whole < 1) | (whole > limit)).nonzero()[:1, 0].tolist():
+        return f"{int(whole[s])} tokens for {request.name_of(s)}, wanted 1 to {limit}"
+    if inserted is not None:
+        if request.sampling.max_turns == 1:
+            return "insertions, wanted none at max_turns 1"
+        if (inserted.lengths > 0)[rollouts.cu_seqlens[:-1]].any():
+            return "an insertion before the first token of a response"
+        if ((inserted.tokens < 0) | (inserted.tokens >= vocab_size)).any():
+            return f"an inserted token outside the vocabulary of {vocab_size}"
+        whole = whole + inserted.cu_seqlens[rollouts.cu_seqlens].diff()
+        for s in (whole > limit).nonzero()[:1, 0].tolist():
+            counted = f"{int(whole[s])} tokens and inserted ones"
+            return f"{counted} for {request.name_of(s)}, wanted at most {limit}"
+    return _wrong_token(rollouts, request, vocab_size)
+
+
+def _wrong_token(rollouts: Rollouts, request: RolloutRequest, vocab_size: int) -> str:
+    tokens, logprobs, cu_seqlens = rollouts.tokens, rollouts.logprobs, rollouts.cu_seqlens
+    # [T] bool, the tokens before an insertion
+    precedes = torch.zeros_like(tokens, dtype=torch.bool)
+    if rollouts.inserted is not None:
+        precedes[:-1] = rollouts.inserted.lengths[1:] > 0
+    #     tokens   7 2 | 5 5 5 | 8 2      with the stop token 2 and max_new_tokens 3
+    #     stops    . x | . . . | . x      only a last token may be one, or one before an insertion
+    #     truncated  . |     x |   .      a response without one was truncated
+    last = cu_seqlens[1:] - 1
+    is_last = torch.zeros_like(precedes).index_fill(0, last, True)
+    stops = torch.isin(tokens, tokens.new_tensor(request.sampling.stop_ids))
+    # a reply that leaves no room truncates an episode after a stop token
+    is_wrong = ~rollouts.truncated & ~stops[last]
+    if request.sampling.max_turns == 1:
+        is_wrong = rollouts.truncated == stops[last]
+    rules = {
+        f"a token outside the vocabulary of {vocab_size}": (tokens < 0) | (tokens >= vocab_size),
+        "a log-prob above 0": logprobs > ROUNDING,
+        f"a log-prob below {LOWEST:g}": logprobs.isfinite() & (logprobs < LOWEST),
+        "a stop token before the last token": stops & ~is_last & ~precedes,
+        "an insertion after another token than a stop token": precedes & ~stops,
+        "a wrong `truncated`, which is true exactly where no stop token ends a response": (
+            torch.zeros_like(precedes).index_copy(0, last, is_wrong)
+        ),
+    }
+    is_broken = torch.stack([*rules.values()])
+    if not is_broken.any():
+        return ""
+    number, t = is_broken.nonzero()[0].tolist()
+    s = int(torch.searchsorted(cu_seqlens, t, right=True)) - 1
+    place, value = t - int(cu_seqlens[s]), f"{int(tokens[t])} with log-prob {float(logprobs[t]):g}"
+    return f"{[*rules][number]}: token {place} of {request.name_of(s)}, {value}"
+
+
+@dataclass(frozen=True)
+class ScoredSamples(Samples):
+    # [S], NaN where scoring failed or there is no scorer
+    rewards: Annotated[Tensor, SEQUENCE, torch.float32]
+    # [S], of each reward; {} where there are none
+    components: Annotated[tuple[dict[str, float], ...], SEQUENCE]
+
+
+def sample_and_score(
+    engine: Engine,
+    task: Task,
+    scorer: Scorer | None,
+    request: RolloutRequest,
+    clock: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    zero_truncated: bool = False,
+) -> ScoredSamples:
+    """Sample the responses of a request, with the environments of an EpisodeTask, and score them.
+
+    A rank without prompts scores nothing; it takes part in sampling with an engine that it shares.
+    clock: measures the stages "rollout" and "reward". zero_truncated: of `Scorer.score`."""
+    prompts = request.prompts
+    with contextlib.ExitStack() as not_finished:
+        if isinstance(task, EpisodeTask):
+            environments = task.environments(prompts, request.num_samples, request.beat)
+            not_finished.callback(environments.close)
+            sampling = replace(request.sampling, max_turns=task.max_turns)
+            request = replace(request, sampling=sampling, environments=environments)
+        with clock("rollout"):
+            if len(prompts) or (isinstance(engine, CheckedEngine) and engine.is_shared):
+                rollouts = cut(engine.generate(request), request.sampling)
+            else:
+                rollouts = Rollouts.given([]).to(prompts.tokens.device)
+        if scorer is None or not len(prompts):
+            rewards = torch.full((len(rollouts),), torch.nan, device=rollouts.tokens.device)
+            return ScoredSamples(prompts, rollouts, rewards, ({},) * len(rollouts))
+        with clock("reward"):
+            given = prompts, rollouts, request.environments, request.beat
+            rewards = scorer.score(*given, zero_truncated)
+        not_finished.pop_all()
+    return ScoredSamples(prompts, rollouts, rewards, tuple(scorer.components))

@@ -17,13 +17,24 @@ from torch import Tensor
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.model.layer_kernels import KERNELS
 from maxrl_fast.model.policy_model import PolicyModel
-from maxrl_fast.records import Prompts, Rollouts, cumulative, ranges
-from maxrl_fast.rollout import NativeEngine, RolloutRequest, RolloutStatistics, decode_slots
-from maxrl_fast.rollout import sampling as sampler
-from maxrl_fast.rollout.decode_attention import has_kernel
-from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
-from maxrl_fast.rollout.episodes import Turns, finished
-from maxrl_fast.rollout.sampling import LOGIT_BYTES, ROWS
+from maxrl_fast.ops.dispatch import dtype_name
+from maxrl_fast.records import Rollouts
+from maxrl_fast.rollout import (
+    NativeEngine,
+    RolloutRequest,
+    RolloutStatistics,
+    Turns,
+    decode_slots,
+    finished,
+)
+from maxrl_fast.rollout.decode_slots import (
+    LOGIT_BYTES,
+    ROWS,
+    DecodeSlots,
+    Shape,
+    has_kernel,
+    samples_in_kernel,
+)
 from maxrl_fast.runtime import tuning
 from maxrl_fast.runtime.device import copy_to_host, memory_bytes, to_device
 
@@ -69,18 +80,14 @@ class DeviceEngine(NativeEngine):
         return Shape(slots, rows, 1, prompt_width, limit).cache_bytes(self.model.config, self.dtype)
 
     def describe(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        how = f"native (PyTorch, {dtype}"
-        if not isinstance(self.model, Decoder):
-            how = f"native ({self.model.backend}, {dtype}"
-        elif self.device.type == "cuda":
-            is_own = self.model.ops(self.dtype) is KERNELS
-            own_kernels = {"attention": self.in_kernel, "layers": is_own}
-            how += ", CUDA graphs" + "".join(
-                f", {x} in {'CUDA' if yes else 'PyTorch'}" for x, yes in own_kernels.items()
-            )
-        most = f"of at most {self.cache_bytes / 1e9:.3g} GB"
-        return f"{how}, key/value cache and tensors of a step {most})"
+        model, how = self.model, ""
+        if isinstance(model, Decoder) and self.device.type == "cuda":
+            names = "PyTorch", "CUDA"
+            layers = names[model.ops(self.dtype) is KERNELS]
+            how = f", CUDA graphs, attention in {names[self.in_kernel]}, layers in {layers}"
+        backend = "PyTorch" if isinstance(model, Decoder) else model.backend
+        most = f"key/value cache and tensors of a step of at most {self.cache_bytes / 1e9:.3g} GB"
+        return f"native ({backend}, {dtype_name(self.dtype)}{how}, {most})"
 
     def sequence_bytes(self, prompt_length: int, max_new_tokens: int) -> tuple[int, int]:
         return self.bytes_of(1, 0, prompt_length, 0), self.bytes_of(0, 1, 0, max_new_tokens)
@@ -99,7 +106,7 @@ class DeviceEngine(NativeEngine):
         prompts, num_samples, sampling = request.prompts, request.num_samples, request.sampling
         budget, max_batch, limit = self.cache_bytes, self.max_batch, sampling.max_new_tokens
         row, token, longest = own, self.bytes_of(1, 0, 1, 0), int(prompts.lengths.max())
-        in_kernel = sampler.has_kernel(sampling, self.dtype, self.device)
+        in_kernel = samples_in_kernel(sampling, self.dtype, self.device)
         if decode_slots.uses_graphs(self.device) and not in_kernel:
             filtered = LOGIT_BYTES * ROWS * self.model.config.vocab_size
             budget = max(budget - filtered, longest * token + row)
@@ -133,13 +140,12 @@ class _Job:
     def __init__(self, request: RolloutRequest, batch: DecodeSlots, vocab_size: int):
         self.turns = None if request.environments is None else Turns(request, vocab_size)
         self.samples = torch.zeros(0)  # of each row in the newest state
-        self.prompts, self.sampling, self.batch = request.prompts, request.sampling, batch
+        self.prompts = request.prompts.to(torch.device("cpu"))
+        self.sampling, self.batch = request.sampling, batch
         self.beat, self.keys = request.beat, request.keys()
-        count, of_rows = len(self.keys), ("tokens", "logprobs", "length")
-        self.results = {  # [S, limit] or [S]
-            name: getattr(batch, name).new_zeros(count, *getattr(batch, name).shape[1:])
-            for name in of_rows
-        }
+        count, self.of_rows = len(self.keys), (batch.tokens, batch.logprobs, batch.length)
+        # [S, limit] or [S]
+        self.results = [x.new_zeros(count, *x.shape[1:]) for x in self.of_rows]
         # A prompt with more than group_size samples has several groups, the last padded with -1.
         samples = torch.arange(count, device=self.keys.device).view(-1, request.num_samples)
         padding = -request.num_samples % batch.group_size
@@ -188,7 +194,7 @@ class _Job:
                     due, ahead, running = ahead, None, 0
                 if due is not None:
                     active, held, lengths = self._finish(due)
-        tokens, logprobs, lengths = self.results.values()
+        tokens, logprobs, lengths = self.results
         last = tokens.gather(1, lengths[:, None] - 1)[:, 0]  # [S], the last token of each response
         rollouts = finished(self.turns, tokens, logprobs, lengths, ~batch.stops[last])
         return rollouts, RolloutStatistics(
@@ -210,13 +216,9 @@ class _Job:
     def _admit(self, slots: Tensor) -> None:
         """At most tuning.PREFILL_TOKENS in one forward pass; a prompt's groups each compute it."""
         start, device = time.perf_counter(), self.keys.device
-        lengths, cu_seqlens = self.prompts.lengths.cpu(), self.prompts.cu_seqlens.cpu()
         for part in slots.split(max(1, tuning.PREFILL_TOKENS // self.batch.shape.prompt_width)):
             groups = torch.arange(self.next_group, self.next_group + len(part))
-            chosen = groups // self.groups_per_prompt  # prompt of each group
-            index = ranges(cu_seqlens[chosen], lengths[chosen]).to(device)
-            tokens, ids = self.prompts.tokens[index], self.prompts.ids[chosen.to(device)]
-            prompts = Prompts(tokens, cumulative(lengths[chosen]).to(device), ids)
+            prompts = self.prompts.select(groups // self.groups_per_prompt).to(device)
             samples = self.groups[groups.to(device)]  # [g, group_size]
             self.batch.admit(part.to(device), prompts, samples, self.keys, self.sampling)
             self.next_group += len(part)
@@ -252,13 +254,12 @@ class _Job:
         if len(ended):
             self.is_stored[samples[ended]] = True
             rows, samples = to_device(self.keys.device, ended, samples[ended])
-            for name, result in self.results.items():
-                result[samples] = getattr(batch, name)[rows]
+            for result, x in zip(self.results, self.of_rows, strict=True):
+                result[samples] = x[rows]
             batch.forget(rows)
         return active, held, lengths
 
     def _submit(self, turns: Turns, active: Tensor, lengths: Tensor) -> None:
-        """Submit the turns that have ended."""
         rows = (~active & (self.samples >= 0)).nonzero()[:, 0].tolist()
         ended = [(row, int(self.samples[row]), int(lengths[row])) for row in rows]
         ended = [(row, s, length) for row, s, length in ended if length > turns.lengths[s]]

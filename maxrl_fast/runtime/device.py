@@ -1,5 +1,5 @@
-"""Device and dtype of the computation, a description of this machine, and copies between host and
-GPU: few of them wait for the GPU, which is idle then."""
+"""Device and dtype of the computation, the machine, and copies between host and GPU: few of them
+wait for the GPU, which is idle then."""
 
 import os
 import platform
@@ -17,13 +17,14 @@ from maxrl_fast.errors import InputError
 
 def resolve_device(name: str) -> torch.device:
     """For a GPU, let this process add the parts of split matrix multiplications in float32."""
-    if name == "cuda" and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
         raise InputError(
             "--device cuda needs a CUDA device, but this PyTorch finds none; --device cpu runs "
             "without one"
         )
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if has_gpu else "cpu"
     if name == "cuda":
         matmul = torch.backends.cuda.matmul
         matmul.allow_bf16_reduced_precision_reduction = False
@@ -32,8 +33,8 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """With "auto" bfloat16 on a GPU that supports it, but never on a CPU, where a small policy's
-    whole step was slower, even with bfloat16 instructions (bench/README.md)."""
+    """With "auto" bfloat16 on a GPU that has it, never on a CPU, where a small policy's whole step
+    was slower, even with bfloat16 instructions (bench/README.md)."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
     has_bfloat16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -60,7 +61,7 @@ def memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware of a run: processes with a GPU each, or with a share of the CPU's memory."""
+    """Of a run: processes with a GPU each, or with a share of the CPU's memory."""
 
     device: str  # "cpu" or "cuda"
     processes: int
@@ -105,8 +106,8 @@ def host_numbers(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def copy_to_host(x: Tensor, pinned: Tensor) -> Callable[[], Tensor]:
-    """Start to copy x into pinned memory that no unread copy uses. Return a function that waits for
-    the copy and returns it."""
+    """Start to copy x into pinned memory that no unread copy uses. Return what waits for the copy
+    and returns it."""
     event = torch.cuda.Event()
     pinned.copy_(x, non_blocking=True)
     event.record()

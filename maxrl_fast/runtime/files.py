@@ -1,5 +1,5 @@
 """Files that survive a kill (written to a temporary file, flushed to the disk and renamed), folder
-locks, and JSON files of others."""
+locks, JSON files of others, and the folder of a run, read without PyTorch."""
 
 import contextlib
 import ctypes
@@ -11,6 +11,8 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,7 +51,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 def _rename(new: Path, path: Path) -> None:
     """Rename a file or folder to `path`. A folder there is exchanged and removed: a kill leaves one
-    of the two. Without the kernel's exchange (NFS), a kill in between leaves it as .NAME.old."""
+    of the two. Without the kernel's exchange (NFS), a kill may leave it as .NAME.old."""
     old, here, exchange = new, -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if new.is_symlink() or not (new.is_dir() and path.is_dir()):
         new.rename(path)
@@ -68,7 +70,6 @@ def _rename(new: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -121,17 +122,11 @@ def storing(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(
-    folder: Path,
-    is_owner: bool = True,
-    limit: float = 0.0,
-    tell: Callable[[str], object] = lambda message: None,
+    folder: Path, limit: float = 0.0, tell: Callable[[str], object] = lambda message: None
 ) -> Iterator[None]:
-    """Hold the lock of a folder, which is created if needed, or do nothing unless `is_owner`. The
-    kernel releases it when the owner, whom the file names, dies. Another owner may be exiting, so
-    this waits up to `limit` seconds, after a message to `tell`."""
-    if not is_owner:
-        yield
-        return
+    """Hold the lock of a folder, which is created if needed. The kernel releases it when the owner,
+    whom the file names, dies. Another owner may be exiting, so this waits up to `limit` seconds,
+    after a message to `tell`."""
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +155,7 @@ def _lock(file: IO[str], folder: Path, limit: float, tell: Callable[[str], objec
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether another process holds the lock of a folder, or it cannot be taken."""
+    """Whether the lock of a folder cannot be taken."""
     try:
         with locked(folder):
             return False
@@ -169,7 +164,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
-    """Refuse what is no file, which could not be read or would block, and one that is too large."""
+    """Refuse what is no file, which would block, and one that is too large."""
     limit = "" if most_bytes is None else f" of at most {most_bytes} bytes"
     if path.exists() and not (path.is_file() and path.stat().st_size <= (most_bytes or 1 << 62)):
         raise InputError(f"{printable(path)} must be a regular file{limit}")
@@ -186,3 +181,70 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InputError(f"{printable(path)} must hold a JSON object, got {content!r:.80}")
     return content
+
+
+NOT_OPTIONS = ("versions", "command")  # entries of config.json beside the options
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder, or a session's; it may be incomplete, and written to."""
+
+    path: Path
+
+    @property
+    def is_run(self) -> bool:
+        """Whether config.json is not a model's, but has options of a run."""
+        try:
+            content = read_json(self.path / "config.json")
+        except InputError:
+            return False
+        return "objective" in content and "model_type" not in content
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        file = self.path / "progress.json"  # of a session, whose config.json is the policy's
+        is_session = file.exists()
+        content = read_json(file if is_session else self.path / "config.json")
+        options = content.get("options") if is_session else content
+        if not isinstance(options, dict):
+            raise InputError(
+                f"{file} must hold the options of a run, got {options!r:.80}; restore it"
+            )
+        return {k: x for k, x in options.items() if k not in NOT_OPTIONS and x is not None}
+
+    def log(self, name: str) -> list[dict[str, Any]]:
+        """Return the records of NAME.jsonl, if it is there, but for a line without an end."""
+        file, records = self.path / f"{name}.jsonl", []
+        content = file.read_bytes() if file.exists() else b""
+        for number, line in enumerate(content.rpartition(b"\n")[0].splitlines(), start=1):
+            try:
+                records.append(json.loads(line))
+            except (ValueError, RecursionError) as error:
+                place = f"line {number} of {printable(file)}"
+                raise InputError(f"{place} must be JSON: {error}; remove it") from error
+        return records
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints, whole or damaged, oldest first."""
+        found = [
+            (kind == "step", int(number), path)
+            for path in self.path.glob("checkpoints/*")
+            for kind, _, number in [path.name.rpartition("-")]
+            if kind in ("warm-start", "step") and number.isdecimal()
+        ]
+        return [path for *_, path in sorted(found)]
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        link = self.path / "latest"
+        return link.resolve() if link.is_dir() else None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last step has its checkpoint and its evaluation."""
+        steps = self.options.get("steps", 0)
+        is_saved = self.newest is not None and self.newest.name == f"step-{steps:06d}"
+        return is_saved and [x.get("step") for x in self.log("eval")][-1:] == [steps]

@@ -57,8 +57,8 @@ def build_from_code(
     arguments: Mapping[str, Any],
     hint: str,
 ) -> Any:
-    """Construct the class that an option names with `arguments` and those of `offered` that it
-    takes, and check its members. `hint` ends the message about wrong parameters."""
+    """Construct an option's class with `arguments` and those of `offered` that it takes, and check
+    its members. `hint` ends the message about wrong parameters."""
     who, cls = f"--{option} {name}", load_code(option, name, "CLASS")
     if not inspect.isclass(cls):
         raise InputError(f"{who} must be a class, got {cls!r:.80}")
@@ -76,8 +76,8 @@ def build_from_code(
 
 
 def check_members(who: str, value: object, protocol: type) -> None:
-    """Refuse an object that lacks a member of a protocol, or whose method does not take the
-    protocol's arguments. A method that is inherited from it counts as missing."""
+    """Refuse an object that lacks a protocol's member, or whose method takes other arguments. A
+    method that is inherited from the protocol counts as missing."""
     methods = {name: x for name, x in vars(protocol).items() if inspect.isfunction(x)}
     for name, asked in methods.items():
         if name.startswith("_"):
@@ -122,13 +122,12 @@ def _load_file(path: Path) -> ModuleType:
     """Import a file; as in a script, it can import modules in its folder."""
     sys.path.insert(0, str(path.parent))
     is_taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
-    spec = importlib.util.spec_from_file_location(
-        f"reward_{path.stem}" if is_taken else path.stem, path
-    )
-    assert spec is not None  # the name ends in .py
-    assert spec.loader is not None
+    name = f"reward_{path.stem}" if is_taken else path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec  # the name ends in .py
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -149,7 +148,7 @@ def naming_user_code() -> Iterator[None]:
 
 
 def describe_error(error: BaseException, with_place: bool = True) -> str:
-    """Return type and message, and the last line of the user's code in its traceback."""
+    """Return type and message, and the last line of the user's code."""
     try:
         text = str(error)[:500]
         if isinstance(error, SystemExit) and not isinstance(error.code, str):  # but a tensor
@@ -161,12 +160,9 @@ def describe_error(error: BaseException, with_place: bool = True) -> str:
 
 def place_of(error: BaseException) -> str:
     """Return " (FILE, line N)", the last line of its traceback in a file of the user's."""
-    places = [
-        f" ({os.path.basename(frame.f_code.co_filename)}, line {line})"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if _is_users(frame.f_code.co_filename)
-    ]
-    return places[-1] if places else ""
+    places = [(x.f_code.co_filename, line) for x, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in places if _is_users(file)]
+    return f" ({os.path.basename(own[-1][0])}, line {own[-1][1]})" if own else ""
 
 
 def _is_users(file: str) -> bool:

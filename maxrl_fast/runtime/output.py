@@ -31,8 +31,8 @@ class _LossyFile(io.FileIO):
 
 
 def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
-    """Return the main function of a command, of the process's arguments by default. It finishes its
-    work where nobody reads its output, except in a stream that the caller has replaced."""
+    """Return the main function of a command, which finishes its work where nobody reads its output,
+    except in a stream that the caller has replaced."""
 
     @functools.wraps(run)
     def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,8 +45,8 @@ def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
         try:
             if "--version" not in arguments:
                 return run(arguments)
-            parts = f"torch {version('torch')}, Python {platform.python_version()}"
-            print(f"maxrl_fast {maxrl_fast.__version__}, {parts}")
+            parts = f"{maxrl_fast.__version__}, torch {version('torch')}"
+            print(f"maxrl_fast {parts}, Python {platform.python_version()}")
             return 0
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -56,7 +56,6 @@ def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
 
 
 def show_help(arguments: Sequence[str], text: str) -> None:
-    """Print the text and exit if the arguments ask for it."""
     if {"-h", "--help"} & {*arguments}:
         print(text)
         sys.exit(0)
@@ -64,15 +63,14 @@ def show_help(arguments: Sequence[str], text: str) -> None:
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    """Run the command that the first argument names, or print the commands."""
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
-        lines = (f"  {name:<12}{what}" for name, what in COMMANDS.items())
+        lines = (f"  {x:<12}{what}" for x, what in COMMANDS.items())
         print("usage: maxrl-fast COMMAND [OPTIONS]\n", *lines, sep="\n")
         print("\nmaxrl-fast COMMAND --help lists the command's options, --version the versions.")
         return 0
     if name not in COMMANDS:
-        wanted = "the command must be train, sweep, evaluate, report or objectives"
+        wanted = f"the command must be one of {', '.join(COMMANDS)}"
         raise InputError(f"{wanted}, got {name}{nearest(name, COMMANDS)}")
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # not ignored, as in a background job of a shell

@@ -1,5 +1,5 @@
-"""Several processes started by torchrun, one per GPU. Every rank has the whole step's records; only
-the work is divided: prompts for sampling, groups for training."""
+"""Several processes of torchrun, one per GPU. Every rank has a step's records; only the work is
+divided: prompts for sampling, groups for training."""
 
 import atexit
 import contextlib
@@ -45,7 +45,7 @@ class Ranks:
         return self.rank == 0
 
     def part(self, count: int) -> tuple[int, int]:
-        """Return start and length of this rank's share; they differ by at most one item."""
+        """Return start and length of this rank's share; lengths differ by at most one."""
         start, stop = (count * r // self.size for r in (self.rank, self.rank + 1))
         return start, stop - start
 
@@ -59,9 +59,8 @@ class Ranks:
 
     def copied(self) -> "Ranks":
         """Return the same for another thread. All ranks must call this."""
-        if self.size == 1:
-            return self
-        return replace(self, group=dist.new_group(timeout=COLLECTIVE_LIMIT))
+        group = dist.new_group(timeout=COLLECTIVE_LIMIT) if self.size > 1 else None
+        return replace(self, group=group)
 
     def sum(self, x: Tensor) -> Tensor:
         """x may be overwritten."""
@@ -79,7 +78,6 @@ class Ranks:
         return x
 
     def values(self, value: Any) -> list[Any]:
-        """Return a JSON value of each rank."""
         line = torch.frombuffer(bytearray(json.dumps(value).encode() + b"\n"), dtype=torch.uint8)
         return [json.loads(x) for x in bytes(self.concatenate(line).tolist()).splitlines()]
 
@@ -103,7 +101,7 @@ class Ranks:
         return torch.cat([part[:n] for part, n in zip(parts, rows, strict=True)])
 
     def gather(self, record: R) -> R:
-        """Concatenate the records (Ragged) of all ranks without tuples, as of columns."""
+        """Concatenate the records (Ragged) of all ranks, which must have no tuples."""
         kind: Any = type(record)
         whole: R = record if self.size == 1 else kind.concatenate([record], self.concatenate)
         return whole
@@ -140,8 +138,8 @@ class Ranks:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit after the atexit functions, without tearing down the interpreter: a gloo thread may
-    still release a tensor, which aborts it (pytorch issue 190489)."""
+    """Exit after the atexit functions, without tearing down the interpreter, which a gloo thread
+    that still releases a tensor would abort (pytorch issue 190489)."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -177,6 +175,6 @@ def rank0_reports(ranks: Ranks) -> Iterator[None]:
         try:
             yield
         except SystemExit as error:
-            if error.code:  # wait: torchrun ends the first rank as soon as this one has ended
+            if error.code:  # torchrun ends the first rank as soon as this one has ended
                 time.sleep(FIRST_RANK_GRACE_SECONDS)
             raise

@@ -14,12 +14,19 @@ import torch
 from maxrl_fast.algorithms.options import Count, Limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
-from maxrl_fast.tasks import ReferenceAnswer
-from maxrl_fast.tasks.jsonl import Line, read_demonstrations
-from maxrl_fast.tasks.names import other_prompts, spec_of
-from maxrl_fast.tasks.sources import TEST, Part, divided, file_part, filtered, hub_parts
-from maxrl_fast.tasks.text_answers import text_answers
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
+from maxrl_fast.tasks.conversation import TextOptions
+from maxrl_fast.tasks.dataset_specs import spec_of
+from maxrl_fast.tasks.sources import (
+    TEST,
+    Line,
+    Part,
+    divided,
+    file_part,
+    filtered,
+    hub_parts,
+    read_demonstrations,
+)
+from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 
 # prompts of lines that are not too long, by their tokens, with the line
 Kept = list[tuple[list[int], dict[str, Any]]]
@@ -67,14 +74,9 @@ class DatasetOptions(TextOptions):
 class DatasetTask(TextTask):
     """The lines of a data set. Training prompt i, as demonstration i, is line i mod n of the order
     of epoch i // n, which depends only on the seed and the epoch. The split "test" is all held-out
-    sets.
-
-    Args:
-        max_new_tokens: of demonstrations; None: the task's limit of a response.
-        needs_reward: whether the run needs one that it does not have itself.
-        test_only: read only held-out sets, where they are given.
-        options: those of DatasetOptions.
-    """
+    sets. max_new_tokens: of demonstrations, None: the task's limit of a response; needs_reward:
+    whether the run needs one that it does not have itself; test_only: read only held-out sets,
+    where they are given; options: those of DatasetOptions."""
 
     options: DatasetOptions
     num_test_prompts: int | None
@@ -94,12 +96,14 @@ class DatasetTask(TextTask):
         spec, own = spec_of(name), DatasetOptions(**options)
         self._seed, self._spec, self._key = seed, spec, own.prompt_key or spec.prompt_key
         if not (own.data or own.hub or spec.hub or (test_only and (own.test_data or own.test_hub))):
-            raise InputError(f"--task {name} needs --data FILE or --hub NAME{other_prompts(name)}")
+            file, _, wanted = name.rpartition(":")
+            other = f", or a class {wanted} in {file} that makes its own prompts" if file else ""
+            raise InputError(f"--task {name} needs --data FILE or --hub NAME{other}")
         if needs_reward and spec.reward is None:
             raise InputError(f"--task {name} needs --reward FILE:FUNCTION")
         super().__init__(model, own, spec.suffix, tools)
         self.max_new_tokens = spec.max_new_tokens
-        self.reward, self.answer_limit = spec.reward, spec.answer_limit
+        self.reward, self.answer_limit, self.form = spec.reward, spec.answer_limit, spec.form
         self._num_long, self._odd = 0, list[str]()
         train, held_out = self._sources(test_only)
         self.name = ", ".join(x.shown for x in train or held_out)
@@ -110,18 +114,17 @@ class DatasetTask(TextTask):
         self.num_demonstrations = len(self._demonstrations)
         self.has_demonstrations = bool(self._demonstrations)
         # with token ids: another chat template or tokenizer encodes the same lines otherwise
-        content = json.dumps([*self._lines.values(), self._demonstrations])
-        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        content = json.dumps([*self._lines.values(), self._demonstrations]).encode()
+        self.fingerprint = hashlib.sha256(content).hexdigest()
         self._order = lru_cache(4)(self._shuffle)
 
     def _sources(self, test_only: bool) -> tuple[list[Part], list[Part]]:
         """Return training and held-out lines: given, the task's, of test splits, or a tenth."""
         own, spec, key, train = self.options, self._spec, self._key, list[Part]()
-        hub: tuple[str, ...] = own.hub
-        test_hub: tuple[str, ...] = own.test_hub
+        hub, test_hub = [*own.hub], [*own.test_hub]
         if spec.hub and not own.data and not hub:
-            hub = spec.hub[:1]
-            test_hub = test_hub if test_hub or own.test_data else spec.hub[1:]
+            hub = [spec.hub[0]]
+            test_hub = test_hub or [spec.hub[1]] * (not own.test_data)
         held_out = [file_part(x, key, "--test-data") for x in own.test_data]
         held_out += [part for x in test_hub for part in hub_parts(x, key, TEST)]
         splits = ["train"] if held_out else ["train", TEST]
@@ -133,8 +136,7 @@ class DatasetTask(TextTask):
                 held_out += [replace(part, number=None) for part in tests]
             train = filtered(own.where, train)
         if not held_out:
-            pairs = [divided(part) for part in train]
-            train, held_out = [first for first, _ in pairs], [second for _, second in pairs]
+            train, held_out = map(list, zip(*map(divided, train), strict=True))
         if not held_out[1:]:
             held_out = [replace(part, name=TEST) for part in held_out]
         names = [part.name for part in held_out]
@@ -143,29 +145,27 @@ class DatasetTask(TextTask):
         return train, held_out
 
     def _arrange(self, train: list[Part], held_out: list[Part]) -> None:
-        """Encode the lines of parts, and set what prompts are made of."""
-        own, asked = self.options, Kept()
+        own, asked, most = self.options, Kept(), self.options.max_prompt_tokens
         self._lines = {"train": asked, TEST: (shown := Kept())}
         self._starts, self.held_out = dict[str, int](), dict[str, int]()
         self.set_samples = {x.name: x.number for x in held_out if x.number}
         every = [self._kept(part) for part in train]
         for part in held_out:
-            self._starts[part.name] = len(shown)
-            shown += self._kept(part)
-            self.held_out[part.name] = len(shown) - self._starts[part.name]
+            kept = self._kept(part)
+            self._starts[part.name], self.held_out[part.name] = len(shown), len(kept)
+            shown += kept
         held = {tuple(tokens) for tokens, _ in shown}
         self._left_out = set() if own.allow_overlap else held
         for part, kept in zip(train, every, strict=True):
             left = [x for x in kept if tuple(x[0]) not in self._left_out]
             asked += left * (part.number or 1)
         self.num_train_prompts, self.num_test_prompts = len(asked), len(shown)
-        counts = ({"train": self.num_train_prompts} if train else {}) | self.held_out
-        for split, number in counts.items():
+        for split, number in {"train": len(asked) or not train, **self.held_out}.items():
             if not number:
                 raise InputError(
-                    f"{self.name} must have prompts of at most {own.max_prompt_tokens} tokens for "
-                    f"the {split} split, got none; without --test-data a tenth of the prompts is "
-                    "held out, which are not trained on without --allow-overlap"
+                    f"{self.name} must have prompts of at most {most} tokens for the {split} "
+                    "split, got none; without --test-data a tenth of the prompts is held out, "
+                    "which are not trained on without --allow-overlap"
                 )
         self.prompt_length = max(len(tokens) for tokens, _ in asked + shown)
         told = f"{self.name}: {self.num_train_prompts} prompts and {self.num_test_prompts} held out"
@@ -175,23 +175,21 @@ class DatasetTask(TextTask):
             what = "kept" if own.allow_overlap else "left out of training"
             self._told.append(f"{num_shared} prompts that are held out too are {what}")
         if long := self._num_long:
-            most = own.max_prompt_tokens
             self._told.append(f"{long} prompts longer than {most} tokens are left out")
         if odd := self._odd:
             self._told.append(f"{len(odd)} without an answer left out, such as {odd[0]}")
 
     def describe(self) -> list[str]:
         is_text = any(isinstance(line["prompt"], str) for _, line in self._lines[TEST])
-        plain = "prompts are plain text, although the tokenizer has a chat template"
-        return [*self._told, *[plain] * (is_text and self._has_template), *super().describe()]
+        plain = ["prompts are plain text, although the tokenizer has a chat template"]
+        return [*self._told, *plain * (is_text and self._has_template), *super().describe()]
 
     def _read_demonstrations(self, path: Path, most_tokens: int) -> None:
         # a run lowers its limit to this, and a resumed one must find the same demonstrations
         if (room := self.positions - self.prompt_length) > 0:
             most_tokens = min(most_tokens, room)
-        lines = read_demonstrations(path, self._key)
         most, positions = self.options.max_prompt_tokens, self.positions
-        for place, asked, shown in lines:
+        for place, asked, shown in (lines := read_demonstrations(path, self._key)):
             prompt, response = self.encode_demonstration(self._asked(asked), shown, place)
             is_short = len(response) <= min(most_tokens, positions - len(prompt))
             if is_short and self.fits(prompt) and tuple(prompt) not in self._left_out:
@@ -203,8 +201,8 @@ class DatasetTask(TextTask):
         if not (found := len(self._demonstrations)):
             got = f"got none in {len(lines)} lines"
             raise InputError(f"{path.name} must have demonstrations with {wanted}, {got}")
-        told = f"{found} demonstrations of {path.name}"
-        self._told.append(told + f" of {len(lines)}: those with {wanted}" * (found < len(lines)))
+        others = f" of {len(lines)}: those with {wanted}" * (found < len(lines))
+        self._told.append(f"{found} demonstrations of {path.name}{others}")
 
     def _asked(self, prompt: Any) -> Any:
         if not isinstance(prompt, str):
@@ -212,8 +210,8 @@ class DatasetTask(TextTask):
         return (self.prompt if self._spec.is_question else str)(prompt + self._suffix)
 
     def _kept(self, part: Part) -> Kept:
-        """Return the prompts of lines that are not too long and whose answer can be read, with the
-        lines as the reward gets them."""
+        """Return prompts that are not too long and whose answer can be read, with their lines as
+        the reward gets them."""
         lines, gold = list[Line](), part.form.gold or self._spec.gold
         answer_key = None if part.form.gold else self.options.answer_key
         for place, line in part.lines:
@@ -255,14 +253,6 @@ class DatasetTask(TextTask):
         chosen = [self._shuffled(self._demonstrations, i) for i in ids]
         prompts = prompts_of([prompt for prompt, _ in chosen], ids, [{}] * count)
         return prompts, Rollouts.given([response for _, response in chosen])
-
-    def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        if self._spec.form is None:
-            raise InputError(
-                "the reference answer must be known, but only the reward function reads the lines "
-                f"of {self.name}"
-            )
-        return text_answers(self, self._spec.form, prompts, rollouts)
 
     def answer(self, response: str) -> str:
         return self._spec.answer(response)

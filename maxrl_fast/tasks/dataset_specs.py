@@ -1,14 +1,17 @@
-"""The built-in data sets: where they are, how lines become prompts, and what scores responses."""
+"""The built-in data sets: where they are, how lines become prompts, and what scores responses; and
+the other names that --task takes."""
 
+import ast
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.rewards.programs import program_of, tests_of
-from maxrl_fast.rewards.verifiers import boxed
+from maxrl_fast.rewards.verifiers import boxed, program_of, tests_of
+from maxrl_fast.runtime.loading import is_code, is_file
 
 AsLine = Callable[[dict[str, Any]], dict[str, Any]]
 GoldAnswer = Callable[[dict[str, Any], str | None], str]  # (line, key of --answer-key)
@@ -49,11 +52,9 @@ def keys_of(line: dict[str, Any]) -> str:
 
 
 def look_up(line: dict[str, Any], key: str) -> Any:
-    """Return the value at a key, or a path such as reward_model.ground_truth; None: no such."""
-    if key in line:
-        return line[key]
+    """Return the value at a key, or a path such as reward_model.ground_truth, or None."""
     value: Any = line
-    for part in key.split("."):
+    for part in [key] if key in line else key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
@@ -62,17 +63,15 @@ def _answer_text(line: dict[str, Any], key: str) -> str:
     value = look_up(line, key)
     is_scalar = isinstance(value, (str, int, float)) and not isinstance(value, bool)
     if not is_scalar or not str(value).strip():
-        raise InputError(
-            f"each line must have an answer in {key!r}, got {value!r:.80} (--answer-key); "
-            f"{keys_of(line)}"
-        )
+        wanted = f"each line must have an answer in {key!r}"
+        raise InputError(f"{wanted}, got {value!r:.80} (--answer-key); {keys_of(line)}")
     if isinstance(value, float):  # the shortest decimal text that reads back, never 1e-05
         return f"{Decimal(str(value)):f}".removesuffix(".0")
     return str(value).strip()
 
 
 def gsm8k_answer(line: dict[str, Any], key: str | None) -> str:
-    """Return the number after the last #### of a solution, or the whole text if it has no ####."""
+    """Return the number after the last #### of a solution, or the whole text."""
     return _answer_text(line, key or "answer").rpartition("####")[2].strip().replace(",", "")
 
 
@@ -101,8 +100,8 @@ def _with_choices(row: dict[str, Any]) -> dict[str, Any]:
     for name in names:
         if not isinstance(row.get(name), str):
             raise InputError(f"it must have text at {name!r}, got {row.get(name)!r:.80}")
-    right, *wrong = (row[name] for name in names[1:])
-    choices = sorted([right, *wrong], key=lambda text: zlib.crc32(text.encode()))
+    right, *_ = answers = [row[name] for name in names[1:]]
+    choices = sorted(answers, key=lambda text: zlib.crc32(text.encode()))
     listed = "".join(f"\n{x}) {text}" for x, text in zip("ABCD", choices, strict=True))
     problem = f"{row['Question']}\n{listed}\n\nAnswer with the letter."
     return {"problem": problem, "answer": "ABCD"[choices.index(right)]}
@@ -115,7 +114,7 @@ class NamedSet:
     hub: str
     prompt_key: str | None = "problem"
     gold: GoldAnswer | None = math_answer
-    as_line: AsLine | None = None
+    as_line: AsLine = dict
 
 
 UNNAMED = NamedSet("", None, None)
@@ -172,3 +171,46 @@ DATASETS = {
         max_new_tokens=2048,
     ),
 }
+
+
+GYM = "gym:"
+OBJECT = "python:"  # of a Python object that was given to maxrl_fast.run
+
+
+def is_plugin(name: str) -> bool:
+    """Whether it is FILE.py:CLASS or package.module:CLASS."""
+    return _is_class(name) if is_file(name) else is_code(name)
+
+
+def is_dataset(name: str) -> bool:
+    return name in DATASETS or is_reward(name)
+
+
+def spec_of(name: str) -> DatasetSpec:
+    """Return that of a data set, or of prompts for the reward FILE.py:FUNCTION."""
+    return DATASETS.get(name) or DatasetSpec(reward=name)
+
+
+def is_reward(name: str) -> bool:
+    """Whether it is FILE.py:FUNCTION, a reward for the prompts of --data."""
+    return is_file(name) and not _is_class(name)
+
+
+def _is_class(name: str) -> bool:
+    """The file is not run: rewards run in separate processes."""
+    file, _, wanted = name.rpartition(":")
+    try:
+        statements = ast.parse(Path(file).read_bytes()).body
+    except SyntaxError as error:
+        why = f"syntax error in {file}, line {error.lineno}: {error.msg}"
+        raise InputError(f"--task {name} cannot be read: {why}") from error
+    except (OSError, ValueError):  # whoever loads it reports this
+        return False
+    return any(isinstance(x, ast.ClassDef) and x.name == wanted for x in statements)
+
+
+def lost_object(option: str, name: str) -> str:
+    return (
+        f"--{option} {name} is a Python object that was given to maxrl_fast.run, which only its "
+        f"caller has; give it there again, as {option}=..."
+    )

@@ -14,10 +14,9 @@ from maxrl_fast.algorithms.options import Option, options_of
 from maxrl_fast.errors import InputError, nearest
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.rewards import verifiers
-from maxrl_fast.tasks import ReferenceAnswer
+from maxrl_fast.tasks.conversation import TextOptions
 from maxrl_fast.tasks.dataset_specs import TAGS
-from maxrl_fast.tasks.text_answers import text_answers
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
+from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 
 TEST_SHARE = 5  # about one question in this many is held out
 TRIES = 200  # draws for a question of its split
@@ -30,7 +29,7 @@ class GymOptions(TextOptions):
 
 
 def generator_options(name: str) -> dict[str, Option]:
-    """Return the options of a data set's generator; other than numbers and texts they are JSON."""
+    """Return those of a data set's generator; other than numbers and texts they are JSON."""
     try:
         factory = importlib.import_module("reasoning_gym.factory")
     except ImportError as error:
@@ -40,8 +39,7 @@ def generator_options(name: str) -> dict[str, Option]:
     if name not in factory.DATASETS:
         raise InputError(
             f"--task gym:NAME must name a data set of reasoning-gym, got {name!r:.80}"
-            f"{nearest(name, factory.DATASETS)}",
-            "task",
+            f"{nearest(name, factory.DATASETS)}"
         )
     found = {}
     for key, option in options_of(factory.DATASETS[name][1]).items():
@@ -53,13 +51,14 @@ def generator_options(name: str) -> dict[str, Option]:
 
 
 class GymTask(TextTask):
-    """Questions by index. Question i is the first draw t that belongs to its split, which a CRC of
-    the question decides: entry i mod n of a data set of the default size n, because some generate
-    all entries at once, whose seed is a CRC of the run's seed, the split, i // n and t. Options are
-    those of TextOptions and of the generator."""
+    """Questions by index. Question i is the first draw t of its split, which a CRC of the question
+    decides: entry i mod n of a data set of the default size n, because some generate all entries at
+    once, whose seed is a CRC of the run's seed, the split, i // n and t. Options are those of
+    TextOptions and of the generator."""
 
     num_test_prompts: int | None = None
     max_new_tokens = 256
+    form = TAGS
     reward: str | None = "maxrl_fast.rewards.verifiers:gym"
 
     def __init__(self, name: str, seed: int, model: Path, **options: Any):
@@ -71,21 +70,17 @@ class GymTask(TextTask):
             self._size = max(len(verifiers.gym_dataset(name, self._config, 0)), 1)
             answer = verifiers.gym_entry(name, self._config, 0, 0)["answer"]
         except Exception as error:  # its checks raise any exception, AssertionError too
-            raise InputError(
-                f"reasoning-gym cannot create {name!r} with {self._config}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            why, what = f"{type(error).__name__}: {error}", f"{name!r} with {self._config}"
+            raise InputError(f"reasoning-gym cannot create {what}: {why}") from error
         self.has_demonstrations = isinstance(answer, str)
         super().__init__(model, TextOptions(**text))
-        version = importlib.metadata.version("reasoning-gym")
+        version = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
         encoded = self.encode_prompt(self.prompt("1 + 1 =" + self._suffix), "a question")
         # with what the tokenizer and its chat template make of a question
-        self.fingerprint = f"reasoning-gym {version}, {encoded}"
-        self.name = f"{name} of reasoning-gym {version}"
+        self.fingerprint, self.name = f"{version}, {encoded}", f"{name} of {version}"
         self.prompt_length = self.options.max_prompt_tokens
         self._question = lru_cache(4096)(self._find)
-        # some generators seed NumPy's global random numbers, and a thread makes training prompts
-        self._turn = Lock()
+        self._turn = Lock()  # some generators seed NumPy, and a thread makes training prompts
 
     def _find(self, split: str, i: int) -> tuple[list[int], dict[str, Any]]:
         epoch, index = divmod(i, self._size)
@@ -110,7 +105,6 @@ class GymTask(TextTask):
         )
 
     def prompts(self, split: str, start: int, count: int) -> Prompts:
-        """The columns name the data set, seed and index of each question, for the reward."""
         ids = range(start, start + count)
         with self._turn:
             found = [self._question(split, i) for i in ids]
@@ -120,14 +114,10 @@ class GymTask(TextTask):
         prompts, shown = self.prompts("train", start, count), []
         for line in prompts.columns or ():
             if "answer" not in line:
-                raise InputError(
-                    f"--sft-steps must be 0, as {self.name} has questions without an answer"
-                )
+                why = f"{self.name} has questions without an answer"
+                raise InputError(f"--sft-steps must be 0, as {why}")
             shown.append(self.encode_demonstration(line["prompt"], line["answer"], self.name)[1])
         return prompts, Rollouts.given(shown)
-
-    def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
-        return text_answers(self, TAGS, prompts, rollouts)
 
     def answer(self, response: str) -> str:
         return verifiers.gym_answer(response)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.options import Limit
 from maxrl_fast.records import Prompts, Rollouts, pack
-from maxrl_fast.tasks import ReferenceAnswer
-from maxrl_fast.tasks.words import decode_words, word_tokenizer_files
+from maxrl_fast.tasks import ReferenceAnswer, decode_words, word_tokenizer_files
 
 # One token per word; ids 17..31 are reserved, as in the paper's configuration.
 WORDS = (
@@ -71,7 +70,6 @@ def shortest_path(is_open: Grid) -> list[int]:
 
 
 def encode_maze(is_open: Grid) -> list[int]:
-    """Return <bos> GRID_START, each row's cells and NEWLINE, GRID_END PATH_START."""
     size = len(is_open)
     tokens = [BOS, GRID_START]
     for row in is_open:
@@ -83,19 +81,17 @@ def encode_maze(is_open: Grid) -> list[int]:
 
 
 def cells_of(prompts: Prompts, size: int) -> Tensor:
-    """Return the tokens of the cells of mazes [G, size, size]."""
+    """Return the cells' tokens [G, size, size]."""
     rows = prompts.tokens.view(len(prompts), -1)[:, 2:-2].view(-1, size, size + 1)
     return rows[:, :, :size]
 
 
 def judge(prompts: Prompts, rollouts: Rollouts, size: int) -> Tensor:
-    """Return the reward [S] float32 of each response: 1 for a walk to the goal and DONE, else 0.
-    Every token before DONE must be a move, and none up to the goal may enter a wall or leave the
-    grid."""
+    """Return rewards [S] float32: 1 for a walk to the goal and DONE, else 0. Every token before
+    DONE must be a move, and none up to the goal may enter a wall or leave the grid."""
     device = rollouts.tokens.device
-    is_open = cells_of(prompts, size).flatten(1) != WALL  # [S, size * size]
-    is_open = is_open.repeat_interleave(len(rollouts) // len(prompts), 0)
-
+    is_open = cells_of(prompts, size).flatten(1) != WALL
+    is_open = is_open.repeat_interleave(len(rollouts) // len(prompts), 0)  # [S, size * size]
     tokens = rollouts.padded_tokens(PAD)  # [S, L]
     is_done = tokens == DONE
     before_done = is_done.cumsum(1) == 0
@@ -129,9 +125,9 @@ class MazeOptions:
 
 
 class MazeTask:
-    """Mazes by index. Maze i is the first draw of its own random stream that belongs to its split,
-    which a CRC of its tokens decides: no test maze appears in training, whatever the seeds.
-    maze_size: odd, at least 5."""
+    """Mazes by index. Maze i is the first draw of its own random stream in its split, which a CRC
+    of its tokens decides: no test maze appears in training, whatever the seeds. maze_size: odd, at
+    least 5."""
 
     vocab_size = VOCAB_SIZE
     fingerprint = ""

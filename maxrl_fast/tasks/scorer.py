@@ -13,9 +13,7 @@ from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Prompts, Rollouts, unpack
 from maxrl_fast.rewards import LEFT, Outcome, Progress, RewardSource, no_progress
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.episode import Environments, EpisodeTask
-from maxrl_fast.tasks.texts import response_texts
+from maxrl_fast.tasks import Environments, EpisodeTask, Task, response_texts
 
 FAILURE_KINDS = ("exception", "timeout", "crash", "memory", "invalid")
 CURES = {
@@ -36,7 +34,6 @@ class MetricAccumulator(dict[str, tuple[float, float]]):
             self.add(name, total, count)
 
     def over(self, ranks: Ranks) -> dict[str, float]:
-        """Return the means over the values of all ranks."""
         whole = MetricAccumulator()
         for sums in ranks.values(self):
             whole.merge(sums)
@@ -45,29 +42,24 @@ class MetricAccumulator(dict[str, tuple[float, float]]):
 
 @dataclass
 class Scorer:
-    """Gives every response its reward."""
-
     task: Task
     source: RewardSource | None  # None: the task scores, or the environments of an EpisodeTask
-    # of the rewards of one `score`, and between two calls of `failures`
-    max_error_rate: float = 1.0
+    max_error_rate: float = 1.0  # of one `score`, and between two calls of `failures`
     threshold: float | None = None  # rewards above it become 1, others 0; None: unchanged
-    # in characters; responses with a longer answer or none get reward 0 without a call; None: no
+    # in characters; with a longer answer or none, the reward is 0 without a call
     answer_limit: int | None = None
     # that score a part each; one gives up where its failures alone are more than all may have
     num_ranks: int = 1
 
     def __post_init__(self) -> None:
-        # of several rewards, by the names of their components
         self.weights = self.source.weights if self.source else {}
-        # [S] of the last `score`, by name; {} where there are none
-        self.components: list[dict[str, float]] = []
+        self.components: list[dict[str, float]] = []  # [S] of the last `score`, by name
         self._num_scored, self._failures = 0, list[Outcome]()  # since the last call of `failures`
         self._metrics = MetricAccumulator()  # since the last call of `pop_metrics`
 
     @property
     def can_fail(self) -> bool:
-        """Whether single responses can fail: the task does not score them itself."""
+        """Whether single responses can: the task itself does not score them."""
         return self.source is not None or isinstance(self.task, EpisodeTask)
 
     def score(
@@ -78,14 +70,14 @@ class Scorer:
         beat: Progress = no_progress,
         zero_truncated: bool = False,
     ) -> Tensor:
-        """Return rewards [S] float32 of N responses to each prompt; NaN where one failed. The
+        """Return rewards [S] float32 of N responses to each prompt, NaN where one failed. The
         environments `episodes` end; a source gives the rewards of those that did not fail. With
-        `zero_truncated`, a truncated response and its components have 0, also if they failed."""
+        `zero_truncated`, truncated responses and their components have 0, also if they failed."""
         self.components = [{}] * len(rollouts)
         if episodes is None and self.source is None:
             rewards = self.task.score(prompts, rollouts)
-            if not isinstance(rewards, Tensor) or rewards.shape != (len(rollouts),):
-                got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards)
+            got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards)
+            if got != (len(rollouts),):
                 raise InputError(
                     f"the task must score {len(rollouts)} responses with a tensor [S], got {got}"
                 )
@@ -149,8 +141,8 @@ class Scorer:
             self._metrics.add("answers_timed_out", num_late, len(responses))
 
     def pop_metrics(self) -> MetricAccumulator:
-        """Return the components of this rank's rewards since the last call, and with an answer
-        limit the fractions of answers that were not compared."""
+        """Return this rank's components of rewards since the last call, and with an answer limit
+        the fractions of answers that were not compared."""
         metrics, self._metrics = self._metrics, MetricAccumulator()
         return metrics
 
@@ -169,10 +161,8 @@ class Scorer:
         if not failed:
             return by_kind, ""
         kinds = ", ".join(f"{kind} {count}" for kind, count in by_kind.items() if count)
-        warning = (
-            f"{when}: {len(failed)} of {num_scored} rewards failed ({kinds}), for example: "
-            f"{failed[0][1]}"
-        )
+        counts = f"{len(failed)} of {num_scored} rewards failed ({kinds})"
+        warning = f"{when}: {counts}, for example: {failed[0][1]}"
         if num_left or len(failed) > min(self.max_error_rate * num_scored, num_scored - 1):
             limit = f"; that is more than --max-reward-error-rate {self.max_error_rate:g} allows"
             most = max(FAILURE_KINDS, key=by_kind.__getitem__)
@@ -180,6 +170,5 @@ class Scorer:
         return by_kind, warning
 
     def close(self) -> None:
-        """End the worker processes."""
         if self.source is not None:
             self.source.close()

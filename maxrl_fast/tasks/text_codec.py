@@ -3,60 +3,21 @@
 import bisect
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import date
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.options import Count, Limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.policy import read_sizes
 from maxrl_fast.model.tokenizer import ControlTokens, Message, Prompt, load_tokenizer, saved_files
-from maxrl_fast.records import Prompts, Rollouts, pack
+from maxrl_fast.records import Prompts, Rollouts, pack, unpack
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, read_json
-from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.conversation import Conversation
-
-
-def _is_day(text: str) -> bool:
-    try:
-        return bool(date.fromisoformat(text))
-    except ValueError:
-        return False
-
-
-@dataclass(frozen=True)
-class TextOptions:
-    """Prompts and responses of text."""
-
-    prompt_suffix: str | None = None
-    """Text added to prompts that are text. By default the papers' for gsm8k and math."""
-    system_prompt: str | None = None
-    """System message of chats that have none; "" is an empty one. By default the chat template's
-    own, if any."""
-    plain_prompts: bool = False
-    """Questions of gsm8k, math and gym are prompts as they are, even where the tokenizer has a chat
-    template."""
-    max_prompt_tokens: Count = 1024
-    """Longer prompts are left out."""
-    allow_special_tokens: bool = False
-    """Prompts may have the tokenizer's control tokens in their text, such as <|im_end|>."""
-    chat_template: Path | None = None
-    """File of a chat template in Jinja, which checkpoints have too. By default the tokenizer's
-    own."""
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Limit("a JSON object", lambda x: isinstance(x, dict))
-    ] = None
-    """Arguments of the chat template as a JSON object, such as {"enable_thinking": false}."""
-    template_date: Annotated[str | None, Limit("a day such as 2026-11-26", _is_day)] = None
-    """What the clock of a chat template shows, if it has one, as YYYY-MM-DD. By default the day on
-    which the run starts."""
-    stop: Annotated[tuple[str, ...], Limit("a text of at least one character", bool)] = ()
-    """Texts that end a response, besides the stop tokens; the text is part of it."""
+from maxrl_fast.tasks import ReferenceAnswer, Task
+from maxrl_fast.tasks.conversation import Conversation, TextOptions, common
+from maxrl_fast.tasks.dataset_specs import AnswerForm
 
 
 class TextTask:
@@ -64,6 +25,7 @@ class TextTask:
     are text, where the options have none; tools: as of Conversation, prompts are then messages."""
 
     name = fingerprint = ""
+    form: AnswerForm | None = None  # how a response gives the answer in the column "answer"
     reward: str | None = None
     answer_limit: int | None = None
     has_demonstrations = False
@@ -80,10 +42,8 @@ class TextTask:
         self.vocab_size, self.positions = sizes.vocab_size, sizes.max_position_embeddings
         self.tokenizer, file = load_tokenizer(model), options.chat_template
         if (needed := len(self.tokenizer)) > self.vocab_size:
-            raise InputError(
-                f"the policy in {model} must have a vocabulary of at least {needed}, got "
-                f"{self.vocab_size}"
-            )
+            wanted = f"the policy in {model} must have a vocabulary of at least {needed}"
+            raise InputError(f"{wanted}, got {self.vocab_size}")
         self._template = None if file is None else _read_template(file)
         if self._template is not None:
             self.tokenizer.chat_template = self._template
@@ -100,16 +60,14 @@ class TextTask:
                 )
             if not (tools or (is_one and ids[0] in added)):  # no other tokens spell an added one
                 self.stop_texts.append(x)
-        day = options.template_date and date.fromisoformat(options.template_date)
-        how = listed, tools, options.chat_template_kwargs, day or None, file
-        self.conversation = Conversation(self.tokenizer, *how)
+        self.conversation = Conversation(self.tokenizer, listed, tools, options)
         self.stop_ids = self.conversation.stop_ids
         control = None if options.allow_special_tokens else ControlTokens(self.tokenizer)
         self._refuse = control.refuse if control else lambda prompt, what: None
         self._has_tools, self._has_template = bool(tools), self.tokenizer.chat_template is not None
 
     def _listed_stops(self) -> set[int]:
-        """Return the end-of-sequence tokens of all files where transformers looks for them."""
+        """Return the end-of-sequence tokens, from wherever transformers looks for them."""
         listed = [self.tokenizer.eos_token_id]
         for name in ("generation_config.json", "config.json"):
             path = self.model / name
@@ -121,23 +79,21 @@ class TextTask:
         return {i for i in listed if type(i) is int and 0 <= i < self.vocab_size}
 
     def prompt(self, question: str) -> str | list[Message]:
-        """Return one user message, or the question unchanged if no chat template is used."""
+        """Return one user message, or the question itself if no chat template is used."""
         uses_chat = self._has_template and not self.options.plain_prompts
         return [{"role": "user", "content": question}] if uses_chat else question
 
     def encode_prompt(self, prompt: Prompt, place: str) -> list[int]:
-        """Return the token ids of a prompt of any length; `place` is for messages."""
         with _at(place):
             return self.conversation.prompt(self._checked(prompt))
 
     def fits(self, tokens: list[int]) -> bool:
-        """Return whether a prompt has at least one token and not too many."""
         return 0 < len(tokens) <= self.options.max_prompt_tokens
 
     def encode_demonstration(
         self, prompt: Prompt, response: str | Message, place: str
     ) -> tuple[list[int], list[int]]:
-        """Return the token ids of a prompt, and of the response with the token that ends it."""
+        """Encode a prompt, and the response with the token that ends it."""
         with _at(place):
             self._refuse(response if isinstance(response, str) else [response], "a response")
             return self.conversation.demonstration(self._checked(prompt), response)
@@ -181,6 +137,44 @@ class TextTask:
         """Only for a run without `reward` and a function, which needs no rewards, as distill."""
         return torch.zeros(len(rollouts))
 
+    def reference_answers(self, prompts: Prompts, rollouts: Rollouts) -> list[ReferenceAnswer]:
+        """Return the reference answer after the first marker of each response: where a token
+        reaches beyond the marker, its text must begin the answer. The answer's tokens are the
+        tokenizer's for marker and answer together. A response without the marker, or that continues
+        otherwise within a token, has the marker as its lead."""
+        if self.form is None:
+            why = f"only the reward function reads the lines of {self.name}"
+            raise InputError(f"the reference answer must be known, but {why}")
+        num_rollouts, ids = len(rollouts) // len(prompts), prompts.ids.tolist()
+        (marker, opening, closing), wholes = self.form, list[str]()
+        for i, line in zip(ids, prompts.columns or ({},) * len(ids), strict=True):
+            if not isinstance(answer := line.get("answer"), str):
+                raise InputError(
+                    f"every prompt must have a reference answer as text, got none for prompt {i}"
+                )
+            wholes.append(f"{marker}{opening}{answer}{closing}")
+        pairs = zip(wholes, ids, strict=True)
+        encoded = [self.encode_piece(x, f"the reference answer to prompt {i}") for x, i in pairs]
+        responses = unpack(rollouts.tokens, rollouts.lengths)
+        ends = [self._marker_end(marker, tokens) for tokens in responses]
+        # of answers; only those that have been checked above
+        texts = {x for s, (_, x) in enumerate(ends) if wholes[s // num_rollouts].startswith(x)}
+        starts = {x: self.encode_piece(x, "an answer") for x in {marker, *texts}}
+        found = []
+        for s, (length, start) in enumerate(ends):
+            whole, lead = encoded[s // num_rollouts], starts.get(start)
+            if length is None or lead is None or whole[: len(lead)] != lead or whole == lead:
+                # the tokens with which the marker and the whole begin, but not all of the whole
+                length, lead = None, whole[: common(starts[marker], whole[:-1])]
+            found.append(ReferenceAnswer(length, lead, whole[len(lead) :]))
+        return found
+
+    def _marker_end(self, marker: str, tokens: list[int]) -> tuple[int | None, str]:
+        """Return how many tokens have the marker in their text, and their text from it on."""
+        length = shortest(tokens, lambda beginning: marker in self.decode(beginning))
+        after = "" if length is None else self.decode(tokens[:length]).partition(marker)[2]
+        return length, marker + after
+
     @cached_property
     def _files(self) -> dict[str, bytes]:
         return saved_files(self.tokenizer, self.model, self._template)
@@ -198,12 +192,12 @@ def _at(place: str) -> Iterator[None]:
 
 
 def end_of(task: Task) -> Callable[[list[int]], int | None] | None:
-    """Return where stop texts end the responses to a task, for `Sampling`; None without such."""
+    """Return where stop texts end responses, for `Sampling`; None without such."""
     return task.length_to_stop if isinstance(task, TextTask) and task.stop_texts else None
 
 
 def shortest(tokens: list[int], fits: Callable[[list[int]], bool]) -> int | None:
-    """Return the length of the shortest beginning that fits, as all longer ones then do."""
+    """Return the length of the shortest beginning that fits; all longer ones then do."""
     if not fits(tokens):
         return None
     return bisect.bisect_left(range(len(tokens) + 1), True, key=lambda n: fits(tokens[:n]))
@@ -221,6 +215,5 @@ def _read_template(path: Path) -> str:
         check_regular(path, JSON_BYTES)
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"--chat-template must be a file of a Jinja template, got {path}: {error}"
-        ) from error
+        wanted = "--chat-template must be a file of a Jinja template"
+        raise InputError(f"{wanted}, got {path}: {error}") from error

@@ -1,8 +1,8 @@
 """Episodes with tools: prompts of a data set, and an environment of the user's for each sample."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,18 @@ from maxrl_fast.model.tokenizer import Message
 from maxrl_fast.records import Prompts
 from maxrl_fast.rewards import PROGRESS_INTERVAL, Outcome, Progress, failure, no_progress
 from maxrl_fast.rewards.pool import UserCode
-from maxrl_fast.tasks.dataset import DatasetTask
-from maxrl_fast.tasks.episode import Reply
-from maxrl_fast.tasks.jsonl import Line
-from maxrl_fast.tasks.tool_calls import ToolCall
+from maxrl_fast.tasks import Reply
+from maxrl_fast.tasks.conversation import ToolCall
+from maxrl_fast.tasks.dataset import DatasetTask, Kept
+from maxrl_fast.tasks.sources import Line
 
 OTHER_TEXT = "reset returned another text than at the start of the run for the same columns"
 
 
 class ToolTask(DatasetTask):
-    """Prompts of a data set, each answered with the tools of an environment. `start` starts the
-    workers; other arguments are as of DatasetTask.
-
-    `reset` is called once with each line, and its text is appended to the last message of the
-    prompt: all episodes of a prompt must begin with the same text.
-    """
+    """Prompts of a data set, each answered with the tools of an environment, whose workers `start`
+    starts. `reset` is called once with each line, and its text is appended to the last message of
+    the prompt: all episodes of a prompt must begin with the same text."""
 
     def __init__(
         self,
@@ -39,7 +36,7 @@ class ToolTask(DatasetTask):
     ):
         self.workers = workers = start()
         self.output, self.max_turns = workers.output, options["max_turns"]
-        self._numbers = itertools.count()  # of environments
+        self._numbers = count()  # of environments
         try:
             if needs_reward and not workers.signature["has_reward"]:
                 raise InputError(
@@ -61,8 +58,8 @@ class ToolTask(DatasetTask):
         told = f"environment {workers.name} {workers.place}, {how}"
         return [*super().describe(), told, *[note] * bool(note)]
 
-    def _encoded(self, lines: list[Line]) -> list[tuple[list[int], dict[str, Any]]]:
-        found = list[tuple[list[int], dict[str, Any]]]()
+    def _encoded(self, lines: list[Line]) -> Kept:
+        found = Kept()
         for text, (place, columns) in zip(self._observe(lines), lines, strict=True):
             chat, said = columns["prompt"], text or ""
             chat = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
@@ -75,17 +72,16 @@ class ToolTask(DatasetTask):
         return found
 
     def _observe(self, lines: list[Line]) -> list[str | None]:
-        """Return what `reset` says of each line."""
-        numbers = {next(self._numbers): line for line in lines}
+        workers, numbers = self.workers, {next(self._numbers): line for line in lines}
         for number, (_, columns) in numbers.items():
-            self.workers.request(number, (number, "probe", columns))
+            workers.request(number, (number, "probe", columns))
         found = dict[int, str | None]()
         while len(found) < len(lines):
-            for number, [outcome] in self.workers.results(PROGRESS_INTERVAL):
+            for number, [outcome] in workers.results(PROGRESS_INTERVAL):
                 if outcome.kind:
-                    self.workers.drop()
-                    where = f"--environment {self.workers.name}, {numbers[number][0]}"
-                    raise InputError(f"{where}: reset fails: {outcome.message}")
+                    workers.drop()
+                    who, why = f"--environment {workers.name}", outcome.message
+                    raise InputError(f"{who}, {numbers[number][0]}: reset fails: {why}")
                 found[number] = outcome.text
         return [found[number] for number in numbers]
 
@@ -97,7 +93,6 @@ class ToolTask(DatasetTask):
         return ToolEpisodes(self, episodes, beat)
 
     def close(self) -> None:
-        """End the workers, which start again if they are needed."""
         self.workers.close()
 
 
@@ -114,8 +109,6 @@ def _appended(chat: Sequence[Message], text: str) -> list[Message]:
 
 @dataclass
 class Episode:
-    """What is known of an environment and its conversation."""
-
     number: int  # of the environment
     sample: int
     line: Any  # a ToolLine
@@ -129,7 +122,7 @@ class Episode:
 
 
 class ToolEpisodes:
-    """The episodes of one call of generate, whose environments live in workers."""
+    """The episodes of one call of generate."""
 
     def __init__(self, task: ToolTask, episodes: Sequence[Episode], beat: Progress):
         self._task, self._episodes, self._beat = task, episodes, beat

@@ -11,24 +11,29 @@ from torch.nn.functional import pad
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import PROMPT, SEQUENCE, Prompts, Rollouts, Samples
-from maxrl_fast.rollout import Engine, RolloutRequest, Sampling, check_finite, check_rewards
-from maxrl_fast.rollout.sampling_and_scoring import ScoredSamples, sample_and_score
+from maxrl_fast.rollout import (
+    Engine,
+    RolloutRequest,
+    Sampling,
+    ScoredSamples,
+    check_finite,
+    check_rewards,
+    sample_and_score,
+)
+from maxrl_fast.runtime.background import Stopwatch
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import Task
+from maxrl_fast.tasks import Task, response_texts
 from maxrl_fast.tasks.scorer import MetricAccumulator, Scorer
-from maxrl_fast.tasks.texts import response_texts
-from maxrl_fast.training.policy_reward import PolicyReward
+from maxrl_fast.training.answers import PolicyReward
 from maxrl_fast.training.schedule import Carried, Schedule
-from maxrl_fast.training.stopwatch import Stopwatch
 
 CPU = torch.device("cpu")
-Components = tuple[dict[str, float], ...]
 
 
 @dataclass(frozen=True)
 class Needs:
     reference: bool = False  # a frozen copy of the policy from the start of reinforcement learning
-    greedy: bool = False  # the reward of the greedy response to each prompt
+    greedy: bool = False  # rewards of greedy responses
     binary: bool = False  # rewards of 0 or 1
     expects_binary: bool = False  # the same, but others are computable and only a warning
     parts: bool = False  # each of several rewards, not only their sum
@@ -58,15 +63,15 @@ class RolloutBatch(Samples):
     """The training data of a step, the same on all ranks."""
 
     step: int
-    # S, from the engine; `rollouts` may have other log-probs, weights or reference answers
+    # as the engine sampled them; `rollouts` may have other log-probs, weights or answers
     raw_rollouts: Annotated[Rollouts, SEQUENCE]
     task_rewards: Annotated[Tensor, PROMPT]  # [G, N] float32; 0 if not known
     rewards: Annotated[Tensor, PROMPT]  # [G, N] float32, which the objective sees
-    # [any number, N] of all sampled groups, including replaced ones; NaN if not known or not drawn
+    # [any number, N] of all sampled groups, also replaced ones; NaN if not known or not drawn
     all_rewards: Tensor
     num_tokens: int  # of all sampled responses, not counting greedy ones
-    # [S], of this rank's rewards; {} for other ranks' samples, unless the objective needs them
-    components: Annotated[Components, SEQUENCE]
+    # [S], {} for other ranks' samples, unless the objective needs them
+    components: Annotated[tuple[dict[str, float], ...], SEQUENCE]
     # [G, N] bool, whose reward is known; None: all. A rollout that was not drawn has no tokens
     valid: Annotated[Tensor | None, PROMPT] = None
     greedy_rewards: Annotated[Tensor | None, PROMPT] = None  # [G], of greedy responses
@@ -98,7 +103,7 @@ class RolloutBatch(Samples):
         return 1.0 if self.drawn_by is None else float((self.drawn_by > 0).float().mean())
 
     def in_loss(self, sequences: Tensor) -> Tensor:
-        """Return those of the samples, int64 on the host, whose tokens are in the loss."""
+        """Return the samples, int64 on the host, whose tokens are in the loss."""
         if not self.masks_truncated:
             return sequences
         return sequences[~self.raw_rollouts.truncated.cpu()[sequences]]
@@ -111,14 +116,13 @@ class RolloutBatch(Samples):
 
     def grouped(self, prompts: Prompts, num_rollouts: int) -> "RolloutBatch":
         """Return the same samples as `num_rollouts` to each of these prompts."""
-        own, shape = dict[str, Any](), (len(prompts), num_rollouts)
-        for name in ("task_rewards", "rewards", "greedy_rewards", "reward_terms", "drawn_by"):
-            if (x := getattr(self, name)) is not None:
-                own[name] = x.reshape(*shape, *x.shape[2:])
+        names = ("task_rewards", "rewards", "greedy_rewards", "reward_terms", "drawn_by")
+        own: dict[str, Any] = {n: x for n in names if (x := getattr(self, n)) is not None}
+        own = {n: x.reshape(len(prompts), num_rollouts, *x.shape[2:]) for n, x in own.items()}
         return replace(self, prompts=prompts, **own)
 
     def nothing(self) -> "RolloutBatch":
-        """Return a sample that was not drawn, without tokens, of a batch of one to each prompt."""
+        """Return a sample that was not drawn, of a batch of one to each prompt."""
         one = self.select(torch.zeros(1, dtype=torch.int64, device=self.rewards.device))
         none, rewards = Rollouts.given([[]]).to(self.rewards.device), one.rewards * torch.nan
         own: dict[str, Any] = {"raw_rollouts": none, "rollouts": none, "components": ({},)}
@@ -128,8 +132,6 @@ class RolloutBatch(Samples):
 
 @dataclass(frozen=True)
 class RolloutCollector:
-    """Samples and scores a step's rollouts."""
-
     task: Task
     engine: Engine
     scorer: Scorer
@@ -139,20 +141,19 @@ class RolloutCollector:
     seed: int = 0
     device: torch.device = CPU
     schedule: Schedule | None = None  # how many rollouts each prompt gets; None: N
-    # the prompts that go on from step to step; None: all are new. Not with a schedule
+    # not with a schedule
     carried: Carried | None = None
     needs: Needs = Needs()
-    # scores in place of the scorer; not where the objective needs greedy responses or parts
+    # in place of the scorer; not where the objective needs greedy responses or parts
     policy_reward: PolicyReward | None = None
     length_penalty: LengthPenalty | None = None  # added to the rewards that the objective sees
     clock: Stopwatch = field(default_factory=Stopwatch)
     ranks: Ranks = field(default_factory=Ranks)
-    shares_engine: bool = False  # the engine samples for several ranks, which call it together
     truncated: str = "keep"  # or "zero" or "mask"
 
     def collect(self, step: int, first_prompt: int) -> RolloutBatch:
-        """Return G prompts from index `first_prompt` on, N rollouts of each, or as many as the
-        schedule says, and their rewards; all ranks must call this."""
+        """Return G prompts from index `first_prompt` on, their rollouts and rewards; all ranks must
+        call this."""
         means, seconds = MetricAccumulator(), -self.clock.total("rollout")
         if self.schedule is not None:
             batch = self._in_rounds(self.schedule, step, first_prompt, means)
@@ -171,9 +172,8 @@ class RolloutCollector:
         places, num_new = carried.places(first_prompt)
         prompts = Prompts.concatenate([self._prompts(index, 1) for index in places])
         batch = self._sample(step, prompts, 0, self.num_rollouts, means)
-        ends = torch.full_like(batch.rewards, self.num_rollouts, dtype=torch.int64)
         metrics = batch.metrics | carried.observe(batch.all_rewards)
-        return replace(batch, metrics=metrics, drawn_by=ends, num_new=num_new)
+        return replace(batch, metrics=metrics, num_new=num_new)
 
     def _prompts(self, first_prompt: int, count: int) -> Prompts:
         with self.clock("rollout"):
@@ -225,8 +225,8 @@ class RolloutCollector:
         )
 
     def _finished(self, batch: RolloutBatch) -> RolloutBatch:
-        """Replace unknown rewards, and add what only the objective sees, unlike metrics, kept
-        rollouts and the schedule: the length penalty, the texts, and all ranks' components."""
+        """Replace unknown rewards, and add what only the objective sees: the length penalty, the
+        texts, and all ranks' components."""
         valid, rewards, own = ~batch.rewards.isnan(), batch.rewards.nan_to_num(), dict[str, Any]()
         # a GPU is read only where rewards can be unknown
         if batch.warning or (self.schedule is not None and not bool(valid.all())):
@@ -274,8 +274,8 @@ class RolloutCollector:
                     means.add(f"reward/{name}", value)
         rewards = rewards.view(shape)
         if needs.parts:  # NaN where one does not apply
-            own_terms = [[x.get(name, torch.nan) for name in scorer.weights] for x in components]
-            terms = torch.tensor(own_terms, dtype=torch.float32).to(rewards.device)
+            of_own = [[x.get(name, torch.nan) for name in scorer.weights] for x in components]
+            terms = torch.tensor(of_own, dtype=torch.float32).to(rewards.device)
             terms = ranks.concatenate(terms).view(*shape, -1)
         means.merge(scorer.pop_metrics())
         if needs.greedy:
@@ -291,7 +291,8 @@ class RolloutCollector:
             check_binary(known, prompts, f"step {step}")
         parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
         parts[of_rank] = components
-        ends = None if self.schedule is None else rollouts.lengths.new_full(shape, begun + count)
+        is_plain = self.schedule is None and self.carried is None
+        ends = None if is_plain else rollouts.lengths.new_full(shape, begun + count)
         return RolloutBatch(
             prompts=prompts,
             rollouts=learned,
@@ -314,12 +315,12 @@ class RolloutCollector:
 
     def _sample_and_score(self, request: RolloutRequest) -> ScoredSamples:
         scorer = self.scorer if self.policy_reward is None else None
-        how = self.clock, self.shares_engine, self.truncated == "zero"
+        how = self.clock, self.truncated == "zero"
         return sample_and_score(self.engine, self.task, scorer, request, *how)
 
 
 def check_binary(rewards: Tensor, prompts: Prompts, when: str) -> None:
-    """Raise InputError naming the first prompt with a reward [G, N] other than 0 and 1."""
+    """Raise InputError for the first reward [G, N] other than 0 and 1."""
     broken = ((rewards != 0) & (rewards != 1)).nonzero()
     if len(broken):
         group, rollout = broken[0].tolist()

@@ -1,11 +1,7 @@
-"""Corrections for a rollout engine whose probabilities differ from the trainer's: token weights,
-before the first update.
-
-The ratio w_t of a sampled token is its probability under the policy before the step's first update,
-over its probability in the rollout engine, both of the full distribution at the sampling
-temperature; W is the product over its response. sequence_mask belongs to the loss
-(algorithms/losses/masks.py), because it depends on the policy of each update.
-"""
+"""Corrections for a rollout engine whose probabilities differ from the trainer's: token weights, of
+the ratio w_t of a token's probability under the policy before the step's first update over that in
+the engine, both of the full distribution at the sampling temperature. sequence_mask belongs to the
+loss (algorithms/losses.py): it depends on the policy of each update."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,7 +11,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.method import Method
+from maxrl_fast.algorithms.method import Method, Registry
 from maxrl_fast.algorithms.options import Help, Limit, NotNegative
 from maxrl_fast.records import sequence_sums
 from maxrl_fast.runtime.device import host_numbers
@@ -33,68 +29,62 @@ Cap = Annotated[
 Low = Annotated[NotNegative, Help("Smaller weights become 0.")]
 High = Annotated[NotNegative, Help("Larger weights become 0.")]
 _ONE_PASS = "one, before the first update"
+_REGISTRY = Registry(Method)
+CORRECTIONS, correction = _REGISTRY.methods, _REGISTRY.register
 
 
+@correction("-")
+def none() -> None:
+    """1."""
+
+
+@correction("truncated importance sampling, Yao et al. 2025", needs=_ONE_PASS)
 def tis(w: Tensor, *, importance_cap: Cap = 2.0) -> Tensor:
     """min(w_t, importance_cap)."""
     return w.clamp_max(importance_cap)
 
 
+@correction("the same of responses, Liu, Li et al. 2025; verl, TRL", needs=_ONE_PASS)
 def tis_sequence(w: Tensor, *, importance_cap: Cap = 2.0) -> Tensor:
     """min(W, importance_cap), W = prod_t w_t over the response."""
     return w.clamp_max(importance_cap)
 
 
+@correction(
+    "IcePop, Ring-1T, Ling Team 2025; with low = 0 masked importance sampling of tokens",
+    needs=_ONE_PASS,
+)
 def icepop(w: Tensor, *, low: Low = 0.5, high: High = 5.0) -> Tensor:
     """w_t if low <= w_t <= high, else 0."""
     return torch.where((w < low) | (w > high), 0.0, w)
 
 
+@correction(
+    "masked importance sampling of responses, Liu, Li et al. 2025; verl, TRL", needs=_ONE_PASS
+)
 def mis(w: Tensor, *, low: Low = 0.0, high: High = 2.0) -> Tensor:
     """W if low <= W <= high, else 0."""
     return torch.where((w < low) | (w > high), 0.0, w)
 
 
-def none() -> None:
-    """1."""
-
-
+@correction(
+    "off-policy sequence masking, DeepSeek-V3.2 2025, eq. 9", needs="one, before each update"
+)
 def sequence_mask(*, delta: NotNegative = 0.5) -> None:
     """0 if A < 0 and mean_t log(pi_old / pi) > delta, else 1; pi: the policy of each update,
     pi_old: the engine.
     """
 
 
-def _of(function: Callable[..., Any], source: str, needs: str = _ONE_PASS) -> Method:
-    return Method.of(function, source=source, needs=needs)
-
-
-CORRECTIONS = {
-    "none": _of(none, "-", "-"),
-    "tis": _of(tis, "truncated importance sampling, Yao et al. 2025"),
-    "tis_sequence": _of(tis_sequence, "the same of responses, Liu, Li et al. 2025; verl, TRL"),
-    "icepop": _of(
-        icepop,
-        "IcePop, Ring-1T, Ling Team 2025; with low = 0 masked importance sampling of tokens",
-    ),
-    "mis": _of(mis, "masked importance sampling of responses, Liu, Li et al. 2025; verl, TRL"),
-    "sequence_mask": _of(
-        sequence_mask,
-        "off-policy sequence masking, DeepSeek-V3.2 2025, eq. 9",
-        "one, before each update",
-    ),
-}
-
-
 def make_correction(
     name: str, numbers: Mapping[str, Any]
 ) -> Callable[[RolloutBatch, Learner], RolloutBatch] | None:
     """Return what gives a batch its weights before the first update, and metrics (docs/metrics.md)
-    over all sampled tokens; None for one without. It makes the policy's log-probs the old log-probs
-    of the loss, whose ratio then measures the policy's change within the step alone. All ranks must
-    call it."""
+    over all sampled tokens; None for one without. It makes the policy's log-probs the old ones of
+    the loss, whose ratio then measures the policy's change within the step. All ranks must call
+    it."""
     method = CORRECTIONS[name]
-    if method.needs != _ONE_PASS:
+    if method.function in (none, sequence_mask):
         return None
 
     def weigh(batch: RolloutBatch, learner: Learner) -> RolloutBatch:

@@ -1,6 +1,7 @@
-"""The learner makes one optimizer step on the loss of a whole batch."""
+"""The learner makes one optimizer step, AdamW on float32 weights, on the loss of a whole batch."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -9,25 +10,167 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from maxrl_fast.algorithms.losses.masks import nucleus_entropy, siren
+from maxrl_fast.algorithms.losses import (
+    highest_entropies,
+    near_responses,
+    nucleus_entropy,
+    siren,
+)
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.errors import NonFiniteError, TeacherError
 from maxrl_fast.model.attention import has_kernel
-from maxrl_fast.model.policy_model import PolicyModel, find_nonfinite
+from maxrl_fast.model.linear import full_tensor, local_shard
+from maxrl_fast.model.policy_model import Change, PolicyModel, find_nonfinite
 from maxrl_fast.ops import linear_divergence
 from maxrl_fast.ops.function_loss import by_chunks
 from maxrl_fast.ops.loss import loss_of_hidden
-from maxrl_fast.ops.loss_kernel import LossInputs, LossSums
+from maxrl_fast.ops.loss_kernel import LossInputs, LossSums, LossTerms
 from maxrl_fast.records import Rollouts, Samples, sequence_sums
-from maxrl_fast.runtime.device import to_device
+from maxrl_fast.runtime.device import to_host
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.training.critic import Critic
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.optimizer import take_step, zero_gradients
 from maxrl_fast.training.packing import MicroBatch, Packer
 from maxrl_fast.training.passes import Kept, Passes, run_batch
 
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Linear warm-up to `peak`, then constant, or cosine decay to a tenth of the peak; steps count
+    from 1."""
+
+    peak: float
+    steps: int
+    warmup_steps: int
+    schedule: str = "cosine"  # or "constant"
+
+    def at(self, step: int) -> float:
+        if step <= self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        if self.schedule == "constant":
+            return self.peak
+        progress = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
+        return self.peak * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def make_optimizer(model: nn.Module, beta2: float, weight_decay: float) -> torch.optim.AdamW:
+    """Build a fused AdamW with weight decay on matrices only, all in float32, so that changes too
+    small for bfloat16 add up."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, beta2), fused=True)
+
+
+def zero_gradients(model: nn.Module) -> None:
+    """Make all gradients 0, not None, with which the optimizer takes no step."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    torch._foreach_zero_([local_shard(p.grad) for p in trained if p.grad is not None])
+
+
+def take_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    clip_grad: float,
+    refuse: Callable[[float, float], NoReturn],
+    *numbers: Tensor,
+) -> tuple[float, list[Tensor]]:
+    """Clip the gradients and take the optimizer's step. Return the norm before clipping, and the
+    numbers on the host. The first is the loss: where it or the norm is not finite, `refuse` is
+    called with both, and the weights are unchanged."""
+    norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), clip_grad))
+    # one read before the step: values that are not finite must not change the weights
+    norm, *read = to_host(norm, *numbers)
+    loss, grad_norm = float(read[0].flatten()[0]), float(norm)
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        refuse(loss, grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    return grad_norm, read
+
+
+class ValueHead(nn.Module):
+    """The last layer of a critic: value = hidden state @ `weight` [H], which starts at 0."""
+
+    def __init__(self, size: int, device: torch.device):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, device=device))
+
+
+def critic_model(policy: PolicyModel, make: Change = None) -> PolicyModel:
+    """Copy an unsharded policy, with a value head as last layer; both train the same weights."""
+    critic: PolicyModel = policy.copied(make, policy.lm_head)
+    critic.set_output(ValueHead(policy.config.hidden_size, policy.lm_head.weight.device))
+    return critic
+
+
+@dataclass
+class Critic:
+    """Trained in place; `module` (passes.distribute) runs its training passes."""
+
+    model: PolicyModel
+    optimizer: torch.optim.Optimizer
+    lr: float
+    value_clip: float
+    module: nn.Module
+
+    @torch.no_grad()
+    def start_from(self, policy: PolicyModel) -> None:
+        weights = dict(policy.named_parameters())
+        for name, own in self.model.named_parameters():
+            if own is not self.model.lm_head.weight and own is not weights[name]:
+                own.copy_(weights[name])
+
+
+@dataclass(frozen=True)
+class LossSettings(LossTerms):
+    temperature: float = 1.0  # of the policy whose log-probs the loss is about
+    max_new_tokens: int = 1  # the constant of seq_sum_constant
+    divergence: str = "reverse"  # of linear_divergence, with its beta
+    beta: float = 0.5
+    divergence_coef: float = 0.0  # of the exact divergence from the reference policy
+    top_entropy: float = 1.0  # part of an update's tokens, by entropy, with a policy gradient
+    siren: float = 0.0  # coefficient of SIREN's term; 0: none
+    # delta of near_responses, whose tokens have a policy gradient; None: all have
+    sequence_mask: float | None = None
+    seed: int = 0  # of losses that draw tokens
+
+    def denominator(self, lengths: Tensor) -> float:
+        if self.aggregation == "token_mean":
+            return float(lengths.sum())
+        per_response = self.max_new_tokens if self.aggregation == "seq_sum_constant" else 1
+        return float(len(lengths) * per_response)
+
+    @property
+    def masks(self) -> list[Callable[[Tokens], Tensor]]:
+        """What returns which tokens [T] bool keep their advantage."""
+        found = list[Callable[[Tokens], Tensor]]()
+        if self.sequence_mask is not None:
+            found.append(partial(near_responses, delta=self.sequence_mask))
+        if self.top_entropy < 1:
+            found.append(partial(highest_entropies, share=self.top_entropy))
+        if self.spec.masks:
+            found.append(partial(self.spec.compare, options=dict(self.options)))
+        return found
+
+    @property
+    def over_batch(self) -> bool:
+        """Whether a token's loss depends on other responses of the update."""
+        return bool(self.masks or self.spec.statistics or self.siren)
+
+    def has_gradient(self, advantages: Tensor) -> Tensor:
+        if self.divergence_coef or self.siren or self.needs_every_token:
+            return torch.ones_like(advantages, dtype=torch.bool)
+        return advantages != 0
+
+
 REFERENCE = "the reference policy's numbers are"
+Draw = tuple[int, int]  # the step and the update within it, for losses that draw tokens
 TOKEN_METRICS = ("ratio", "ratio_clamped", "clipped_low", "clipped_high", "kl", "logprob_diff")
 
 
@@ -52,8 +195,6 @@ class UpdateMetrics:
 
 @dataclass
 class Plan:
-    """What the micro-batches of an update share."""
-
     packer: Packer
     sequences: Tensor  # int64, ascending, on the host: those with a gradient
     denominator: float
@@ -78,7 +219,7 @@ class Learner:
     dtype: torch.dtype
     reference: PolicyModel | None = None
     ranks: Ranks = field(default_factory=Ranks)
-    module: nn.Module | None = None  # of sharding.distribute; None: the model
+    module: nn.Module | None = None  # of passes.distribute; None: the model
     objective_state: dict[str, Tensor] = field(default_factory=dict)
     critic: Critic | None = None
     copies_policy: bool = True  # the reference is the policy at an earlier time, not a teacher
@@ -102,28 +243,23 @@ class Learner:
         samples: Samples,
         advantages: Tensor,
         sequences: Tensor,
-        draw: tuple[int, int] = (0, 0),
+        draw: Draw = (0, 0),
     ) -> None:
-        """Add the gradient of the loss of some samples to that of earlier calls since the last
-        step; a call that fails or is interrupted discards the sum.
-
-        Args:
-            advantages: [S] of all samples.
-            sequences: int64, ascending: those over which the loss is averaged, also the ones
-                without a gradient, which are not computed.
-            draw: the step and the update within it, for losses that draw tokens.
-        """
+        """Add the gradient of the loss of some samples, with the advantages [S] of all, to that of
+        earlier calls since the last step; a call that fails or is interrupted discards the sum.
+        sequences: int64, ascending: those over which the loss is averaged, also the ones without a
+        gradient, which are not computed."""
         earlier, self.accumulated = self.accumulated, []
         if not earlier:
             zero_gradients(self.model)
         plan = self.plan(samples, advantages, sequences, draw)
-        of_batch = partial(self.loss, plan)
-        plan.done = self.passes.accumulate(self._module, plan.packer, plan.sequences, of_batch)
+        for part in self.passes.with_gradients(self._module, plan.packer, plan.sequences):
+            part.add(plan.done, *self.loss(plan, part.batch))
         self.accumulated = [*earlier, plan]
 
     def optim_step(self, *, when: str, lr: float) -> UpdateMetrics:
-        """Clip the sum of the gradients and take the optimizer's step; `when` is for messages, such
-        as NonFiniteError's, which names the prompts and leaves the weights unchanged."""
+        """Clip the sum of the gradients and take the optimizer's step. NonFiniteError says `when`,
+        names the prompts and leaves the weights unchanged."""
         plans, self.accumulated = self.accumulated, []
         done = [done for x in plans for done in x.done]
         sums = self.passes.total(done, 1 + len(LossSums._fields), self.device)
@@ -152,13 +288,7 @@ class Learner:
     def device(self) -> torch.device:
         return self.model.lm_head.weight.device
 
-    def plan(
-        self,
-        samples: Samples,
-        advantages: Tensor,
-        sequences: Tensor,
-        draw: tuple[int, int] = (0, 0),
-    ) -> Plan:
+    def plan(self, samples: Samples, advantages: Tensor, sequences: Tensor, draw: Draw) -> Plan:
         sequences, settings = sequences.cpu(), self.settings
         found, own = dict[str, Any](), dict[str, Tensor]()
         if settings.over_batch:
@@ -175,31 +305,23 @@ class Learner:
         return Plan(packer, sequences[has_gradient], denominator, settings, **found, own=own)
 
     def _compare(
-        self, samples: Samples, advantages: Tensor, sequences: Tensor, draw: tuple[int, int]
+        self, samples: Samples, advantages: Tensor, sequences: Tensor, draw: Draw
     ) -> tuple[Samples, Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Compare the tokens of an update in a first pass. Return samples and advantages after the
-        masks, what the loss reads of the tokens, and metrics."""
+        """Return samples and advantages after the masks, what the loss reads of the tokens, and
+        metrics, by a first pass."""
         settings, rollouts = self.settings, samples.rollouts
-        index, cu_seqlens = rollouts.at(sequences)  # [T'] of the rollouts' T tokens
+        index, cu_seqlens, chosen = rollouts.at(sequences)  # [T'] of the rollouts' T tokens
         if not len(index):  # which keeps SIREN's anchor
             return samples, advantages, {}, {}
         values = self.passes.compute(self._values, self.model, samples, sequences).double()
-        (chosen,), lengths = to_device(values.device, sequences), cu_seqlens.diff()
+        lengths = cu_seqlens.diff()
         of_tokens = advantages[chosen].double().repeat_interleave(lengths, output_size=len(index))
         if rollouts.importance_weights is not None:
             of_tokens = of_tokens * rollouts.importance_weights[index]
-        old = rollouts.logprobs[index].double()
-        tokens = Tokens(
-            logprobs=values[:, 0],
-            entropy=values[:, 1],
-            old_logprobs=old,
-            ref_logprobs=old,
-            advantages=of_tokens,
-            mask=torch.ones_like(index, dtype=torch.bool),
-            cu_seqlens=cu_seqlens,
-            generator=torch.Generator().manual_seed(_seed(settings.seed, *draw)),
-        )
-        keeps, found = tokens.mask, dict[str, Tensor]()
+        old, keeps = rollouts.logprobs[index].double(), torch.ones_like(index, dtype=torch.bool)
+        tokens = Tokens(values[:, 0], values[:, 1], old, old, of_tokens, keeps, cu_seqlens)
+        tokens.generator = torch.Generator().manual_seed(_seed(settings.seed, *draw))
+        found = dict[str, Tensor]()
         for mask in settings.masks:
             keeps = keeps & mask(tokens)
             tokens.advantages = tokens.advantages * keeps
@@ -229,8 +351,8 @@ class Learner:
         return torch.cat(by_chunks(*given, scaling["softcap"]))
 
     def loss(self, plan: Plan, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return this micro-batch's share of the loss times the number of ranks, over which
-        gradients are averaged; and [11] float64: the LossSums, and the tokens computed."""
+        """Return the micro-batch's loss times the number of ranks, over which gradients are
+        averaged; and [11] float64: the LossSums, and the tokens computed."""
         settings, num_ranks = plan.settings, self.ranks.size
         teacher_hidden = self._teacher_hidden(batch) if settings.divergence_coef else None
         hidden = run_batch(self._module, batch, self.dtype)  # [T, H]
@@ -337,7 +459,6 @@ class Learner:
 
 
 def _wrong_loss(plan: Plan) -> str:
-    """Say which micro-batch of this rank has a loss that is not finite, or ""."""
     for sequences, sums in plan.done:
         of_batch = LossSums(*sums[:-1].tolist())
         if not math.isfinite(of_batch.loss):

@@ -1,6 +1,6 @@
-"""Packs rollouts into micro-batches in which tokens that several of them begin with appear once.
-Indices are computed on the host, which reads the tokens once per update, and go to the device in
-one asynchronous copy."""
+"""Packs rollouts into micro-batches in which tokens that several of them begin with appear once, as
+a forest of segments (docs/prefix_trees.md). Indices are computed on the host, which reads the
+tokens once per update, and go to the device in one asynchronous copy."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,18 +8,135 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from maxrl_fast.model.attention import Forest
 from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences, ranges
 from maxrl_fast.runtime.device import to_device, to_host
-from maxrl_fast.training.prefix_tree import Integers, SortedRows
+
+Integers = NDArray[np.int64]
+
+
+def host_ranges(starts: Integers, lengths: Integers) -> Integers:
+    return ranges(torch.from_numpy(starts), torch.from_numpy(lengths)).numpy()
+
+
+def beginnings(sequences: list[bytes]) -> tuple[Integers, Integers]:
+    """Return how many int64 numbers sequences [n] have, and how many each shares with the one
+    before it."""
+    lengths = np.array([len(x) // 8 for x in sequences], dtype=np.int64)
+    numbers, starts = np.frombuffer(b"".join(sequences), np.int64), lengths.cumsum() - lengths
+    both = np.minimum(lengths[1:], lengths[:-1])
+    differ = numbers[host_ranges(starts[1:], both)] != numbers[host_ranges(starts[:-1], both)]
+    at, begins = np.append(np.flatnonzero(differ), len(differ)), both.cumsum() - both
+    common = np.minimum(at[at.searchsorted(begins)] - begins, both)
+    return lengths, np.append(0, common)[: len(lengths)]
+
+
+@dataclass(frozen=True)
+class Tree:
+    lengths: Integers  # [M] tokens of each segment
+    parents: Integers  # [M] the segment above; -1: none
+    index: Integers  # [U] of the rows' tokens
+    positions: Integers  # [U]
+    chosen: Integers  # [T] where the chosen tokens of the rows are, by sequence
+
+
+@dataclass(frozen=True)
+class SortedRows:
+    """S rows: each a prompt of at least one token and a part of a response to it."""
+
+    tokens: Integers  # of all prompts and responses
+    starts: Integers  # [S, 2] where the prompt and the response of each row begin
+    sizes: Integers  # [S, 2] their tokens in the row
+
+    @cached_property
+    def lengths(self) -> Integers:  # [S]
+        return self.sizes.sum(1)
+
+    @cached_property
+    def _sorted(self) -> tuple[Integers, Integers]:
+        """[S] rows in the order of their tokens' bytes, and with how many tokens each begins like
+        the one before it. Samples of a prompt are compared only after it: a row's key is the number
+        of the shortest prompt that begins it, and what follows."""
+        data, bounds = self.tokens.tobytes(), np.stack([self.starts, self.starts + self.sizes], 2)
+        of_prompt, of_response = (8 * bounds).swapaxes(0, 1).tolist()
+        prompts = {a: data[a:b] for a, b in dict(of_prompt).items()}
+        shortest, heads = list[bytes](), dict[int, bytes]()
+        for a in sorted(prompts, key=prompts.__getitem__):
+            if not prompts[a].startswith((*shortest[-1:],)):
+                shortest.append(prompts[a])
+            heads[a] = len(shortest).to_bytes(8, "big") + prompts[a][len(shortest[-1]) :]
+        pairs = zip(of_prompt, of_response, strict=True)
+        keys = [heads[a] + data[c:d] for (a, _), (c, d) in pairs]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        sizes, common = beginnings([keys[row] for row in order])
+        is_first = common == 0  # with its shortest prompt
+        common += self.lengths[order] - sizes
+        common[is_first] = beginnings(shortest)[1]
+        return np.array(order, dtype=np.int64), common
+
+    @cached_property
+    def ranks(self) -> Integers:
+        return self._sorted[0].argsort()
+
+    def common(self, rows: Integers) -> Integers:
+        """Return with how many tokens each row begins like the one before it."""
+        between = np.repeat(self.ranks[rows] + 1, 2)[1:-1]
+        least = np.minimum.reduceat(np.append(self._sorted[1], 0), between)[::2]
+        return np.append(0, least)[: len(rows)]
+
+    def tree(
+        self, sequences: Integers, positions: Integers, counts: Integers, shares_all: bool
+    ) -> Tree:
+        """Return the forest of the rows [S'], and where `counts` [S'] tokens of each, those at the
+        packed `positions` [T] in its row, are in it. shares_all: all that rows begin with, or
+        prompts and whole rows only."""
+        by_rank = self.ranks[sequences].argsort()
+        rows = sequences[by_rank]
+        lengths, prompts, common = self.lengths[rows], self.sizes[rows, 0], self.common(rows)
+        if not shares_all:
+            common = np.where(common < lengths, np.where(common < prompts, 0, prompts), common)
+        added = lengths - common
+        starts = added.cumsum() - added
+        above, adds = find(common, np.repeat(by_rank.argsort(), counts), positions)
+        chosen = (starts - common)[adds] + positions
+        # A segment begins where a row does, and where a later row leaves the path.
+        leaves = np.where(common, (starts - common)[above] + common, 0)[added > 0]
+        starts = starts[added > 0]
+        begins = np.unique(np.append(starts, leaves))
+        parents = np.arange(len(begins)) - 1
+        parents[begins.searchsorted(starts)] = begins.searchsorted(leaves) - 1
+        of_prompt = np.maximum(prompts - common, 0)
+        parts = np.stack([of_prompt, added - of_prompt], 1).ravel()
+        return Tree(
+            np.diff(np.append(begins, added.sum())),
+            parents,
+            host_ranges((self.starts + self.sizes)[rows].ravel() - parts, parts),
+            host_ranges(common, added),
+            chosen,
+        )
+
+
+def find(common: Integers, rows: Integers, positions: Integers) -> tuple[Integers, Integers]:
+    """Return which row adds the last token that each row shares, itself if it shares none; and the
+    tokens [T] at `positions` of `rows`."""
+    above, left = np.arange(len(common)) - (common > 0), np.flatnonzero(common)
+    while len(left := left[common[above[left]] >= common[left]]):
+        above[left] = above[above[left]]
+    steps = [above]  # 1, 2, 4, ... rows up
+    while common[steps[-1]].any():
+        steps.append(steps[-1][steps[-1]])
+    for step in reversed(steps):
+        rows = np.where(positions < common[step[rows]], step[rows], rows)
+    return above, np.where(positions < common[rows], above[rows], rows)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The packed tokens that the model reads, a forest of what several rows begin with, and the
-    targets of its predictions. What an environment inserted is read and is not a target."""
+    """The packed tokens that the model reads, and the targets of its predictions. What an
+    environment inserted is read and is not a target."""
 
     tokens: Tensor  # [U] int64
     positions: Tensor  # [U] int64
@@ -44,11 +161,9 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs micro-batches of a step's rollouts, which have `advantages` [S]."""
-
     prompts: Prompts
     rollouts: Rollouts
-    advantages: Tensor
+    advantages: Tensor  # [S]
     shares_all: bool = True  # what samples begin with; False: prompts and whole rows
     teacher: "Packer | None" = None  # of the same rollouts, to the teacher's prompts
 
@@ -59,7 +174,7 @@ class Packer:
     @cached_property
     def _on_host(self) -> list[Tensor]:
         """cu_seqlens of prompts and of responses, advantages, all tokens, and how many were
-        inserted before each; read once."""
+        inserted before each."""
         rollouts, inserted = self.rollouts, self.rollouts.inserted
         none = torch.zeros(len(rollouts.tokens) + 1, dtype=torch.int64)
         counts = [] if inserted is None else [inserted.cu_seqlens]
@@ -83,8 +198,7 @@ class Packer:
         return self._on_host[1] + self._on_host[4][self._on_host[1]]
 
     @cached_property
-    def _read_at(self) -> Tensor:
-        """[T] the position in its row that predicts each sampled token: the one before it."""
+    def _read_at(self) -> Tensor:  # [T], the position in its row that predicts each sampled token
         slots = torch.arange(len(self.rollouts.tokens)) + self._on_host[4][1:]
         firsts = self._prompt_lengths - 1 - self._whole_cu_seqlens[:-1]
         return slots + firsts.repeat_interleave(self.lengths)
@@ -155,8 +269,8 @@ class Packer:
         return to_device(self.rollouts.tokens.device, positions)[0]
 
     def _groups(self, sequences: Tensor) -> tuple[Integers, Integers, Integers]:
-        """Return sequences by group, sorted by their tokens; how many tokens each adds to its
-        group's tree; and where the groups begin and end."""
+        """Return sequences by group, sorted by tokens; how many tokens each adds to its group's
+        tree; and where the groups begin and end."""
         chosen, group = sequences.numpy(), sequences.numpy() // self.num_rollouts
         rows = chosen[(group * len(self.rollouts) + self.rows.ranks[chosen]).argsort()]
         firsts, common = np.flatnonzero(np.diff(group, prepend=-1)), self.rows.common(rows)
@@ -177,7 +291,7 @@ class Packer:
         return [torch.from_numpy(np.sort(part)) for part in np.split(rows, starts)[1:]]
 
     def shortest(self, sequences: Tensor) -> Tensor:
-        """Return the chosen sequence [1] with the fewest tokens, those of its prompt included."""
+        """Return the sequence [1] with the fewest tokens, those of its prompt included."""
         tokens = (self._prompt_lengths + self._whole_cu_seqlens.diff())[sequences]
         return sequences[tokens.argmin()].view(1)
 

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from maxrl_fast.algorithms.group import Group
+from maxrl_fast.algorithms.estimator import Group
 
 
 @dataclass(frozen=True)
 class StdFilter:
-    """RLPR's filter (Yu et al. 2025, arXiv:2506.18254), with the constants of its code:
-    docs/tasks.md, "Dynamic sampling"."""
+    """RLPR's filter, with the constants of its code: docs/tasks.md, "Dynamic sampling"."""
 
     share: float
     average: Tensor  # [1] float64, of the learner's state; NaN at the start
@@ -41,7 +40,7 @@ class StdFilter:
 @dataclass(frozen=True)
 class DynamicSampling:
     """Replaces groups whose known rewards are all equal (DAPO, Yu et al. 2025), in at most
-    `max_batches` batches of prompts, after which some of them fill up the step."""
+    `max_batches` batches of prompts; then some of them fill up the step."""
 
     num_prompts: int  # G
     num_rollouts: int  # N
@@ -143,7 +142,7 @@ Schedule = DynamicSampling | Stopping
 
 
 def deviations(rewards: Tensor) -> Tensor:
-    """Return the standard deviation [G] of the known rewards of groups; inf of fewer than two."""
+    """Return the standard deviation [G] of groups' known rewards; inf of fewer than two."""
     group = _known(rewards)
     return group.std(group.rewards, 1)[:, 0]
 

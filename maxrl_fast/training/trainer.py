@@ -9,22 +9,22 @@ G prompts, N rollouts per prompt, S = G N sequences."""
 import atexit
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from maxrl_fast.records import Prompts
+from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.rollout import Engine
-from maxrl_fast.runtime.background import in_thread
+from maxrl_fast.runtime.background import Stopwatch, in_thread
+from maxrl_fast.runtime.device import host_numbers
+from maxrl_fast.tasks import Task
 from maxrl_fast.training.collect import RolloutBatch, RolloutCollector
-from maxrl_fast.training.learner import Learner, UpdateMetrics
-from maxrl_fast.training.metrics import step_metrics
-from maxrl_fast.training.objectives.objective import Objective
-from maxrl_fast.training.optimizer import LearningRate
-from maxrl_fast.training.stopwatch import Stopwatch
+from maxrl_fast.training.learner import TOKEN_METRICS, Learner, LearningRate, UpdateMetrics
+from maxrl_fast.training.objectives.group import Objective
 
 EXIT_SECONDS = 10.0  # how long the exit of the process waits for a batch that is being sampled
 
@@ -33,7 +33,6 @@ EXIT_SECONDS = 10.0  # how long the exit of the process waits for a batch that i
 class StepRecord:
     batch: RolloutBatch
     advantages: Tensor  # [S] of the last update
-    updates: list[UpdateMetrics]
     metrics: dict[str, float]  # a line of metrics.jsonl
 
 
@@ -53,7 +52,7 @@ class Trainer:
     updates_per_step: int = 1
     correction: Callable[[RolloutBatch, Learner], RolloutBatch] | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
-    teacher_prompts: Callable[[Prompts], Prompts] | None = None
+    teacher_prompts: Callable[[list[int]], Prompts] | None = None
     ahead: int = 0
     waiting: list[RolloutBatch] = field(default_factory=list)  # sampled and not learned from
     _coming: Future[RolloutBatch] | None = None
@@ -61,7 +60,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         # Python would kill the thread at exit, which aborts the process if it is inside PyTorch.
-        # The thread keeps its trainer; others are freed.
+        # Trainers without a thread are freed.
         own = weakref.ref(self)
         atexit.register(lambda: (x := own()) and x._coming and wait([x._coming], EXIT_SECONDS))
 
@@ -114,7 +113,8 @@ class Trainer:
         train_seconds, updates = -clock.total("advantage", "update"), list[UpdateMetrics]()
         with clock("update"):
             if self.teacher_prompts is not None:
-                batch = replace(batch, teacher_prompts=self.teacher_prompts(batch.prompts))
+                read = self.teacher_prompts(batch.prompts.ids.tolist()).to(learner.device)
+                batch = replace(batch, teacher_prompts=read)
             if objective.needs.reference or not learner.settings.divergence_coef:
                 # an objective compares whole batches, the loss those of an update
                 num_shares = 1 if objective.needs.reference else self.updates_per_step
@@ -147,4 +147,105 @@ class Trainer:
             metrics["wait_seconds"] = clock.total("wait for samples") - before
             metrics["sampler_wait_seconds"] = idle
             metrics["tokens_per_second"] = batch.num_tokens / (time.perf_counter() - start)
-        return StepRecord(batch, advantages, updates, metrics | batch.metrics)
+        return StepRecord(batch, advantages, metrics | batch.metrics)
+
+
+def step_metrics(
+    batch: RolloutBatch,
+    advantages: Tensor,  # [S]
+    updates: Sequence[UpdateMetrics],
+    lr: float,
+    train_seconds: float,
+) -> dict[str, float]:
+    """Return the metrics of a step (docs/metrics.md). A loss's own are summed over the updates if
+    they are integers, else averaged."""
+    rewards, rollouts = batch.all_rewards, batch.raw_rollouts
+    known = rewards if batch.valid is None else rewards[~rewards.isnan()]
+    is_zero = advantages.view(batch.rewards.shape) == 0
+    means = {
+        "reward_mean": known.double().mean(),  # a sum of large rewards overflows float32
+        "pass_at_1": (known > 0.5).float().mean(),
+        "frac_prompts_solved": (rewards > 0.5).any(1).float().mean(),  # NaN is not
+        "frac_groups_zero_variance": is_zero.all(1).float().mean(),
+        # The mean of -log-prob of the samples is an unbiased estimate of the entropy; with top-p it
+        # is too low.
+        "entropy": -rollouts.logprobs.mean(),
+        "response_length_mean": rollouts.lengths.float().mean(),
+        "truncated": rollouts.truncated.float().mean(),
+    }
+    if batch.masks_truncated:
+        masked = (rollouts.lengths * rollouts.truncated).sum()
+        means["tokens_masked"] = masked / max(len(rollouts.tokens), 1)
+    numbers = host_numbers(means)
+    if (drawn := batch.frac_drawn) < 1:
+        numbers |= {name: numbers[name] / drawn for name in ("response_length_mean", "truncated")}
+
+    def total(name: str, of: Sequence[UpdateMetrics] = updates) -> float:
+        return sum(getattr(update, name) for update in of)
+
+    for name in ("loss", "grad_norm"):
+        numbers[name] = total(name) / len(updates)
+    for name in TOKEN_METRICS:
+        # in later updates the policy's change would look like an error of the rollout engine
+        read = updates[:1] if name == "logprob_diff" else updates
+        num_targets = total("num_targets", read)
+        numbers[name] = total(name, read) / num_targets if num_targets else float(name == "ratio")
+    own = dict[str, float]()
+    for name in dict.fromkeys(name for update in updates for name in update.own):
+        values = [update.own[name] for update in updates if name in update.own]
+        own[name] = sum(values) if isinstance(values[0], int) else sum(values) / len(values)
+    alone = total("num_tokens_alone")
+    return {
+        "step": batch.step,
+        **numbers,
+        "lr": lr,
+        "num_sequences_trained": total("num_sequences"),
+        "tokens_shared": 1 - total("num_tokens") / alone if alone else 0.0,
+        "num_tokens": batch.num_tokens,
+        "tokens_per_second": batch.num_tokens / (batch.rollout_seconds + train_seconds),
+        "rollout_seconds": batch.rollout_seconds,
+        "train_seconds": train_seconds,
+        **own,
+    }
+
+
+def summary(record: dict[str, float]) -> str:
+    more = f"kl {record['kl']:.3g}  " if record["kl"] else ""
+    if "lag" in record:
+        waits = {"training": record["wait_seconds"], "sampling": record["sampler_wait_seconds"]}
+        longer = max(waits, key=waits.__getitem__)
+        more += f"{longer} waits {waits[longer]:.1f} s  "
+    more += f"draws {record['draws_mean']:.1f}  " if "draws_mean" in record else ""
+    return (
+        f"reward {record['reward_mean']:.3f}  solved {record['frac_prompts_solved']:.3f}  "
+        f"{more}entropy {record['entropy']:.3f}  length {record['response_length_mean']:.1f}  "
+        f"grad {record['grad_norm']:.2f}  {record['tokens_per_second']:,.0f} sampled tokens/s"
+    )
+
+
+@dataclass
+class WarmStart:
+    """Trains the policy on one solution per prompt."""
+
+    task: Task
+    learner: Learner  # with the loss "reinforce", of advantages 1
+    learning_rate: LearningRate
+    batch: int  # prompts of a step
+    takes_prompts: bool = True  # it uses up training prompts; the others are for what follows
+
+    @property
+    def num_steps(self) -> int:
+        return self.learning_rate.steps
+
+    @property
+    def num_prompts(self) -> int:
+        return self.num_steps * self.batch if self.takes_prompts else 0
+
+    def steps(self, done: int = 0) -> Iterator[tuple[int, float]]:
+        for step in range(done + 1, self.num_steps + 1):
+            prompts, solutions = self.task.demonstrations((step - 1) * self.batch, self.batch)
+            samples = Samples(prompts, solutions).to(self.learner.device)
+            ones = torch.ones_like(samples.prompts.ids, dtype=torch.float32)
+            self.learner.forward_backward(samples, ones, samples.sequences)
+            lr = self.learning_rate.at(step)
+            yield step, self.learner.optim_step(when=f"warm start step {step}", lr=lr).loss

@@ -1,5 +1,3 @@
-"""A browser, and the page of some runs in it."""
-
 import os
 import shutil
 

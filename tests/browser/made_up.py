@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from maxrl_fast.config.names import PASS_RATES
-from maxrl_fast.training.objectives.weight import weight_of
+from maxrl_fast.config.changes import PASS_RATES
+from maxrl_fast.training.objectives.registry import weight_of
 
 HOSTILE = "</script><script>window.broken = 1</script><!-- <script> <img src=x onerror="
 HOSTILE += "'window.broken = 2'> ]]> &lt; \u2028\u2029 \ud800 \x00 {{data}}"
@@ -27,7 +27,6 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 def write_run(
     folder: Path, *, steps: int = 30, seed: int = 0, **options: Any
 ) -> list[dict[str, Any]]:
-    """Write a run with every file, and return the records of metrics.jsonl."""
     rng = random.Random(seed)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | {"seed": seed} | options))
@@ -78,7 +77,6 @@ def rollout(rng: random.Random, step: int, i: int) -> dict[str, Any]:
 
 
 def write_evaluation(out: Path) -> dict[str, Any]:
-    """Write a folder of `python -m maxrl_fast.evaluate`, and return the content of eval.json."""
     out.mkdir(parents=True)
     rates = {str(k): k / 20 for k in (1, 2, 4, 8, 16)}
     coverage = {k: {"mean": x, "low": x - 0.05, "high": x + 0.04} for k, x in rates.items()}

@@ -16,7 +16,7 @@ from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.objectives.registry import OBJECTIVES
 from tests.fuzzing import settings
 
-OPTIONS = {name: x for name, x in parse([]).values().items() if name != "config"}
+OPTIONS = {name: x for name, x in parse([]).values.items() if name != "config"}
 WORDS = ["", *"0 1 2 -1 16 0.5 1e-3 nan inf -inf 1e400 None none true x -- float32 auto".split()]
 WORDS += ["9" * 30, "9" * 5000, "4 ", "a\0b", "\ud800", "x" * 300]
 WORDS += "0x10 1_000 é a=b ../.. /dev/null /nowhere/x cpu eps=nan = rloo q_proj".split()

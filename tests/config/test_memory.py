@@ -10,16 +10,13 @@ from torch.utils._pytree import tree_leaves
 from maxrl_fast import train
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job.build import RunContext
-from maxrl_fast.job.estimates import estimate_memory
+from maxrl_fast.job.build import RunContext, estimate_memory
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.optimizer import make_optimizer
+from maxrl_fast.training.learner import Learner, LossSettings, make_optimizer
 from tests.batches import make_prompts
 from tests.model.test_huggingface import tiny_policy
 from tests.models import updated

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from maxrl_fast import train
 from maxrl_fast.runtime.device import Machine
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.training.sharding import gradients_fit, is_sharded
+from maxrl_fast.training.passes import gradients_fit, is_sharded
 from tests.job.test_resume import assert_same
 from tests.models import tiny_decoder
 from tests.ranks import RUNS, one_update
@@ -318,27 +318,27 @@ with ranks.connected(torch.device("cpu")), StallWatchdog(Stopwatch(), 3.0):
 """
 
 
-def start_ranks_apart(tmp_path, action):
-    """Start two ranks as on two machines, so that no torchrun ends one when the other fails."""
+@contextlib.contextmanager
+def ranks_apart(tmp_path, action):
+    """Two ranks as on two machines, so that no torchrun ends one when the other fails."""
     script = tmp_path / "apart.py"
     script.write_text(APART.format(action=action))
     shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {"WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
     command, options = [sys.executable, str(script)], {"text": True, "stderr": subprocess.PIPE}
-    return [
-        subprocess.Popen(command, env=shared | {"RANK": str(rank)}, **options) for rank in range(2)
-    ]
+    both = [subprocess.Popen(command, env=shared | {"RANK": x}, **options) for x in "01"]
+    try:
+        yield both
+    finally:
+        for process in both:
+            process.kill()
 
 
 @pytest.mark.parametrize("failure", ["raise RuntimeError", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_a_failing_rank_ends_the_others_within_a_minute(tmp_path, failure):
-    first, second = start_ranks_apart(tmp_path, f"if ranks.rank: {failure}")
-    try:
+    with ranks_apart(tmp_path, f"if ranks.rank: {failure}") as (first, second):
         _, error = first.communicate(timeout=60 + 30)  # 30 s for the start
         second.wait(timeout=10)
-    finally:
-        first.kill()
-        second.kill()
     assert (first.returncode, second.returncode != 0) == (1, True)
     ended = r"error: rank 0 stops: another process of the run has ended \(.*\)"
     assert re.search(ended, error), error
@@ -349,8 +349,8 @@ def is_stopped(process):
 
 
 def test_ranks_that_are_stopped_together_for_longer_than_the_limit_go_on(tmp_path):
-    both = start_ranks_apart(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(0.5)")
-    try:
+    stop = "os.kill(os.getpid(), signal.SIGSTOP); time.sleep(0.5)"
+    with ranks_apart(tmp_path, stop) as both:
         end = time.monotonic() + 90
         while not all(map(is_stopped, both)):
             assert time.monotonic() < end
@@ -361,9 +361,6 @@ def test_ranks_that_are_stopped_together_for_longer_than_the_limit_go_on(tmp_pat
         for process in both:
             _, error = process.communicate(timeout=60)
             assert (process.returncode, error) == (0, "")
-    finally:
-        for process in both:
-            process.kill()
 
 
 WITHOUT_OUT = """

@@ -7,7 +7,7 @@ from maxrl_fast.evaluation import evaluator
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator
 from maxrl_fast.evaluation.kept_samples import SampleTally, sample_records
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.rollout import Sampling
+from maxrl_fast.rollout import CheckedEngine, Sampling
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask, shortest_path
 from maxrl_fast.tasks.scorer import Scorer
@@ -15,9 +15,6 @@ from tests import brute_force
 
 
 class Oracle:
-    """An engine that solves every maze with its first `solved` samples and walks into a wall with
-    the others."""
-
     def __init__(self, task, solved, split="test"):
         self.task, self.solved, self.split = task, solved, split
 
@@ -79,8 +76,9 @@ def test_a_rank_without_prompts_samples_for_the_others_where_they_share_an_engin
     generate = oracle.generate
     oracle.generate = lambda request: counts.append(len(request.prompts)) or generate(request)
     monkeypatch.setattr(Ranks, "concatenate", lambda self, x: x)
-    for shares_engine in (False, True):
-        evaluated(oracle, task, ranks=Ranks(0, 3), chunk=13, shares_engine=shares_engine)
+    for is_shared in (False, True):
+        engine = CheckedEngine(oracle, "oracle", task.vocab_size, is_shared)
+        evaluated(engine, task, ranks=Ranks(0, 3), chunk=13)
     assert counts == [13, 13, 0]
 
 
@@ -112,8 +110,6 @@ def test_sample_records():
 
 def test_the_tally_numbers_the_answers_to_each_prompt():
     class Letters(MazeTask):
-        """The answer is the last word before DONE. A response with UP has no answer."""
-
         def answer(self, response):
             return "" if "UP" in response else response.split()[-2]
 

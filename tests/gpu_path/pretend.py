@@ -5,8 +5,7 @@ operations that mix devices. On top of it, `PretendGpu` counts kernels, and note
 would wait for the device: reads of values (.item(), bool, .tolist(), .cpu()), results whose shape
 depends on values (nonzero, boolean indices, repeat_interleave without output_size), and copies from
 memory of the host that is not pinned. Lengths, tokens and rewards keep their values, so that code
-which reads them goes on as on a GPU; other values read as 1.
-"""
+which reads them goes on as on a GPU; other values read as 1."""
 
 import contextlib
 from collections import Counter
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from maxrl_fast import _C
-from maxrl_fast.model import flash
+from maxrl_fast.model import attention
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.group_advantage import forget_tables
 
@@ -47,8 +46,7 @@ class PretendGpu(TorchDispatchMode):
     """Counts what runs while it is entered.
 
     `launches` counts kernels by name, `waits` lists what makes the host wait for the device. What
-    has only tensors of the host runs as always, and is not counted.
-    """
+    has only tensors of the host runs as always, and is not counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,8 +153,7 @@ class PretendGpu(TorchDispatchMode):
 
     def put(self, x: Any) -> Any:
         """Return a tensor, or a record of tensors, on this GPU, with its values. Nothing is
-        counted.
-        """
+        counted."""
         if isinstance(x, Tensor):
             return self._put(x.clone())
         fields = vars(x).items()
@@ -235,14 +232,12 @@ class Event:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     """A GPU without kernels of the package: their launches are counted, with every tensor whose
-    address they take checked.
-    """
+    address they take checked."""
     make_subclass = torch.Tensor._make_subclass
 
     def without_device(cls: Any, *args: Any, dispatch_device: bool = False, **kwargs: Any) -> Any:
         """In C++ the device stays `meta`: autograd of a PyTorch without CUDA ends the process at a
-        tensor on cuda.
-        """
+        tensor on cuda."""
         return make_subclass(cls, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "_make_subclass", staticmethod(without_device))
@@ -250,7 +245,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
     monkeypatch.setattr(_foreach_utils, "_device_has_foreach_support", lambda device: True)
     monkeypatch.setattr(dispatch, "has_cuda_kernels", lambda device: True)
     monkeypatch.setattr(_C, "LOSS_WORKSPACE", 64, raising=False)
-    monkeypatch.setattr(flash, "_is_recent", lambda device: True)
+    monkeypatch.setattr(attention, "_is_recent", lambda device: True)
     sizes = {"multi_processor_count": 132, "total_memory": 141 * 10**9, "major": 9, "minor": 0}
     properties = SimpleNamespace(**sizes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

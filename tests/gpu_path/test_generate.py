@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from maxrl_fast.records import Prompts
-from maxrl_fast.rollout import RolloutRequest, Sampling, decode_slots
-from maxrl_fast.rollout import sampling as sampler
+from maxrl_fast.rollout import RolloutRequest, Sampling, decode_slots, sample_keys
 from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.rollout.random import sample_keys
 from maxrl_fast.runtime import tuning
 from tests.gpu_path.pretend import GPU
 from tests.gpu_path.test_budgets import ONE_LAYER, policy
@@ -40,7 +38,7 @@ def append(length, done, keys, rows):
 @pytest.fixture
 def engine(gpu, monkeypatch):
     """With graphs that replay a step with the tensors and the number of rows of their capture."""
-    sample_and_append, steps = sampler.sample_and_append, []
+    sample_and_append, steps = decode_slots.sample_and_append, []
 
     def sampled(logits, sampling, keys, stops, last, length, done, tokens, logprobs, rows=None):
         sample_and_append(logits, sampling, keys, stops, last, length, done, tokens, logprobs, rows)
@@ -54,7 +52,7 @@ def engine(gpu, monkeypatch):
         assert len(gpu.waits) == waits, f"a captured step must not wait: {gpu.waits[waits:]}"
         return SimpleNamespace(replay=partial(append, *steps[-1]))
 
-    monkeypatch.setattr(sampler, "sample_and_append", sampled)
+    monkeypatch.setattr(decode_slots, "sample_and_append", sampled)
     monkeypatch.setattr(decode_slots, "captured", captured)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())

@@ -1,8 +1,14 @@
 """Advantages of rollouts in any order; these tests need no other trainer."""
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from maxrl_fast import ops
 from maxrl_fast.integrations.rollouts import advantages_and_returns, names, rollout_advantages
 from tests.integrations import uneven
 
@@ -56,3 +62,27 @@ def test_missing_prompts_and_wrong_options_are_refused_with_a_sentence():
         rollout_advantages("maxpo", {}, rewards, ["a", "a"], lengths)
     with pytest.raises(ValueError, match="rloo does not use k"):
         rollout_advantages("rloo", {"k": 2}, rewards, ["a", "a"], lengths)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+
+
+def snippet(first_line: str) -> str:
+    (found,) = re.findall(rf"```python\n(# {re.escape(first_line)}.*?)```", PAGE, re.DOTALL)
+    return found
+
+
+def test_slime_gets_the_advantages_of_interleaved_groups() -> None:
+    scope: dict[str, Any] = {}
+    exec(snippet("maxrl_advantages.py"), scope)
+    rewards = torch.tensor([[0.0, 1.0, 0.25, 0.5, 1.0, 0.0], [3.0, 1.0, 1.0, 2.0, 0.0, -1.0]])
+    samples = [
+        SimpleNamespace(group_index=7 + g, get_reward_value=lambda _, x=rewards[g, n]: x.item())
+        for n in range(6)
+        for g in range(2)
+    ]
+    raw, advantages = scope["maxpo"](SimpleNamespace(), samples)
+    assert raw == rewards.T.flatten().tolist()
+    wanted = ops.maxpo_advantage(rewards, k=4).T.flatten()
+    assert wanted.abs().max() > 1
+    torch.testing.assert_close(torch.tensor(advantages), wanted)

@@ -88,14 +88,8 @@ def test_rays_workers_have_the_estimators_of_the_driver(skyrl):
         typing.TypedDict = typing_extensions.TypedDict
         from skyrl.backends.skyrl_train.utils import ppo_utils
 
-        first = ppo_utils.compute_advantages_and_returns(
-            rewards, mask, prompts, "maxrl_fast/maxpo", config=None
-        )[0]
-
-        second = ppo_utils.compute_advantages_and_returns(
-            rewards, mask, prompts, "maxrl_fast/maxpo", config=None
-        )[0]
-        return first, second
+        given = rewards, mask, prompts, "maxrl_fast/maxpo"
+        return [ppo_utils.compute_advantages_and_returns(*given, config=None)[0] for _ in "12"]
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:

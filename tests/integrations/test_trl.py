@@ -100,10 +100,7 @@ def test_each_of_two_processes_computes_pacs_anew_from_its_own_groups(tmp_path):
     config = {"num_iterations": 2, "learning_rate": 0.0, "max_steps": 2}
     for record in run_in_two_processes(tmp_path, "pacs", config=config, unknown=True):
         (rows,) = record["generated"]
-        logged = {
-            tuple(ids): advantage
-            for ids, advantage in zip(rows["responses"], rows["logged"], strict=True)
-        }
+        logged = dict(zip(map(tuple, rows["responses"]), rows["logged"], strict=True))
         assert len(record["seen"]) == 2 * 8
         for _, ids, advantage in record["seen"]:
             assert advantage == pytest.approx(logged[tuple(ids)], abs=1e-5)

@@ -3,8 +3,7 @@ import torch
 
 from maxrl_fast.model.checkpoint import load_checkpoint
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.learner import Learner, LossSettings
 from maxrl_fast.training.objectives.registry import make_objective
 from tests.batches import collected, make_prompts
 from tests.integrations.test_trl import job
@@ -37,8 +36,8 @@ def updates_of(job, folder, **options):
 
 
 def our_gradients(folder, sampler, weights, rows, rewards, **options):
-    """Return gradients and advantages of pacs and Learner, and the part of the rollouts
-    whose reward is known."""
+    """Return gradients and advantages of pacs and Learner, those that were seen, and the part of
+    the rollouts whose reward is known."""
     model = load_checkpoint(folder / "model")
     model.load_state_dict(sampler)
     rows = sorted(rows)  # groups are adjacent: no two prompts are equal
@@ -59,24 +58,15 @@ def our_gradients(folder, sampler, weights, rows, rewards, **options):
     advantages = step.advantages(sequences)
     updated(learner, samples, advantages, sequences, when="an update", lr=0.0)
     seen = torch.tensor([advantage for *_, advantage in rows])
-    return (
-        {name: weight.grad for name, weight in model.named_parameters()},
-        advantages,
-        seen,
-        len(sequences) / len(rows),
-    )
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    return gradients, advantages, seen, len(sequences) / len(rows)
 
 
+TWO = {"gradient_accumulation_steps": 2}
 CASES = {
-    "one update per batch": ({"gradient_accumulation_steps": 2}, {}),
-    "more epochs over a batch": (
-        {"gradient_accumulation_steps": 2, "num_iterations": 2},
-        {"beta": 3.0},
-    ),
-    "several updates per batch": (
-        {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
-        {"score": "dr_grpo"},
-    ),
+    "one update per batch": (TWO, {}),
+    "more epochs over a batch": ({**TWO, "num_iterations": 2}, {"beta": 3.0}),
+    "several updates per batch": ({**TWO, "steps_per_generation": 4}, {"score": "dr_grpo"}),
 }
 
 

@@ -46,23 +46,15 @@ def verls(name, **options):
     loss, metrics = function(
         padded(old), padded(logp), of_tokens, mask.double(), "token-mean", config
     )
-    clipped = sum(
-        value
-        for key, value in metrics.items()
-        if key in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")
-    )
+    clipped = sum(metrics.get(f"actor/pg_clipfrac{x}", 0) for x in ("", "_lower"))
     return loss.detach(), torch.autograd.grad(loss, logits)[0], clipped
 
 
 def ours(loss, aggregation, arguments=None, **options):
     logits, targets, old, advantages, _ = rollouts()
     logits.requires_grad_()
-    given = {
-        "cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0),
-        "old_logprobs": old,
-        "aggregation": aggregation,
-    }
-    given |= arguments or {}
+    given = {"cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0), **(arguments or {})}
+    given |= {"old_logprobs": old, "aggregation": aggregation}
     value, metrics = ops.policy_gradient_loss(
         logits, targets, advantages, **given, loss=loss, loss_options=options
     )

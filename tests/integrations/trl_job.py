@@ -76,24 +76,21 @@ def recorded(base):
 
 def score(completion_ids, *, unknown, binary):
     """Return how often two of the words occur, or whether; None where the reward is not known."""
-    counts = [float(ids.count(2) + ids.count(3)) for ids in completion_ids]
-    values = [float(count > 0) for count in counts] if binary else counts
-    return [
-        None if unknown and sum(ids) % 5 == 0 else value
-        for ids, value in zip(completion_ids, values, strict=True)
-    ]
+    scores = []
+    for ids in completion_ids:
+        count = ids.count(2) + ids.count(3)
+        scores.append(float(count > 0 if binary else count))
+        if unknown and sum(ids) % 5 == 0:
+            scores[-1] = None
+    return scores
 
 
 def build(
     name, folder, *, arguments=None, config=None, unknown=False, weights=(1.0,), callbacks=None
 ):
-    """Return the trainer.
-
-    Args:
-        arguments, config: those of the trainer, and of GRPOConfig.
-        unknown: whether some rewards are not known.
-        weights: those of the rewards; the second is by length, and never known for some responses.
-    """
+    """Return the trainer. arguments, config: those of the trainer, and of GRPOConfig; unknown:
+    whether some rewards are not known; weights: those of the rewards; the second is by length, and
+    never known for some responses."""
 
     def reward(completion_ids, **_):
         return score(completion_ids, unknown=unknown, binary=name == "pacs")
@@ -119,8 +116,7 @@ def build(
 
 
 def train(trainer):
-    """Train; `seen` then has prompt, response and advantage of each row that TRL's own loss was
-    given."""
+    """Train; `seen` then has prompt, response and advantage of each row of TRL's own loss."""
     original = GRPOTrainer._compute_loss
 
     def compute_loss(self, model, inputs):

@@ -1,7 +1,7 @@
 import pytest
 
 from maxrl_fast import train
-from maxrl_fast.training.warm_start import WarmStart
+from maxrl_fast.training.trainer import WarmStart
 from tests.runs import assert_same_run, base, stop_at
 
 GOOD = "def score(prompt, response):\n    return len(response) % 2\n"

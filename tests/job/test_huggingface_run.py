@@ -6,9 +6,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from maxrl_fast import evaluate, train
-from maxrl_fast.model.huggingface_checkpoint import load_huggingface
 from maxrl_fast.model.linear import LoraLinear
-from maxrl_fast.model.policy import load_policy
+from maxrl_fast.model.policy import load_huggingface, load_policy
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.learner import Learner
 from tests.runs import (

@@ -1,13 +1,9 @@
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from maxrl_fast.job import learner_state
-from maxrl_fast.job.learner_state import load_state, save_state
+from maxrl_fast.job import checkpoints
+from maxrl_fast.job.checkpoints import load_state, save_state
 from tests.tables import refused
 
 TENSORS = {
@@ -30,14 +26,11 @@ def assert_equal(tensors):
 
 
 @pytest.mark.parametrize("file_bytes", [1, 10**9])
-def test_tensors_are_read_as_they_were_written_also_by_pytorch(tmp_path, monkeypatch, file_bytes):
-    monkeypatch.setattr(learner_state, "FILE_BYTES", file_bytes)
+def test_tensors_are_read_as_they_were_written(tmp_path, monkeypatch, file_bytes):
+    monkeypatch.setattr(checkpoints, "FILE_BYTES", file_bytes)
     save_state(tmp_path, TENSORS)
     assert len(list(tmp_path.iterdir())) == (1 if file_bytes > 1 else 4)
     assert_equal(loaded(tmp_path))
-    theirs = {name: torch.full_like(tensor, 9) for name, tensor in TENSORS.items()}
-    load(theirs, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
-    assert_equal(theirs)
 
 
 class OnGpu(torch.Tensor):
@@ -46,9 +39,9 @@ class OnGpu(torch.Tensor):
 
 def test_a_copy_from_a_gpu_goes_through_one_small_buffer(monkeypatch):
     pinned = torch.empty(25, dtype=torch.uint8)
-    monkeypatch.setattr(learner_state, "_pinned", lambda: pinned)
+    monkeypatch.setattr(checkpoints, "_pinned", lambda: pinned)
     for tensor in (*TENSORS.values(), torch.arange(90).view(9, 10).T):
-        copy = learner_state.host_copy(tensor.as_subclass(OnGpu))
+        copy = checkpoints.host_copy(tensor.as_subclass(OnGpu))
         assert torch.equal(copy, tensor)
         assert copy.is_contiguous()
 
@@ -59,11 +52,11 @@ def test_rows_of_several_ranks_are_put_together_and_must_be_complete(tmp_path):
     save_file(
         {"weight": TENSORS["weight"][3:].contiguous()},
         tmp_path / "state-00001-00000.safetensors",
-        {learner_state.OFFSETS: rows},
+        {checkpoints.OFFSETS: rows},
     )
     with refused(r"weight must have 5 rows, got 2"):
         loaded(tmp_path)
     save_state(tmp_path, {**whole, "weight": TENSORS["weight"][:3].clone()})
     assert_equal(loaded(tmp_path))
-    with refused(r"weight must have shape \[5, 4\], got \[\d, 3\]"):
+    with refused(r"weight must have shape \[5, 4\], got \[5, 3\]"):
         load_state(tmp_path, {"weight": torch.zeros(5, 4)})

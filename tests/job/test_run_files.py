@@ -3,9 +3,11 @@ import sys
 import types
 
 import pytest
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
 from maxrl_fast import train
 from maxrl_fast.job.run_files import cut_log
+from maxrl_fast.job.screen import Screen
 from maxrl_fast.tasks.maze import WORDS, MazeTask
 from tests.runs import SMALL, read
 
@@ -112,3 +114,21 @@ def test_a_tracker_that_fails_later_is_a_warning(tmp_path, installed, capsys):
     assert [record["step"] for record in read(out / "metrics.jsonl")] == [1, 2]
     assert steps == [0, 1]
     assert capsys.readouterr().err.count("warning: BrokenPipeError of the tracker") == 1
+
+
+def test_in_a_file_every_statement_is_one_line(capsys):
+    screen, line = Screen(), "word " * 60
+    screen.info(line)
+    screen.warning(line)
+    with screen.stage("evaluate", 8) as stage:
+        stage.advance(8)
+    assert capsys.readouterr() == (f"{line}\nevaluate 8/8  0 s left\n", f"warning: {line}\n")
+
+
+@pytest.mark.slow
+def test_a_resumed_run_shows_every_step_once_in_tensorboard(shared_run):
+    """Before it was killed, it had written steps after its last checkpoint."""
+    events = EventMultiplexer({"killed": str(shared_run("killed") / "tensorboard")}).Reload()
+    assert [event.step for event in events.Tensors("killed", "metrics/entropy")] == [*range(1, 7)]
+    # an evaluation may be repeated
+    assert sorted({x.step for x in events.Tensors("killed", "eval/pass_at_1")}) == [0, 2, 4, 6]

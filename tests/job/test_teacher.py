@@ -34,7 +34,7 @@ def test_a_distillation_resumes_bitwise(tmp_path, teacher, flags, capsys):
     assert lines[0]["kl"] > 0.01
     assert lines[0]["response_length_mean"] > 0
     shown = capsys.readouterr()
-    assert ("  kl " in shown.out, "steps were equal" in shown.err) == (True, False)
+    assert ("  kl " in shown.out, "had equal rewards" in shown.err) == (True, False)
     change(teacher / "model.safetensors")
     assert train.main(["--resume", str(tmp_path / "run"), "--steps", "5"]) == 2
     assert "the file of --reference: changed" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from tests.runs import CHAIN_TASK
 
 CODE = """
 import sys
-from maxrl_fast.rollout.cpu_decoder import CpuEngine
+from maxrl_fast.rollout.native import CpuEngine
 from examples.chain import ChainTask
 calls = 0
 def failed(is_real=True):

@@ -13,7 +13,7 @@ FORMULAS = {
     for name, row in KERNELS.items()
 }
 LARGE = ("maxpo", "grpo")  # they run at all sizes
-FUNCTIONS = [name for name, row in ops.ESTIMATORS.items() if row.kernel is None]
+FUNCTIONS = [name for name, row in ops.ESTIMATORS.items() if not (row.kernel or row.of_run)]
 
 
 def computed(rewards, valid, name):

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from maxrl_fast.model import flash
+from maxrl_fast.model import attention
 from maxrl_fast.model.attention import Forest, tree_attention
 
 pytestmark = pytest.mark.gpu
@@ -20,9 +20,9 @@ CASES = {
     "sequences without responses": ([90, 3, 2, 5, 120, 400], [-1, -1, 1, 1, -1, -1]),
     "only sequences": ([129, 3, 1], [-1, -1, -1]),
 }
-KERNELS = [flash.TORCH_VARLEN, flash.REFERENCE]
+KERNELS = [attention.TORCH_VARLEN, attention.REFERENCE]
 if importlib.util.find_spec("flash_attn"):
-    KERNELS.append(flash.FLASH_ATTN)
+    KERNELS.append(attention.FLASH_ATTN)
 
 
 def run(case, q, k, v, grad):
@@ -42,7 +42,7 @@ def test_outputs_and_gradients_differ_only_by_rounding(case, kernel, heads, dtyp
     given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     # the CPU kernel, which tests/model compares with ordinary attention
     truth = run(case, *(x.double() for x in given))
-    monkeypatch.setattr(flash, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(attention, "kernel_for", lambda *_: kernel)
     results = run(case, *(x.cuda() for x in given))
     for result, expected in zip(results, truth, strict=True):
         assert result.dtype == dtype

@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from maxrl_fast.ops import token_logprobs
-from maxrl_fast.rollout import RolloutRequest, Sampling, device_decoder
-from maxrl_fast.rollout.decode_attention import Step
+from maxrl_fast.rollout import RolloutRequest, Sampling, device_decoder, uniforms
+from maxrl_fast.rollout.decode_slots import Step, sample, sample_and_append
 from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.rollout.random import uniforms
-from maxrl_fast.rollout.sampling import sample, sample_and_append
 from tests.batches import FIVE_PROMPTS as PROMPTS
 from tests.batches import one_batch
 from tests.kernels.devices import CPU

@@ -277,7 +277,7 @@ def test_the_decoder_in_bfloat16_is_no_further_from_float64_with_kernels(device,
 @pytest.mark.emulated
 @FAMILIES
 def test_decoding_in_kernels_has_the_decoders_hidden_states(family):
-    from tests.rollout.test_decode_model import check_hidden_states
+    from tests.rollout.test_device_decoder import check_hidden_states
 
     names = []
     check_hidden_states(

@@ -13,7 +13,8 @@ from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.rollout import NativeEngine, RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.rollout.vllm import VllmEngine
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask, prompts_of
+from maxrl_fast.tasks.conversation import TextOptions
+from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 from maxrl_fast.training.passes import run_batch
 from tests.batches import one_batch
 from tests.language.families import CASES, MADE, SMOLLM2

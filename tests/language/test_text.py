@@ -10,8 +10,8 @@ from transformers.utils import chat_template_utils
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.tasks import text_codec
-from maxrl_fast.tasks.conversation import _with_text_arguments
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask
+from maxrl_fast.tasks.conversation import TextOptions, _with_text_arguments
+from maxrl_fast.tasks.text_codec import TextTask
 from tests.language.families import CASES, FAMILIES, save_family
 
 pytestmark = pytest.mark.language

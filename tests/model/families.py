@@ -1,8 +1,7 @@
 """Every decoder family of transformers, in tiny: exact, or refused.
 
 `python tests/model/families.py` prints the table of docs/models.md, and ends with code 1 if the
-page has another.
-"""
+page has another."""
 
 import os
 import re
@@ -12,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.huggingface_checkpoint import check_supported, has_parts, policy_of, sizes_of
-from maxrl_fast.training.logprob_parity import check_exact
+from maxrl_fast.model.huggingface import HuggingFacePolicy, has_parts
+from maxrl_fast.model.policy import check_supported, sizes_of
+from maxrl_fast.training.passes import check_exact
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -35,18 +35,17 @@ ROPE = {"rope_type": "default", "rope_theta": 100.0}
 # Families of the table in docs/models.md whose configuration needs more than SIZES; positions and
 # windows count early.
 OTHERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("exaone4", "ministral", "starcoder2"), WINDOW),
+    **dict.fromkeys(("axk1", "deepseek_v2", "glm4_moe_lite"), DEEPSEEK),
+    **dict.fromkeys(("minicpm3", "youtu"), LATENT),
+    **{family: {"rotary_dim": 4} for family in ("codegen", "gptj")},
     "cohere2": {**WINDOW, "logit_scale": 0.125},
-    "exaone4": WINDOW,
     "granite": {
         "logits_scaling": 4.0,
         "attention_multiplier": 0.3,
         "residual_multiplier": 0.5,
         "embedding_multiplier": 2.0,
     },
-    "ministral": WINDOW,
-    "starcoder2": WINDOW,
-    "axk1": DEEPSEEK,
-    "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
         **WINDOW,
@@ -55,7 +54,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 100.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 16, "hidden_size": 32},
     },
-    "deepseek_v2": DEEPSEEK,
     "dots1": {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1},
     "falcon": {"head_dim": None},
     "gemma3n_text": {
@@ -65,7 +63,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         **WINDOW,
     },
     "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40, **WINDOW},
-    "glm4_moe_lite": DEEPSEEK,
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention", "mamba"]},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "nemotron_h": {
@@ -78,7 +75,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "num_layers": 3,
         "window_size": 7,
     },
-    "gptj": {"rotary_dim": 4},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention", "conv"]},
     "llama4_text": {
@@ -102,15 +98,13 @@ OTHERS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
-    "minicpm3": LATENT,
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"]
     },
     "ministral3": {
         **WINDOW,
         "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 100.0,
+            **ROPE,
             "llama_4_scaling_beta": 0.5,
             "original_max_position_embeddings": 4,
         },
@@ -122,7 +116,6 @@ OTHERS: dict[str, dict[str, Any]] = {
         "num_buckets": 4,
     },
     "xlnet": {"max_position_embeddings": None, "d_head": 8},
-    "youtu": LATENT,
 }
 
 
@@ -145,7 +138,7 @@ def verdict(family: str) -> str:
             raise
         except Exception:  # of transformers' own checks
             return "not tried: its configuration refuses tiny sizes"
-        check_exact(policy_of(model, sizes_of(config, config.to_dict())))
+        check_exact(HuggingFacePolicy(model, sizes_of(config, config.to_dict())))
     except InputError as error:
         return "refused: " + shortened(str(error), family)
     except ValueError as error:  # of sizes_of, as read_huggingface reports it
@@ -169,29 +162,21 @@ def own_sizes(family: str) -> dict[str, object]:
 
 def shortened(message: str, family: str) -> str:
     """Return the reason in an error message, without the names of classes and numbers that differ
-    between machines.
-    """
-    message = re.sub(
-        rf"^{re.escape(family)} of transformers (is not supported|cannot be trained here): ",
-        "",
-        message,
-    )
-    message = re.sub(
-        r" differ by up to \S+ nats from.*", " differ from those of its own forward pass", message
-    )
-    message = re.sub(r"^with the prompt computed once for its responses, ", "", message)
-    message = re.sub(
-        rf"^{re.escape(family)} of transformers (cannot compute a packed stream): .*",
-        r"it \1",
-        message,
-        flags=re.DOTALL,
-    )
-    message = re.sub(
-        r"^\w+ asks for (.*), which shared-prompt attention does not do$",
-        r"its attention asks for \1",
-        message,
-    )
-    return re.sub(r"^\w+ (does not say what its decoder layers are)$", r"it \1", message)
+    between machines."""
+    of = rf"^{re.escape(family)} of transformers "
+    for pattern, shorter in (
+        (rf"{of}(is not supported|cannot be trained here): ", ""),
+        (r" differ by up to \S+ nats from.*", " differ from those of its own forward pass"),
+        (r"^with the prompt computed once for its responses, ", ""),
+        (rf"(?s){of}(cannot compute a packed stream): .*", r"it \1"),
+        (
+            r"^\w+ asks for (.*), which shared-prompt attention does not do$",
+            r"its attention asks for \1",
+        ),
+        (r"^\w+ (does not say what its decoder layers are)$", r"it \1"),
+    ):
+        message = re.sub(pattern, shorter, message)
+    return message
 
 
 def table() -> str:

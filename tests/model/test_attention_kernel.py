@@ -5,10 +5,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from maxrl_fast.model import attention, flash
+from maxrl_fast.model import attention
 from maxrl_fast.model.attention import Forest, MergedAttention, kernel_name, tree_attention
 from tests.fuzzing import settings
-from tests.model.test_attention import CPU, ordinary_forest
+from tests.model.test_attention import CPU, ordinary_forest, paths_of
 from tests.models import on_threads
 
 NAMES = ("o", "grad_q", "grad_k", "grad_v")
@@ -120,8 +120,7 @@ SHAPES = {
 @cache
 def references(shape, dtype):
     """Return a shape's inputs, and its results in float64 and of PyTorch, which no instruction set
-    changes.
-    """
+    changes."""
     inputs = stream(*SHAPES[shape], dtype=dtype)
     return inputs, ordinary(*inputs), pytorchs(*inputs)
 
@@ -171,10 +170,7 @@ def test_a_rows_output_is_bitwise_the_same_in_every_forest(dtype):
     layout, (q, k, v), _ = stream(lengths, parents, 4, 2, 24, dtype=dtype)
     k = k * torch.linspace(0.1, 20, len(k))[:, None, None].to(dtype)
     together = attention._TreeAttention.apply(q, k, v, *layout)
-    rows, paths = torch.arange(len(q)).split(lengths), []
-    for own, parent in zip(rows, parents, strict=True):
-        path = torch.cat([paths[parent], own]) if parent >= 0 else own
-        paths.append(path)
+    for _, path in paths_of(lengths, parents):
         for cut in ([len(path)], [1, len(path) - 1], [37] * (len(path) // 37) + [len(path) % 37]):
             cut = [length for length in cut if length]
             chain = torch.tensor(cut), torch.arange(len(cut)) - 1
@@ -185,7 +181,7 @@ def test_a_rows_output_is_bitwise_the_same_in_every_forest(dtype):
 def test_which_streams_the_kernel_takes():
     assert kernel_name(CPU, torch.float32, 256) == kernel_name(CPU, torch.bfloat16, 1) == "C++"
     for dtype, head_dim in ((torch.float32, 257), (torch.float16, 64)):
-        assert kernel_name(CPU, dtype, head_dim) == flash.REFERENCE.name
+        assert kernel_name(CPU, dtype, head_dim) == attention.REFERENCE.name
     layout, qkv, grad = stream([4, 3, 2], [-1, 0, 0], 2, 1, 260)
     forest = Forest(*layout, CPU)
 
@@ -212,5 +208,3 @@ def test_bad_forests_are_a_sentence():
     ):
         with pytest.raises(ValueError, match=message):
             attend(q, k, v, *map(torch.tensor, wrong))
-    with pytest.raises(ValueError, match="q and k must be float32, float64, bfloat16"):
-        attend(q.half(), k.half(), v.half(), lengths, parents)

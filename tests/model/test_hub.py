@@ -6,19 +6,15 @@ import pytest
 
 from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.hub import directory_of, find_model
+from maxrl_fast.model.checkpoint import directory_of, find_model
 from tests.distributed.test_torchrun import finished, torchrun
 from tests.hub import COMMIT, LATER, Hub, use_hub
 from tests.tables import refused, table
 from tests.tasks.test_dataset import SUMS, save_byte_level_policy, written
 
 NAME = f"hf://org/tiny@{COMMIT}"
-SMALL = {
-    *(
-        "config.json generation_config.json tokenizer.json tokenizer_config.json "
-        "chat_template.jinja"
-    ).split()
-}
+SMALL = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+SMALL.add("chat_template.jinja")
 NOWHERE = "http://127.0.0.1:9"  # the port of the service that discards: nobody listens
 
 

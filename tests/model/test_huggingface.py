@@ -1,5 +1,4 @@
 import copy
-import json
 
 import pytest
 import torch
@@ -9,22 +8,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from maxrl_fast.model.attention import AttentionVariant, tree_attention
 from maxrl_fast.model.checkpoint import WEIGHTS, carried_tensors, kept_files, write_policy
 from maxrl_fast.model.huggingface import HuggingFacePolicy, _Block
-from maxrl_fast.model.huggingface_checkpoint import (
+from maxrl_fast.model.policy import (
+    backend_of,
     check_supported,
     load_huggingface,
-    policy_of,
+    load_policy,
+    read_sizes,
     sizes_of,
 )
-from maxrl_fast.model.policy import backend_of, load_policy, read_sizes
 from maxrl_fast.ops import linear_token_logprobs
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.logprob_parity import check_exact, check_head
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.optimizer import make_optimizer
-from maxrl_fast.training.passes import run_batch
+from maxrl_fast.training.learner import Learner, LossSettings, make_optimizer
+from maxrl_fast.training.passes import check_exact, check_head, run_batch
 from tests.batches import make_prompts, one_batch
 from tests.families import FAMILIES, IMAGES, tiny_config, tiny_model
+from tests.model.test_checkpoint import edit_config
 from tests.models import updated
 from tests.tables import refused, table
 
@@ -33,9 +31,10 @@ GENERATOR = torch.Generator().manual_seed(5)
 # two to each prompt
 RESPONSES = [torch.randint(3, 40, (n,), generator=GENERATOR).tolist() for n in (9, 1, 14, 3, 6, 2)]
 ROLLOUTS = Rollouts.given(RESPONSES)
-QUICK = ("gemma2", "qwen3_moe", "gpt_oss")
+QUICK = ("gemma2", "qwen3_moe", "gpt_oss", "phi")
 EVERY = [
-    pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES
+    pytest.param(family, marks=() if family in QUICK else pytest.mark.slow)
+    for family in (*FAMILIES, "phi")  # whose output layer has a bias
 ]
 IMAGES_TOO = [
     pytest.param(family, marks=() if family == "gemma3" else pytest.mark.slow) for family in IMAGES
@@ -44,7 +43,7 @@ IMAGES_TOO = [
 
 def tiny_policy(family: str, **changes) -> HuggingFacePolicy:
     config = tiny_config(family, **changes)
-    return policy_of(tiny_model(config), sizes_of(config, config.to_dict()))
+    return HuggingFacePolicy(tiny_model(config), sizes_of(config, config.to_dict()))
 
 
 def packed_logprobs(policy, dtype=torch.float32, temperature=1.0):
@@ -218,8 +217,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
 
 def test_deep_copies_run_their_own_weights():
     """The reference policy is a deep copy; a wrapper that kept the original layer would train
-    against itself.
-    """
+    against itself."""
     policy = tiny_policy("mistral")
     copied = copy.deepcopy(policy)
     assert all(isinstance(block, _Block) for block in copied.blocks)
@@ -252,11 +250,6 @@ def test_which_backend_is_taken(tmp_path):
     torch.testing.assert_close(*logprobs, rtol=1e-5, atol=3e-5)
 
 
-def edit_config(directory, changes):
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     table("""
@@ -267,7 +260,7 @@ def edit_config(directory, changes):
 )
 def test_wrong_configurations_are_refused(changes, message, tmp_path):
     saved_model("gemma2", tmp_path)
-    edit_config(tmp_path, eval(f"dict({changes})"))
+    edit_config(tmp_path, **eval(f"dict({changes})"))
     with refused(message):
         load_huggingface(tmp_path, 64)
 
@@ -280,19 +273,3 @@ def test_weights_that_are_no_safetensors_are_refused(tmp_path):
     pickled.rename(file).write_bytes(b"PK\x03\x04")
     with refused("cannot read the weights"):
         load_huggingface(tmp_path, 64)
-
-
-def test_code_of_a_checkpoint_is_not_run(tmp_path):
-    saved_model("gemma2", tmp_path)
-    classes = {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"}
-    edit_config(tmp_path, {"auto_map": classes, "attn_implementation": "a/b"})
-    (tmp_path / "evil.py").write_text("raise SystemExit('it was run')\n")
-    policy = load_huggingface(tmp_path, 64)
-    assert type(policy.hf).__module__.startswith("transformers.models.gemma2")
-
-
-def test_an_output_layer_with_a_bias():
-    policy = tiny_policy("phi")
-    assert policy.lm_head.bias is not None
-    logprobs = packed_logprobs(policy), padded_logprobs(policy)
-    torch.testing.assert_close(*logprobs, rtol=1e-5, atol=3e-5)

@@ -1,7 +1,6 @@
 """The parts of a decoder layer on a CPU, for any sizes, strides and numbers of threads.
 
-tests/kernels has the sizes that every device takes, and the decoder.
-"""
+tests/kernels has the sizes that every device takes, and the decoder."""
 
 import itertools
 

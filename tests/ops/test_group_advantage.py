@@ -73,7 +73,8 @@ def test_every_size_equals_the_definition(name):
 
 
 def test_every_estimator_has_a_definition():
-    assert DEFINITIONS.keys() | OVER_THE_BATCH.keys() == ops.ESTIMATORS.keys()
+    own = {name for name, row in ops.ESTIMATORS.items() if not row.of_run}
+    assert DEFINITIONS.keys() | OVER_THE_BATCH.keys() == own
 
 
 def test_quantiles_at_steps_of_the_empirical_distribution():

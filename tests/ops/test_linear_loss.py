@@ -121,7 +121,7 @@ def test_split_sums_of_gradients_are_in_full_precision(monkeypatch):
 
     assert matmul.allow_bf16_reduced_precision_reduction  # PyTorch's default
     hidden, weight, _ = make(torch.bfloat16)
-    chunks = Chunks(hidden.detach(), weight.detach(), 20, True, True)
+    chunks = Chunks(hidden.detach(), weight.detach(), 20, needs=(True, True))
     monkeypatch.setattr(torch, "mm", watched)
     for start, stop, _ in chunks:
         chunks.backward(start, stop)

@@ -4,8 +4,13 @@ from fractions import Fraction
 import pytest
 import torch
 
-from maxrl_fast.algorithms.losses.functions import clip_cov, greatest_covariances
-from maxrl_fast.algorithms.losses.masks import highest_entropies, nucleus_entropy, siren
+from maxrl_fast.algorithms.losses import (
+    clip_cov,
+    greatest_covariances,
+    highest_entropies,
+    nucleus_entropy,
+    siren,
+)
 from maxrl_fast.ops import Tokens
 from tests.ops.loss_definitions import CU_SEQLENS, S, T, V, covariances, quantile
 

@@ -5,15 +5,15 @@ import pytest
 import torch
 
 from maxrl_fast import ops
-from maxrl_fast.algorithms.estimator import KBelowN
-from maxrl_fast.algorithms.estimators import (
+from maxrl_fast.algorithms.estimator import (
     ESTIMATORS,
     Estimator,
     Group,
+    KBelowN,
     Kernel,
     find_estimator,
-    max_at_k,
 )
+from maxrl_fast.algorithms.estimators import max_at_k
 from maxrl_fast.algorithms.options import Positive
 
 REWARDS = torch.tensor([[0.0, 1.0, 0.0, 3.0], [1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])

@@ -4,7 +4,7 @@ from functools import partial
 import pytest
 import torch
 
-from maxrl_fast.algorithms.losses.registry import find_loss
+from maxrl_fast.algorithms.losses import find_loss
 from maxrl_fast.algorithms.options import REQUIRED, Share
 from maxrl_fast.ops import (
     LOSSES,

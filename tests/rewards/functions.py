@@ -1,5 +1,3 @@
-"""Reward functions that misbehave in different ways."""
-
 import contextlib
 import ctypes
 import os

@@ -1,6 +1,3 @@
-"""Reward pools for tests, calls that must fail or succeed among others, and the processes of a
-pool."""
-
 import contextlib
 import os
 import time
@@ -51,7 +48,6 @@ def is_alive(pid):
 
 
 def descendants(pid):
-    """Return the pids of the processes below one, zombies included."""
     found = [pid]
     for parent in found:  # the list grows during the loop
         with contextlib.suppress(OSError):  # it has ended

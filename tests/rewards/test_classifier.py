@@ -2,12 +2,8 @@ import shutil
 
 import pytest
 import torch
-from transformers import (
-    AutoTokenizer,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2ForSequenceClassification,
-)
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForSequenceClassification as Qwen2Classifier
 
 from maxrl_fast import train
 from maxrl_fast.rewards.models import Classifier
@@ -33,7 +29,7 @@ def tokenizer(tmp_path_factory):
     return save_byte_level_policy(tmp_path_factory.mktemp("tokenizer")).parent / "tokenizer"
 
 
-def saved(tokenizer, directory, kind=Qwen2ForSequenceClassification, **options):
+def saved(tokenizer, directory, kind=Qwen2Classifier, **options):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300}
     sizes |= {"max_position_embeddings": 256} | options
@@ -53,7 +49,7 @@ def test_the_reward_is_the_score_of_the_conversation(tokenizer, tmp_path, num_la
         theirs.pad_token = theirs.eos_token
         theirs.save_pretrained(directory)
     scores = Classifier(f"hf:{directory}", CPU, torch.float32).score(ROWS)
-    model = Qwen2ForSequenceClassification.from_pretrained(directory).eval().requires_grad_(False)
+    model = Qwen2Classifier.from_pretrained(directory).eval().requires_grad_(False)
     expected = []
     for row in ROWS:
         asked = row["prompt"]
@@ -79,22 +75,19 @@ def test_without_a_chat_template_the_text_is_prompt_and_response(tokenizer, tmp_
     directory = saved(tokenizer, tmp_path / "model", num_labels=1)
     theirs = AutoTokenizer.from_pretrained(directory)
     (directory / "chat_template.jinja").unlink()
-    model = Qwen2ForSequenceClassification.from_pretrained(directory).eval().requires_grad_(False)
+    model = Qwen2Classifier.from_pretrained(directory).eval().requires_grad_(False)
     expected = float(model(torch.tensor([theirs("2+2=4")["input_ids"]])).logits)
     found = Classifier(f"hf:{directory}", CPU, torch.float32).score(ROWS[:1])
     assert rewards(found) == pytest.approx([expected], abs=1e-5)
 
 
 def test_other_models_are_refused(tokenizer, tmp_path):
-    cases = {
-        "must have one label, or two, got 3": saved(tokenizer, tmp_path / "three", num_labels=3),
-        "must be a sequence classifier, but it has no weights score": saved(
-            tokenizer, tmp_path / "lm", Qwen2ForCausalLM
-        ),
-    }
-    for sentence, directory in cases.items():
-        with refused(sentence):
-            Classifier(f"hf:{directory}", CPU, torch.float32)
+    three = saved(tokenizer, tmp_path / "three", num_labels=3)
+    with refused("must have one label, or two, got 3"):
+        Classifier(f"hf:{three}", CPU, torch.float32)
+    decoder = saved(tokenizer, tmp_path / "lm", Qwen2ForCausalLM)
+    with refused("must be a sequence classifier, but has no weights score"):
+        Classifier(f"hf:{decoder}", CPU, torch.float32)
 
 
 @pytest.mark.slow

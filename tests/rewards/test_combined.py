@@ -3,10 +3,9 @@ import contextlib
 import pytest
 
 from maxrl_fast.config.options import Reward
-from maxrl_fast.job.build_task import build_scorer
+from maxrl_fast.job.build_parts import build_scorer
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rewards import Outcome, RewardSource
-from maxrl_fast.rewards.combined import MajorityVote, WeightedRewards
+from maxrl_fast.rewards import MajorityVote, Outcome, RewardSource, WeightedRewards
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
 

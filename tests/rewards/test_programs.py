@@ -1,10 +1,8 @@
-"""--task code: problems in the forms of TACO and LiveCodeBench, and programs of all kinds."""
-
 import json
 
 import pytest
 
-from maxrl_fast.rewards import programs
+from maxrl_fast.rewards import verifiers
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
 from tests.rewards.pools import pool
@@ -68,7 +66,7 @@ BLOCK = f"```python\n{PROGRAM}\n```"
     ],
 )
 def test_the_program_is_found(response):
-    assert programs.program_of(response) == PROGRAM
+    assert verifiers.program_of(response) == PROGRAM
 
 
 USUAL = "@__import__('dataclasses').dataclass\nclass A:\n    x: 'int'\n"
@@ -88,9 +86,9 @@ VALUES = [  # of a function, expected, the reward
 @pytest.mark.parametrize(("value", "code", "reward"), VALUES)
 def test_values_are_equal_but_for_rounding(value, code, reward):
     tests = json.dumps({"fn_name": "f", "inputs": [[]], "outputs": [value]})
-    tests = programs.tests_of(tests.replace(f'"{value}"', str(value)), None)  # of any length
+    tests = verifiers.tests_of(tests.replace(f'"{value}"', str(value)), None)  # of any length
     response = f"```\n{USUAL}def f():\n    return {code}\n```"
-    assert programs.run_tests(response, tests) == reward
+    assert verifiers.run_tests(response, tests) == reward
 
 
 def test_a_problem_has_its_starter_code_and_its_tests(tmp_path):

@@ -5,7 +5,8 @@ import numpy
 import pytest
 import sympy
 
-from maxrl_fast.rewards.function import InvalidReward, outcome_of, signature_of, taken
+from maxrl_fast.rewards import InvalidReward, outcome_of
+from maxrl_fast.rewards.user_code import signature_of, taken
 from tests.rewards import pools
 from tests.rewards.pools import rewards
 from tests.tables import table
@@ -116,8 +117,6 @@ def test_a_list_must_have_a_reward_for_each_response(file):
 
 
 def test_async_calls_run_together_up_to_the_limit(file):
-    """Every call waits for eight at the same time, which a limit of eight allows, and never sees
-    more."""
     with pool(file, "meeting", concurrency=8) as one:
         assert rewards(one.score(rows(*["8"] * 32))) == [8.0] * 32
         assert "async, called with each response, at most 8 at a time" in one.lines()[0]

@@ -7,13 +7,17 @@ import pytest
 import torch
 
 from maxrl_fast import _C
-from maxrl_fast.ops import token_logprobs
 from maxrl_fast.ops.dispatch import KernelLaunch
 from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.cpu_decoder import CPU, CpuEngine
-from tests.batches import make_prompts, one_batch
-from tests.models import response_logits, tiny_decoder
-from tests.rollout.test_native import NUCLEUS, check_independence, check_merged_rows
+from maxrl_fast.rollout.native import CPU, CpuEngine
+from tests.batches import make_prompts
+from tests.models import tiny_decoder
+from tests.rollout.test_native import (
+    NUCLEUS,
+    check_independence,
+    check_merged_rows,
+    forward_logprobs,
+)
 
 PATHS = _C.bfloat16_arithmetics()  # plain C++ always, and the instructions that this machine has
 PROMPTS = make_prompts(
@@ -81,13 +85,11 @@ def generate(model, arithmetic, limit=40, prompts=PROMPTS, **options):
 @pytest.mark.usefixtures("instructions")
 def test_logprobs_are_those_of_the_model_to_bfloat16(arithmetic, changes):
     """Logits are below 16, where numbers in bfloat16 are 2^-4 apart; the decoder rounds several
-    times in each layer.
-    """
+    times in each layer."""
     model = tiny_decoder(**changes)
     rollouts = generate(model, arithmetic)
-    batch = one_batch(PROMPTS, rollouts)
-    logits = (response_logits(model, batch, x) for x in (torch.float32, torch.bfloat16))
-    expected, in_training = (token_logprobs(x, rollouts.tokens, temperature=1.3)[0] for x in logits)
+    dtypes = torch.float32, torch.bfloat16
+    expected, in_training = (forward_logprobs(model, rollouts, 1.3, PROMPTS, x) for x in dtypes)
     difference = (rollouts.logprobs - expected).abs()
     assert difference.max() < 0.15
     # training rounds the residual stream too
@@ -114,8 +116,7 @@ def test_merged_samples_are_bitwise_those_of_jobs_of_one(arithmetic):
 @pytest.mark.parametrize("arithmetic", PATHS)
 def test_a_slot_keeps_nothing_of_the_response_before(arithmetic):
     """Where one slot serves a response that is not finite, and then others, its padding must not
-    reach them.
-    """
+    reach them."""
     model = tiny_decoder(**ODD, tie_word_embeddings=False)
     with torch.no_grad():
         model.model.embed_tokens.weight[9] = math.inf

@@ -1,15 +1,18 @@
+import contextlib
 import weakref
 
 import pytest
 import torch
 
+from maxrl_fast.model import attention
 from maxrl_fast.rollout import RolloutRequest, Sampling, decode_slots
 from maxrl_fast.rollout.decode_slots import DecodeSlots, Shape
+from maxrl_fast.rollout.device_decoder import DeviceEngine
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.runtime import tuning
 from tests.batches import FIVE_PROMPTS as PROMPTS
 from tests.batches import make_prompts
-from tests.models import tiny_decoder
+from tests.models import POSITIONS, TOKENS, adapted, tiny_decoder
 
 LIMIT = 40
 SAMPLING = Sampling(1.3, LIMIT, (3, 17, 9, 12))
@@ -32,8 +35,7 @@ def engine(model):
 @pytest.fixture
 def fake_graphs(monkeypatch):
     """Graphs whose capture runs the step, as a replay does. The fixture is the list of what
-    happened, in order.
-    """
+    happened, in order."""
     events = []
 
     class FakeGraph:
@@ -73,10 +75,7 @@ def fake_graphs(monkeypatch):
     [(SAMPLING, 1024), (Sampling(1.0, LIMIT, (3, 17, 9, 12), top_k=12, top_p=0.9), 65)],
 )
 def test_a_batch_size_is_captured_at_its_first_step(model, fake_graphs, sampling, max_batch):
-    engine, has_graph = (
-        native_engine(model, torch.float32, in_cpp=False, max_batch=max_batch),
-        set(),
-    )
+    engine, has_graph = native_engine(model, torch.float32, False, max_batch=max_batch), set()
     for call in (sampling, sampling, sampling.greedy):
         expected = sample(native_engine(model, torch.float32), sampling=call)
         assert torch.equal(sample(engine, sampling=call).tokens, expected.tokens)
@@ -126,3 +125,51 @@ def test_long_prompts_are_computed_a_part_at_a_time(engine, monkeypatch):
     assert max(computed) <= 16
     assert sum(computed) == len(PROMPTS.tokens)
     assert torch.equal(rollouts.tokens, whole.tokens)
+
+
+FAMILIES = [
+    {},
+    {"tie_word_embeddings": False},
+    {"model_type": "qwen3"},
+    {"model_type": "llama", "tie_word_embeddings": False, "num_key_value_heads": 1},
+]
+
+
+def causal(layer, q, k, v):
+    seen = torch.ones(1, len(q), len(q), dtype=torch.bool).tril()
+    return attention.attend(q[None], k[None] * (1 + layer), v[None], seen)[0][0]
+
+
+def check_hidden_states(model, tolerance, around_decoding=contextlib.nullcontext):
+    for rows in (torch.arange(6), torch.tensor([5, 2])):
+        with torch.no_grad():
+            expected = model(TOKENS, POSITIONS, causal, rows)
+        with around_decoding(), torch.no_grad():
+            decoder = DeviceEngine(model, torch.float32)
+            decoder.load_weights(model)
+            hidden = decoder.model(TOKENS, POSITIONS, causal, None if len(rows) == 6 else rows)
+        assert expected.std() > 0.3
+        torch.testing.assert_close(hidden, expected, rtol=tolerance, atol=tolerance)
+        ours, theirs = decoder.model.logits(hidden).float(), model.logits(expected)
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_hidden_states_equal_the_decoders(family):
+    check_hidden_states(tiny_decoder(**family), 1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_every_weight_is_loaded_in_place_under_its_name(family):
+    model, old = adapted(tiny_decoder(**family)), tiny_decoder(seed=1, **family)
+    decoder = DeviceEngine(model, torch.bfloat16)
+    decoder.load_weights(old)
+    addresses = {name: weight.data_ptr() for name, weight in decoder.model.named_parameters()}
+    decoder.load_weights(model)
+    expected, actual = dict(model.weights()), dict(decoder.model.named_parameters())
+    assert actual.keys() == expected.keys() == addresses.keys()
+    for name, weight in actual.items():
+        assert torch.equal(weight, expected[name].to(torch.bfloat16)), name
+        assert weight.data_ptr() == addresses[name], name
+    assert len(set(addresses.values())) == len(addresses)
+    assert sum(w.numel() for w in actual.values()) == sum(w.numel() for w in old.parameters())

@@ -10,22 +10,19 @@ import torch
 from maxrl_fast import _C
 from maxrl_fast.errors import EngineError
 from maxrl_fast.model.checkpoint import load_checkpoint
-from maxrl_fast.model.huggingface_checkpoint import load_huggingface
+from maxrl_fast.model.policy import load_huggingface
 from maxrl_fast.records import Rollouts, pack
-from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.cpu_decoder import CpuEngine
+from maxrl_fast.rollout import RolloutRequest, Sampling, find_wrong, sample_keys
 from maxrl_fast.rollout.decode_slots import DecodeSlots
-from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.rollout.random import sample_keys
-from maxrl_fast.rollout.validation import find_wrong
-from maxrl_fast.rollout.vllm_server import VllmServerEngine
-from maxrl_fast.tasks.episode import Reply
+from maxrl_fast.rollout.native import CpuEngine, native_engine
+from maxrl_fast.rollout.vllm import VllmServerEngine
+from maxrl_fast.tasks import Reply
 from tests.batches import Chosen, make_prompts, one_batch
 from tests.families import tiny_config, tiny_model
 from tests.models import on_threads, response_logits, tiny_decoder
 from tests.rollout.test_device_decoder import fake_graphs  # noqa: F401
 from tests.rollout.test_native import NoWaiting
-from tests.rollout.test_vllm_server import server  # noqa: F401
+from tests.rollout.test_vllm_server import GENERATE, server  # noqa: F401
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [*range(1, 31), *range(1, 31)], [9, 9], [30, 2, 4]])
 STOPS = (3, 17, 9, 12)
@@ -56,8 +53,7 @@ def sampled(engine, *request):
 @dataclass
 class Game:
     """Replies that depend only on the episode. With `late`, they come at any time and in any order,
-    several at once or none.
-    """
+    several at once or none."""
 
     sizes: tuple[int, ...] = (1, 2, 5)  # of replies
     last: float = 0.1  # the probability that a reply ends the episode
@@ -297,7 +293,7 @@ def of_turns(server):  # noqa: F811
             choices.append(choice | {"logprobs": logprobs})
         return 200, json.dumps({"choices": choices})
 
-    server.answers["/inference/v1/generate"] = generate
+    server.answers[GENERATE] = generate
     return server
 
 

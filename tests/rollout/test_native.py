@@ -5,16 +5,23 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from examples.naive_engine import NaiveEngine
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.decoder import RopeScaling
 from maxrl_fast.ops import token_logprobs
-from maxrl_fast.rollout import RolloutRequest, Sampling, check_finite
+from maxrl_fast.rollout import (
+    RolloutRequest,
+    Sampling,
+    check_finite,
+    find_wrong,
+    sample_keys,
+    uniforms,
+)
 from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.rollout.random import sample_keys, uniforms
-from maxrl_fast.rollout.validation import find_wrong
+from maxrl_fast.training.passes import check_engine
 from tests.batches import FIVE_PROMPTS as PROMPTS
 from tests.batches import Chosen, make_prompts, one_batch
-from tests.models import on_threads, response_logits, tiny_decoder
+from tests.models import adapted, on_threads, response_logits, tiny_decoder
 from tests.tables import refused
 
 STOPS = (3, 17)
@@ -35,6 +42,11 @@ def generate(
     return make_engine(model, **options).generate(RolloutRequest(prompts, num_samples, *request))
 
 
+def forward_logprobs(model, rollouts, temperature, prompts=PROMPTS, dtype=torch.float32):
+    logits = response_logits(model, one_batch(prompts, rollouts), dtype)
+    return token_logprobs(logits, rollouts.tokens, temperature=temperature)[0]
+
+
 # The logits reach 5.7, where bfloat16 numbers are .03 apart. Each side can be off by one or two of
 # these steps.
 @pytest.mark.parametrize(
@@ -53,8 +65,7 @@ def test_logprobs_equal_the_full_forward_pass(in_cpp, dtype, tolerance):
         sampling = Sampling(temperature, 24, STOPS)
         assert find_wrong(rollouts, RolloutRequest(PROMPTS, 6, sampling), 32) == ""
         assert 0 < rollouts.truncated.float().mean() < 1
-        logits = response_logits(model, one_batch(PROMPTS, rollouts), dtype)
-        expected, _ = token_logprobs(logits, rollouts.tokens, temperature=temperature)
+        expected = forward_logprobs(model, rollouts, temperature, dtype=dtype)
         assert rollouts.logprobs.dtype == torch.float32
         assert rollouts.logprobs.std() > 0.5
         assert (rollouts.logprobs - expected).abs().max() < tolerance
@@ -99,19 +110,21 @@ def test_every_family_and_odd_sizes(changes):
     # 210 tokens: several calls of forward
     prompts = make_prompts([list(range(1, 31)) * 7, [4], list(range(20))])
     rollouts = generate(model, 9, prompts=prompts)
-    logits = response_logits(model, one_batch(prompts, rollouts), torch.float32)
-    expected, _ = token_logprobs(logits, rollouts.tokens, temperature=1.3)
+    expected = forward_logprobs(model, rollouts, 1.3, prompts)
     assert (rollouts.logprobs - expected).abs().max() < 1e-4
+
+
+def check_alike(actual, expected):
+    for name in ("tokens", "cu_seqlens", "truncated"):
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=0, atol=1e-4)
 
 
 @pytest.mark.usefixtures("instructions")
 def test_both_decoders_draw_the_same_samples():
     model = tiny_decoder()
     for options in ({}, {"min_p": 0.1}, {"top_k": 12, "top_p": 0.9, "min_p": 0.05}):
-        first, second = (generate(model, in_cpp=in_cpp, **options) for in_cpp in (True, False))
-        assert torch.equal(first.tokens, second.tokens)
-        assert torch.equal(first.truncated, second.truncated)
-        torch.testing.assert_close(first.logprobs, second.logprobs, rtol=0, atol=1e-4)
+        check_alike(*(generate(model, in_cpp=in_cpp, **options) for in_cpp in (True, False)))
 
 
 @pytest.mark.parametrize("in_cpp", IN_CPP)
@@ -126,8 +139,7 @@ def test_temperature_0_is_greedy_decoding(in_cpp):
 
 def check_independence(draw, prompts, one_sequence):
     """Check that samples are bitwise the same whatever is beside them, with any number of threads.
-    `draw` has prompts of its own, of which the third is drawn alone; return all its samples.
-    """
+    `draw` has prompts of its own, of which the third is drawn alone; return all its samples."""
     whole = draw()
     changes = [{}, {"max_batch": 7}, {"max_batch": 1}, {"cache_bytes": one_sequence}]
     others = [draw(**options) for options in changes]
@@ -154,8 +166,7 @@ def test_samples_are_bitwise_independent_of_the_batch():
 
 def check_merged_rows(engine, num_samples, sampling):
     """Compare samples, which the decoder computes together while they are alike, with each in a job
-    of its own, and the decoded rows with the distinct beginnings. Return the tokens in common.
-    """
+    of its own, and the decoded rows with the distinct beginnings. Return the tokens in common."""
     prompts = make_prompts([[5, 6, 7, 8], [9], [5, 6, 7, 8]])
     size = len(prompts) * num_samples
     samples = torch.arange(size)
@@ -294,8 +305,7 @@ def test_tokens_follow_the_exact_distribution(options):
 
 def chi_square(observed, expected):
     """Return the chi-square statistic divided by its 1 - 1e-4 quantile. Tokens expected less than 5
-    times are one class.
-    """
+    times are one class."""
     counts = torch.bincount(observed, minlength=len(expected)).double()
     expected = expected * len(observed)
     common = expected > 5
@@ -330,3 +340,27 @@ def test_random_numbers_are_the_same_on_every_machine():
     assert keys.tolist() == KEYS
     for positions in (6, torch.tensor([6, 6])):
         assert [round(x * 2**24) for x in uniforms(keys, positions).tolist()] == BITS
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1.3, 12, (3, 17)), Sampling(0.0, 5, (3,)), Sampling(0.8, 9, (3,), top_p=0.9)],
+)
+def test_the_engine_of_the_documentation_draws_the_tokens_of_the_native_engine(sampling):
+    model = adapted(tiny_decoder(), "q_proj,down_proj")
+    naive, request = NaiveEngine(tiny_decoder(1), torch.float32), (PROMPTS, 5, sampling, 4, 2)
+    naive.load_weights(model)
+    expected = native_engine(model, torch.float32).generate(RolloutRequest(*request))
+    check_alike(naive.generate(RolloutRequest(*request)), expected)
+
+
+def test_an_engine_of_other_weights_is_refused_at_the_start_of_a_run():
+    model = tiny_decoder()
+    engine = NaiveEngine(model, torch.float32)
+    engine.load_weights(model)
+    told = check_engine(model, engine, "naive.py:NaiveEngine")
+    assert "log-probs of the rollout engine differ from the policy's by" in told
+    other = NaiveEngine(model, torch.float32)
+    other.load_weights(tiny_decoder(seed=1))
+    with refused(r"--rollout naive\.py:NaiveEngine samples from another model than this .*differ"):
+        check_engine(model, other, "naive.py:NaiveEngine")

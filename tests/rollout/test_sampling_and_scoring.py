@@ -4,16 +4,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.job.build import answered_task
 from maxrl_fast.rewards import Outcome, RewardSource, failure
-from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.sampling_and_scoring import sample_and_score
+from maxrl_fast.rollout import RolloutRequest, Sampling, sample_and_score
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.collect import Needs, RolloutCollector
+from maxrl_fast.training.objectives.classes import VerifreeObjective
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.objectives.verifree import VerifreeObjective
 from tests.random_episodes import CountingEngine, CountingTask, num_turns, played
+from tests.tables import refused
 
 G, N = 3, 2
 CPU = torch.device("cpu")
@@ -79,8 +78,7 @@ class Lengths(RewardSource):
 
 def test_a_reward_function_sees_whole_episodes():
     """Groups are whole, as functions of lists need them; an episode that failed stays without a
-    reward, and counts once where its reward fails too.
-    """
+    reward, and counts once where its reward fails too."""
     task, source = CountingTask({(1, 0), (2, 0)}), Lengths()
     batch = collector_of(task, Scorer(task, source)).collect(1, 0)
     episodes = [played(i, n, 3) for i in range(G) for n in range(N)]
@@ -126,5 +124,5 @@ def test_rewards_of_one_turn_refuse_episodes(option):
     objective = VerifreeObjective() if is_objective else GroupObjective("grpo", {})
     flag = "--objective" if is_objective else "--reward-source"
     sentence = f"^{flag} {option} needs responses of one turn, got episodes of maze 5x5$"
-    with pytest.raises(InputError, match=sentence):
+    with refused(sentence):
         answered_task(config, CountingTask(), objective)

@@ -32,17 +32,14 @@ def logprobs(policy, rollouts):
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "cohere2", "phi", "qwen3_5_text", "bamba"])
 def test_logprobs_equal_the_packed_forward_pass(family):
     """With windows, soft caps, sinks, learned positions, an output layer with a bias, and layers
-    with a state.
-    """
+    with a state."""
     policy = tiny_policy(family)
     rollouts = generate(policy)
     assert rollouts.lengths.unique().numel() > 3
     assert float((rollouts.logprobs - logprobs(policy, rollouts)).abs().max()) < 1e-4
-    assert torch.equal(rollouts.truncated, (rollouts.lengths == 20) & ~last_is_stop(rollouts))
-
-
-def last_is_stop(rollouts):
-    return torch.isin(rollouts.tokens[rollouts.cu_seqlens[1:] - 1], torch.tensor(SAMPLING.stop_ids))
+    last = rollouts.tokens[rollouts.cu_seqlens[1:] - 1]
+    is_stop = torch.isin(last, torch.tensor(SAMPLING.stop_ids))
+    assert torch.equal(rollouts.truncated, (rollouts.lengths == 20) & ~is_stop)
 
 
 def test_samples_do_not_depend_on_the_size_of_a_pass():

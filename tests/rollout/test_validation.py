@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from maxrl_fast.records import Inserted, Rollouts, cumulative, pack
-from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.validation import find_wrong
+from maxrl_fast.rollout import RolloutRequest, Sampling, find_wrong
 from tests.batches import make_prompts
 
 PROMPTS = make_prompts([[5, 6], [9]])
@@ -110,8 +109,5 @@ def test_insertions_that_are_right_pass():
 )
 def test_insertions_that_cannot_be_true_are_named(rollouts, message):
     assert wrong(rollouts, sampling=EPISODES).startswith(message)
-
-
-def test_one_turn_has_no_insertions():
-    sampling = Sampling(1.0, 6, (2,))
-    assert wrong(episodes(), sampling=sampling) == "insertions, wanted none at max_turns 1"
+    one_turn = replace(EPISODES, max_turns=1)
+    assert wrong(episodes(), sampling=one_turn) == "insertions, wanted none at max_turns 1"

@@ -1,9 +1,9 @@
 """The vLLM engine. Tests marked vllm need the real one, which has its own environment (`make
-test-vllm`).
-"""
+test-vllm`)."""
 
 import importlib.metadata
 import random
+import re
 import subprocess
 import sys
 import weakref
@@ -12,14 +12,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from maxrl_fast.rollout import RolloutRequest, Sampling
+from maxrl_fast.rollout import RolloutRequest, Sampling, find_wrong
 from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.rollout.validation import find_wrong
 from maxrl_fast.rollout.vllm import VllmEngine, check_installed, named_weights
 from tests.batches import make_prompts, one_batch
+from tests.distributed.test_torchrun import finished, torchrun
 from tests.model.test_huggingface import tiny_policy
 from tests.models import response_logits, tiny_decoder
+from tests.runs import GUESS_TASK
 from tests.tables import refused
+from tests.tasks.test_guess import reference
+from tests.test_train import read
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6, 7] * 9, [9, 9]])
 STOPS = (3, 17)
@@ -58,8 +61,7 @@ def test_versions_are_checked(installed):
 
 class FakeLLM:
     """Stands for vLLM's LLM: records what it is told, and takes weights one at a time as vLLM
-    does.
-    """
+    does."""
 
     def __init__(self, **options):
         self.options, self.calls, self.loaded, self.most_alive = options, [], {}, 0
@@ -83,6 +85,15 @@ class FakeLLM:
             del weight
 
 
+def check_loaded(loaded, model):
+    """Check that the weights of a model with tied embeddings were cast."""
+    expected = dict(model.weights())
+    assert loaded.keys() == {*expected, "lm_head.weight"}
+    for name, weight in loaded.items():
+        wanted = expected.get(name, expected["model.embed_tokens.weight"])
+        assert torch.equal(weight, wanted.bfloat16()), name
+
+
 @pytest.fixture
 def make_fake_engine(installed, monkeypatch):
     installed("0.33.0")
@@ -92,16 +103,11 @@ def make_fake_engine(installed, monkeypatch):
 
 def test_weights_are_cast_and_given_one_at_a_time(make_fake_engine):
     """Beside the tensor in vLLM's hands only the embedding is kept, which is the output matrix
-    too.
-    """
+    too."""
     model = tiny_decoder(**HEADS)
     assert model.config.tie_word_embeddings
     llm = make_fake_engine(model)._llm
-    expected = dict(model.weights())
-    assert llm.loaded.keys() == {*expected, "lm_head.weight"}
-    for name, weight in llm.loaded.items():
-        wanted = expected.get(name, expected["model.embed_tokens.weight"])
-        assert torch.equal(weight, wanted.bfloat16()), name
+    check_loaded(llm.loaded, model)
     assert llm.most_alive <= 3  # the embedding, the tensor in vLLM's hands and the one before it
 
 
@@ -112,8 +118,7 @@ def test_a_tied_embedding_of_any_family_is_given_as_the_output_matrix_where_vllm
     family, embedding
 ):
     """Otherwise vLLM keeps another output matrix, or refuses the weight. Its Gemma 2 reads logits
-    from the embedding.
-    """
+    from the embedding."""
     policy = tiny_policy(family)
     assert policy.config.tie_word_embeddings
     weights = dict(named_weights(policy, torch.bfloat16))
@@ -124,8 +129,7 @@ def test_a_tied_embedding_of_any_family_is_given_as_the_output_matrix_where_vllm
 
 def test_experts_and_small_heads_are_refused(make_fake_engine):
     """vLLM 0.32's `reload_weights` leaves experts wrong on a CPU: with its own checkpoint,
-    log-probs differ by 0.6 nats.
-    """
+    log-probs differ by 0.6 nats."""
     with refused("on a CPU needs heads of 32, 64, .* numbers, got 8; --rollout native samples it"):
         make_fake_engine(tiny_decoder())
     with refused("wrong experts once weights are loaded again, and qwen3_moe has experts"):
@@ -152,8 +156,7 @@ def engine():
 
 def own_logprobs(model, rollouts, sampling):
     """Return log-probs at the temperature, before the filters, from the forward pass of the
-    training model.
-    """
+    training model."""
     logits = response_logits(model, one_batch(PROMPTS, rollouts), torch.float32).detach()
     log_p = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
     return log_p.gather(-1, rollouts.tokens[:, None])[:, 0]
@@ -199,12 +202,11 @@ def test_episodes_do_not_depend_on_when_replies_come(engine):
 @pytest.mark.vllm
 def test_filters_and_another_family():
     """In a process of its own, because a process can have only one engine. This one gives vLLM's
-    raw log-probs, those before the filters.
-    """
+    raw log-probs, those before the filters."""
     code = """
 import torch
 from maxrl_fast.rollout import Sampling
-from maxrl_fast.rollout.sampling import filtered_logprobs
+from maxrl_fast.rollout.decode_slots import filtered_logprobs
 from maxrl_fast.rollout.vllm import VllmEngine
 from tests.batches import one_batch
 from tests.models import response_logits, tiny_decoder
@@ -229,3 +231,34 @@ print("done")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["done"]
+
+
+# the tolerances below are for float32
+SHARED = "--rollout vllm --objective grpo --lr 2e-2 --prompts 4 --kv-cache-gb 0.03 --dtype float32"
+SHARED += " --eval-prompts 65 --eval-samples 2 --threads 1 --hidden-size 64 --intermediate-size 64"
+SHARED += " --layers 2 --heads 2 --kv-heads 2"
+
+
+@pytest.mark.vllm
+def test_two_ranks_that_share_an_engine_play_their_episodes(tmp_path):
+    """Their weights are sharded. Of 65 held-out prompts the last one is alone in its chunk, so that
+    one rank has none."""
+    flags = f"{SHARED} --task {GUESS_TASK} --sft-steps 60 --steps 3 --rollouts 8"
+    flags += " --vllm-tensor-parallel 2 --sharding full --keep-rollouts 64"
+    process = torchrun(2, "-m", "maxrl_fast.train", *flags.split(), "--out", str(tmp_path / "run"))
+    output = finished(process, 200)
+    assert process.returncode == 0, output
+    assert "tensor parallel over 2 processes" in output
+    records = read(tmp_path / "run" / "metrics.jsonl")
+    assert len(records) == 3
+    # after every update vLLM has the new weights: a step changes log-probs by far more
+    for record in records:
+        assert 0 < record["logprob_diff"] < 1e-4
+        assert record["importance_weight"] == pytest.approx(1, abs=1e-4)
+    games = read(tmp_path / "run" / "rollouts.jsonl")
+    assert {game.get("turns", 1) for game in games} >= {1, 2, 3}
+    for game in games:
+        turns = re.split("⟦.*?⟧", game["response"])
+        replies, is_won = reference(game["answer"], turns, 4)
+        assert re.findall("⟦(.*?)⟧", game["response"]) == replies[: len(turns) - 1]
+        assert game["reward"] == is_won

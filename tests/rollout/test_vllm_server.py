@@ -1,10 +1,13 @@
 """--rollout vllm with --vllm-url. Tests marked vllm need the real server (`make test-vllm`)."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -16,18 +19,19 @@ from safetensors.torch import load_file
 from maxrl_fast import train
 from maxrl_fast.errors import EngineError
 from maxrl_fast.model.checkpoint import new_files, write_policy
-from maxrl_fast.rollout import RolloutRequest, Sampling
-from maxrl_fast.rollout.validation import CheckedEngine
-from maxrl_fast.rollout.vllm_server import VllmServerEngine
+from maxrl_fast.rollout import CheckedEngine, RolloutRequest, Sampling
+from maxrl_fast.rollout.vllm import VllmServerEngine, request_json
 from tests.batches import make_prompts
 from tests.distributed.test_torchrun import finished, free_port, torchrun
 from tests.models import tiny_decoder
+from tests.rollout.test_vllm import check_loaded
 from tests.runs import CHAIN_TASK
 from tests.server import serving
 from tests.tables import refused
 
 PROMPTS = make_prompts([[5, 6, 7, 8], [9], [9, 9]])
 SAMPLING = Sampling(1.0, 8, (3,))
+GENERATE = "/inference/v1/generate"
 INFO = "/server_info?config_format=json"
 
 
@@ -37,8 +41,7 @@ def sampled(engine, *request):
 
 class FakeServer:
     """Answers as vLLM does; a test replaces answers by path. An answer is (status, text), or a
-    function of the request.
-    """
+    function of the request."""
 
     def __init__(self):
         self.requests, self.loaded = [], []
@@ -48,7 +51,7 @@ class FakeServer:
             INFO: (200, json.dumps(options)),
             "/collective_rpc": self.reload,
             "/reset_prefix_cache": (200, '{"success": true}'),
-            "/inference/v1/generate": self.generate,
+            GENERATE: self.generate,
         }
 
     def reload(self, request):
@@ -58,8 +61,7 @@ class FakeServer:
 
     def generate(self, request):
         """Return samples i of i + 1 tokens in the wrong order: the prompt's first token, repeated,
-        and a stop token; sample 0 is cut off before it.
-        """
+        and a stop token; sample 0 is cut off before it."""
         parameters = request["sampling_params"]
         stop, choices = parameters["stop_token_ids"][0], []
         token = request["token_ids"][0] if request["token_ids"][0] != stop else stop + 1
@@ -94,7 +96,7 @@ def test_samples_come_back_in_order_with_a_seed_for_each_prompt(server):
     assert rollouts.logprobs.tolist() == [-0.5, -0.5, -1.5] * 3
     assert rollouts.truncated.tolist() == [True, False] * 3
     engine.generate(RolloutRequest(PROMPTS.take(1, 2), 2, SAMPLING, 0, 1))  # some of them again
-    asked = [x for path, x in server.requests if path == "/inference/v1/generate"]
+    asked = [x for path, x in server.requests if path == GENERATE]
     seeds = {(*x["token_ids"], x["sampling_params"]["seed"]) for x in asked}
     assert len(seeds) == len({seed for *_, seed in seeds}) == 3
     greedy = sampled(engine, 2, SAMPLING.greedy, 0, 1)
@@ -106,12 +108,7 @@ def test_weights_are_written_in_the_compute_dtype_and_removed_at_the_end(server)
     model = tiny_decoder(1)
     engine = VllmServerEngine(tiny_decoder(), torch.bfloat16, server.url)
     engine.load_weights(model)
-    expected = dict(model.weights())
-    loaded = {name: weight for file in server.loaded[1] for name, weight in file.items()}
-    assert loaded.keys() == {*expected, "lm_head.weight"}  # tied
-    for name, weight in loaded.items():
-        wanted = expected.get(name, expected["model.embed_tokens.weight"])
-        assert torch.equal(weight, wanted.bfloat16()), name
+    check_loaded({name: x for file in server.loaded[1] for name, x in file.items()}, model)
     assert all(len(file) == 1 for file in server.loaded[1])
     folder = engine._folder
     assert folder.exists()
@@ -178,35 +175,34 @@ def test_what_a_server_cannot_have_sampled_is_refused(server):
     # of what the engine lets pass, tests/rollout/test_validation.py has a table
     answers.append((choice(token_ids=[10**6, 3]), "a token outside the vocabulary of 32"))
     for answer, message in answers:
-        server.answers["/inference/v1/generate"] = (200, answer)
+        server.answers[GENERATE] = (200, answer)
         with pytest.raises(EngineError, match=message):
             checked.generate(asked)
-    server.answers["/inference/v1/generate"] = (200, choice())
+    server.answers[GENERATE] = (200, choice())
     assert checked.generate(asked).tokens.tolist() == [5, 3]
 
 
 def test_a_run_whose_server_fails_ends_with_a_sentence_and_resumes(server, tmp_path, capsys):
-    generate, steps = server.answers["/inference/v1/generate"], []
+    generate, steps = server.answers[GENERATE], []
 
     def failing(request):
         is_training = request["sampling_params"]["n"] == 4
         steps.extend([None] * is_training)
         return (503, "shutting down") if len(steps) == 3 else generate(request)
 
-    server.answers["/inference/v1/generate"] = failing
+    server.answers[GENERATE] = failing
     flags = f"--rollout vllm --vllm-url {server.url} --task {CHAIN_TASK} --out {tmp_path}"
     flags += " --objective grpo --prompts 2 --rollouts 4 --steps 2 --eval-prompts 2"
     flags += " --eval-samples 1 --save-every 1"
     assert train.main([*flags.split(), "--threads", "1"]) == 1
     error = " ".join(capsys.readouterr().err.split())
     assert "with status 503: shutting down; the last good checkpoint is" in error
-    server.answers["/inference/v1/generate"] = generate
+    server.answers[GENERATE] = generate
     assert train.main(["--resume", str(tmp_path)]) == 0
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-JOB = f"--rollout vllm --task {CHAIN_TASK} --length 3 --objective grpo --lr 2e-2".split()
-JOB += ["--steps", "8"]
+JOB = f"--rollout vllm --task {CHAIN_TASK} --length 3 --objective grpo --lr 2e-2 --steps 8".split()
 JOB += "--prompts 4 --rollouts 32 --eval-prompts 8 --eval-samples 2 --threads 1".split()
 JOB += ["--dtype", "float32"]  # the tolerances below are for float32
 
@@ -222,8 +218,7 @@ def answers(url):
 @pytest.mark.vllm
 def test_a_run_learns_with_a_real_server_and_one_that_is_gone_is_reported(tmp_path):
     """Two ranks with sharded weights. `vllm serve` calls this module; the CPU build's own command
-    does not start.
-    """
+    does not start."""
     port = free_port()
     policy = tmp_path / "policy"
     policy.mkdir()
@@ -266,3 +261,50 @@ def test_a_run_learns_with_a_real_server_and_one_that_is_gone_is_reported(tmp_pa
     assert all(0 < record["logprob_diff"] < 1e-4 for record in records)
     with refused("cannot be reached, or closed the connection"):
         VllmServerEngine(model, torch.float32, url)
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@contextlib.contextmanager
+def replying(*parts):
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        with contextlib.suppress(OSError):  # the client has closed the connection
+            while True:
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    for part in parts:
+                        while callable(part):
+                            connection.sendall(part())
+                        connection.sendall(part)
+
+    threading.Thread(target=serve, daemon=True).start()
+    with listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def ask(url, read=lambda answer: answer, seconds=20.0):
+    return request_json(url, "/x?y=1", read, None, seconds=seconds, most_bytes=10**6)
+
+
+def test_a_server_that_stops_is_a_sentence():
+    with replying(OK, lambda: time.sleep(9) or b"") as url, pytest.raises(EngineError) as error:
+        ask(url, seconds=0.4)
+    assert str(error.value) == f"the vLLM server at {url} has not answered /x?y=1 for 0.4 s"
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([OK + b"\r\n", lambda: b"1" * 65536], "answered /x?y=1 with more than 1"),
+        ([b""], "cannot be reached, or closed the connection: RemoteDisconnect"),
+        ([OK + b"\r\n\x1b[2J<html>"], "than expected: '\\x1b[2J<html>'"),
+    ],
+)
+def test_other_replies_are_errors(parts, message):
+    with replying(*parts) as url, pytest.raises(EngineError) as error:
+        ask(url, lambda answer: answer["a"])
+    assert message in str(error.value)

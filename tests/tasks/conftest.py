@@ -1,5 +1,3 @@
-"""The policy of the tests of text."""
-
 import pytest
 
 from tests.tasks.test_dataset import save_byte_level_policy

@@ -1,5 +1,3 @@
-"""Environments for tests: a counter in the form of TRL's documentation, and hostile ones."""
-
 import asyncio
 import os
 import time
@@ -31,14 +29,14 @@ class CounterEnv:
         return float(self.value == self.goal)
 
 
-class AsyncCounterEnv(CounterEnv):
-    async def increase(self, step: int) -> int:
-        """
-        Increase the counter.
+def documented(function):
+    function.__doc__ = CounterEnv.increase.__doc__
+    return function
 
-        Args:
-            step: How much to add.
-        """
+
+class AsyncCounterEnv(CounterEnv):
+    @documented
+    async def increase(self, step: int) -> int:
         await asyncio.sleep(0.001 * (self.goal % 3))
         self.value += step
         return self.value
@@ -63,13 +61,9 @@ class Hostile(CounterEnv):
         return getattr(self, f"_{what}")()
 
     async def act_later(self, what: str) -> object:
-        """
-        Do something later.
-
-        Args:
-            what: What to do.
-        """
         return await getattr(self, f"_{what}")()
+
+    act_later.__doc__ = act.__doc__
 
     def _sleep(self):
         time.sleep(1000)
@@ -116,11 +110,6 @@ class NoReward:
         pass
 
     increase = CounterEnv.increase
-
-
-def documented(function):
-    function.__doc__ = CounterEnv.increase.__doc__
-    return function
 
 
 class Hoarding(CounterEnv):

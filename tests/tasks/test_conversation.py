@@ -13,8 +13,9 @@ from maxrl_fast.model.tokenizer import saved_files
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import Sampling, cut
 from maxrl_fast.tasks import conversation
-from maxrl_fast.tasks.jsonl import read_lines, read_prompt
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask
+from maxrl_fast.tasks.conversation import TextOptions
+from maxrl_fast.tasks.sources import read_lines, read_prompt
+from maxrl_fast.tasks.text_codec import TextTask
 from tests.tables import refused
 from tests.tasks.test_dataset import CHAT, save_byte_level_policy, texts_of
 
@@ -28,17 +29,20 @@ LAST = "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% en
 REASONS = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
 FILLED = "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
 THOUGHT = "<think>\nadd\n</think>\n\n4"
+LIST = TURN.replace("{{ m.content", LAST)
+
+
+def with_thoughts(written):
+    return TURN.replace("{{ m.content", written + "{{ m.content")
+
+
 # name: template, response, what is learned
 TEMPLATES = {
     "the template ends a turn, not eos": ("{{ bos_token }}" + TURN + BEGIN, "4", "4<|end|>"),
     "thoughts are opened by the prompt": (TURN + OPEN, THOUGHT, THOUGHT[8:] + "<|end|>"),
     "and dropped from earlier turns": (DROPS + OPEN, THOUGHT, THOUGHT[8:] + "<|end|>"),
     "a response that closes them": (DROPS + OPEN, THOUGHT[8:], THOUGHT[8:] + "<|end|>"),
-    "a last turn has no thoughts": (
-        TURN.replace("{{ m.content", LAST) + BEGIN,
-        "4",
-        "<think>\n\n</think>\n\n4<|end|>",
-    ),
+    "a last turn has no thoughts": (LIST + BEGIN, "4", "<think>\n\n</think>\n\n4<|end|>"),
     "the content is trimmed": (TURN.replace("t }}", "t | trim }}") + BEGIN, " 4\n", "4<|end|>"),
     "a line divides the end of a turn from that of a text": (
         TURN + BEGIN + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
@@ -52,17 +56,17 @@ TEMPLATES = {
         "4<|user|>",
     ),
     "thoughts in the content fill a block that is always written": (
-        TURN.replace("{{ m.content", FILLED + "{{ m.content") + OPEN,
+        with_thoughts(FILLED) + OPEN,
         THOUGHT,
         THOUGHT[8:] + "<|end|>",
     ),
     "and those that only close it": (
-        TURN.replace("{{ m.content", FILLED + "{{ m.content") + OPEN,
+        with_thoughts(FILLED) + OPEN,
         THOUGHT[8:],
         THOUGHT[8:] + "<|end|>",
     ),
     "reasoning is a key": (
-        TURN.replace("{{ m.content", REASONS + "{{ m.content") + BEGIN,
+        with_thoughts(REASONS) + BEGIN,
         {"role": "assistant", "content": "4", "reasoning_content": "add"},
         THOUGHT + "<|end|>",
     ),
@@ -119,8 +123,7 @@ def test_prompts_have_one_beginning_and_a_last_answer_goes_on(tmp_path):
 
 SWITCH = "{% if add_generation_prompt and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 CLOSED = BEGIN + SWITCH
-LIST = TURN.replace("{{ m.content", LAST)
-SAYS = TURN.replace("{{ m.content", "=> {{ m.content") + BEGIN
+SAYS = with_thoughts("=> ") + BEGIN
 PREFILLS = [  # template, contents of the last message, whether they are continued
     (TURN.replace("t }}", "t | trim }}") + BEGIN, ("", "It is ", "a:\n", "<think>\n"), True),
     (LIST + BEGIN, ("<think>\nadd", "<think>\n\n</think>\n\n4"), True),
@@ -150,7 +153,7 @@ def test_a_last_answer_is_continued_character_by_character(tmp_path, chat, conte
             assert text == begin + content + answer + "<|end|>"
 
 
-@pytest.mark.parametrize("turn", [LIST, TURN.replace("{{ m.content", REASONS + "{{ m.content")])
+@pytest.mark.parametrize("turn", [LIST, with_thoughts(REASONS)])
 def test_no_thoughts_are_learned_after_a_closed_block(tmp_path, turn):
     made = codec_of(tmp_path, turn + CLOSED).conversation
     for response in (THOUGHT, THOUGHT[8:], TEMPLATES["reasoning is a key"][1]):

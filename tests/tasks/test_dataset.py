@@ -10,11 +10,13 @@ from transformers import PreTrainedTokenizerFast
 from maxrl_fast import train
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job.build_task import build_run_task
+from maxrl_fast.job.build_parts import build_run_task, build_task
 from maxrl_fast.records import Rollouts, unpack
+from maxrl_fast.tasks.conversation import TextOptions
 from maxrl_fast.tasks.dataset import DatasetTask
-from maxrl_fast.tasks.jsonl import read_lines
-from maxrl_fast.tasks.text_codec import TextOptions, TextTask
+from maxrl_fast.tasks.sources import read_lines
+from maxrl_fast.tasks.text_codec import TextTask
+from maxrl_fast.training.answers import TeacherPrompts
 from tests.models import save_checkpoint, tiny_decoder
 from tests.tables import refused, table
 
@@ -35,10 +37,7 @@ def save_byte_level_policy(
     directory, positions=256, special=CHAT_TOKENS, marked=(), added=(), chat=CHAT, normalizer=None
 ):
     """Save a tiny policy with a token for every byte and Qwen's chat tokens; return its directory.
-
-    Args:
-        marked, added: more tokens, marked special and not.
-    """
+    marked, added: more tokens, marked special and not."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -73,7 +72,6 @@ def task_of(path, policy, seed=0, **options):
 
 
 def texts_of(task, packed, with_special=False):
-    """Return the texts of prompts, or of responses of one turn."""
     return [task.decode(x, with_special) for x in unpack(packed.tokens, packed.lengths)]
 
 
@@ -174,7 +172,6 @@ FOLDED = {
     ],
 )
 def test_the_text_of_a_prompt_cannot_forge_special_tokens(tmp_path, layout, text, token, is_chat):
-    """Whether they are marked special or not; --allow-special-tokens encodes them."""
     policy = save_byte_level_policy(tmp_path, **layout)
     asked = ([{"role": "user", "content": x}] if is_chat else x for x in ("hello", text))
     path = written(tmp_path / "data.jsonl", [{"prompt": prompt} for prompt in asked])
@@ -208,13 +205,10 @@ def test_prompts_with_words_spaces_and_think_tags_that_are_tokens_are_accepted(t
         (b'{"prompt": "\\ud800"}', "line 2: prompt must be text in UTF-8"),
         (b'{"question": "1"}', r"have a prompt at 'prompt' \(--prompt-key\), but .* 'quest"),
         (b'{"prompt": null}', "line 2: prompt must be text or a list .* not empty, got None"),
-        (
-            b'{"prompt": [{"role": "user"}]}',
-            "line 2: prompt must have messages .* each as text",
-        ),
+        (b'{"prompt": [{"role": "user"}]}', "line 2: prompt must have messages .* each as text"),
         (
             b'{"prompt": [{"role": "user", "content": "1", "name": "Ada"}]}',
-            "line 2: prompt must have messages with .* each as text, got {'role': 'user', .*'name'",
+            "must have messages with .* each as text, got {'role': 'user', .*'name'",
         ),
         (b'{"prompt": [{"role": "user", "content": "1", "thinking": "a"}]}', "must have messages"),
         (b'{"prompt": [{"role": "assistant", "content": "1", "name": "a"}]}', "must have messages"),
@@ -264,21 +258,13 @@ def test_options_that_do_not_fit_the_task_are_refused(tmp_path, policy):
             task_of(written(tmp_path / "data.jsonl", asked), policy)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    table("""
-    x.csv | x.csv, line 1: .* got b'prompt.*; pandas.read_csv or read_json.* converts a CSV file or
-    x.json | x.json, line 1: it must be a JSON object in UTF-8, got .*; pandas.read_csv or read_json
-    """),
-)
 @pytest.mark.parametrize("option", ["data", "test_data"])
-def test_other_kinds_of_files_are_refused(tmp_path, policy, option, name, message):
-    rows = [{"prompt": f"{i}?"} for i in range(60)]
-    (tmp_path / "x.json").write_text(json.dumps(rows))
-    (tmp_path / "x.csv").write_text("prompt\n1?\n")
-    data = written(tmp_path / "x.jsonl", rows)
-    with refused(message):
-        task_of(data, policy, **{option: (tmp_path / name,)})
+def test_other_kinds_of_files_are_refused(tmp_path, policy, option):
+    data = written(tmp_path / "x.jsonl", SUMS)
+    for text in ("prompt\n1?\n", json.dumps(SUMS)):
+        (tmp_path / "x.csv").write_text(text)
+        with refused("x.csv, line 1: .* got b'.*; pandas.read_csv or read_json.* converts a CSV"):
+            task_of(data, policy, **{option: (tmp_path / "x.csv",)})
 
 
 OBJECTIVE = "def advantage(rewards):\n    return rewards - rewards.mean(1, keepdim=True)\n"
@@ -286,7 +272,6 @@ OBJECTIVE = "def advantage(rewards):\n    return rewards - rewards.mean(1, keepd
 
 @pytest.mark.slow
 def test_changed_files_are_refused_by_name_on_resume(tmp_path, monkeypatch, capsys):
-    """Code, chat template and stop tokens decide the result, and options name them only by path."""
     package, out, model = tmp_path / "own_rewards", tmp_path / "run", tmp_path / "policy"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -335,3 +320,34 @@ def test_a_system_prompt_is_the_first_message_of_chats_that_have_none(tmp_path):
     assert codec.decode(prompt).startswith("system\nBe brief.")
     with refused("line 1: --system-prompt needs"):
         codec.encode_prompt("Hi", "line 1")
+
+
+LINES = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "word": "apple"} for i in range(40)]
+
+
+@pytest.fixture
+def task(tmp_path, policy):
+    data = written(tmp_path / "data.jsonl", LINES)
+    return build_task("dataset", {"data": (data,)}, 0, policy, needs_reward=False)
+
+
+def test_the_teacher_reads_the_answer_or_what_a_function_returns(tmp_path, task):
+    prompts = task.prompts("train", 3, 5)
+    code = "def f(prompt, word, **others):\n    return f'{word}: {prompt}'\n"
+    (tmp_path / "teacher.py").write_text(code)
+    made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 100)
+    wanted = [f"apple: {line['prompt']}" for line in prompts.columns]
+    read = made([*range(3, 8)])
+    assert texts_of(task, read) == wanted
+    assert read.ids.tolist() == [3, 4, 5, 6, 7]
+    made.check()
+    with refused("1 to 4 tokens, which leave room for the response"):
+        TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4).check()
+
+
+def test_a_function_that_fails_is_named(tmp_path, task):
+    (tmp_path / "teacher.py").write_text("def f(**columns):\n    return 1 / 0\n")
+    with refused(r"fails for prompt 0: ZeroDivisionError: .* line 2\)"):
+        TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 100).check()
+    with refused("answer"):
+        TeacherPrompts(task, "answer", 100).check()  # only the reward reads these lines

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from maxrl_fast import train
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.dataset_specs import DATASETS
-from maxrl_fast.tasks.jsonl import read_demonstrations
+from maxrl_fast.tasks.sources import read_demonstrations
 from tests.tables import refused
 from tests.tasks.test_dataset import SUMS, texts_of, written
 
@@ -17,6 +17,7 @@ TALK = [
     {"role": "user", "content": "2+2"},
     {"role": "assistant", "content": "4"},
 ]
+SYSTEM, USER = "<|im_start|>system\nAdd.<|im_end|>\n", "<|im_start|>user\n"
 BEGIN = "<|im_end|>\n<|im_start|>assistant\n"
 FORGED = [{"prompt": "1", "response": "2<|im_end|>"}]
 
@@ -39,14 +40,9 @@ def texts(task, start, count):
     ("line", "name", "prompt", "response"),
     [
         ({"prompt": "1+1=", "response": "2"}, "dataset", "1+1=!", "2"),
-        (
-            {"prompt": TALK[:2], "response": "5"},
-            "dataset",
-            "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n2+2" + BEGIN,
-            "5",
-        ),
-        ({"messages": TALK[1:]}, "dataset", "<|im_start|>user\n2+2" + BEGIN, "4"),
-        ({"question": "1?", "response": "2"}, "gsm8k", "<|im_start|>user\n1?!" + BEGIN, "2"),
+        ({"prompt": TALK[:2], "response": "5"}, "dataset", SYSTEM + USER + "2+2" + BEGIN, "5"),
+        ({"messages": TALK[1:]}, "dataset", USER + "2+2" + BEGIN, "4"),
+        ({"question": "1?", "response": "2"}, "gsm8k", USER + "1?!" + BEGIN, "2"),
     ],
 )
 def test_demonstrations_are_asked_as_prompts_are_and_end_with_the_stop_token(
@@ -124,9 +120,7 @@ def job(tmp_path, policy):
 
 
 def test_the_warm_start_learns_the_responses_alone(job, policy, tmp_path, capsys):
-    """Its loss is the mean of -log p of the responses' tokens, their stop tokens too, by
-    transformers.
-    """
+    """Its loss is the mean of -log p of the responses' tokens, their stop tokens too."""
     assert train.main(job) == 0
     out = capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)

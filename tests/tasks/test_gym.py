@@ -5,7 +5,7 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from maxrl_fast.config.options import Reward
-from maxrl_fast.job.build_task import build_scorer, build_task
+from maxrl_fast.job.build_parts import build_scorer, build_task
 from maxrl_fast.rewards import verifiers
 from maxrl_fast.runtime.ranks import Ranks
 from tests.tasks.test_dataset import responses, texts_of
@@ -26,7 +26,6 @@ def scored(task, prompts, texts):
 
 @pytest.mark.parametrize("name", sorted(DATASETS))
 def test_every_data_set(name, policy):
-    """An answer that is text gets reward 1."""
     task = task_of(name, policy, **NEEDS.get(name, {}))
     prompts = task.prompts("train", 1, 1)
     (line,) = prompts.columns

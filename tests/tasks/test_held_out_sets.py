@@ -5,8 +5,8 @@ import datasets
 import pytest
 
 from maxrl_fast import evaluate, train
-from maxrl_fast.job.build_task import build_task
-from maxrl_fast.report.reading import read_folder
+from maxrl_fast.job.build_parts import build_task
+from maxrl_fast.report.page import read_folder
 from tests.tables import refused
 from tests.tasks.test_dataset import save_byte_level_policy, texts_of, written
 
@@ -90,17 +90,16 @@ def test_the_test_split_of_a_set_is_held_out(policy, hub, tmp_path):
         task_of(policy, hub=("me/mine",), test_hub=("aime25@other",))
 
 
-def test_a_held_out_file_with_the_name_of_a_split_has_that_of_its_folder(policy, hub, tmp_path):
+def test_a_held_out_file_with_the_name_of_a_split_has_that_of_its_folder(policy, tmp_path):
     data, other, held = (
-        written(tmp_path / x, [{"problem": f"{x}{i}?", "answer": x} for i in range(2)])
-        for x in ("some.jsonl", "other.jsonl", "train.jsonl")
+        written(tmp_path / f"{x}.jsonl", [{"problem": f"{x}{i}?", "answer": x} for i in range(2)])
+        for x in ("some", "other", "train")
     )
     task = task_of(policy, data=(data,), test_data=(other, held))
     assert task.held_out == {"other": 2, (name := f"{tmp_path.name}-train"): 2}
-    assert prompts(task, "train")[2] == ["some.jsonl"] * 2
-    assert prompts(task, name)[2] == ["train.jsonl"] * 2
+    assert [prompts(task, x)[2] for x in ("train", name)] == [["some"] * 2, ["train"] * 2]
     batch = task.prompts("test", 0, 4)
-    assert [x["answer"] for x in batch.columns] == ["other.jsonl"] * 2 + ["train.jsonl"] * 2
+    assert [x["answer"] for x in batch.columns] == ["other"] * 2 + ["train"] * 2
 
 
 def test_where_filters_the_training_sets_that_have_the_column(policy, hub, tmp_path):

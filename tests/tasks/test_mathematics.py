@@ -5,7 +5,7 @@ import pyarrow.parquet
 import pytest
 
 from maxrl_fast.config.options import Reward
-from maxrl_fast.job.build_task import build_scorer, build_task
+from maxrl_fast.job.build_parts import build_scorer, build_task
 from maxrl_fast.rewards.verifiers import boxed
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer

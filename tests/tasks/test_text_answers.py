@@ -1,20 +1,17 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from maxrl_fast.config.options import Reward
-from maxrl_fast.job.build_task import build_task
+from maxrl_fast.job.build_parts import build_task
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.dataset_specs import BOX, TAGS
-from maxrl_fast.tasks.text_answers import text_answers
-from maxrl_fast.tasks.text_codec import prompts_of
-from maxrl_fast.training.policy_reward import check_answers
+from maxrl_fast.tasks.text_codec import TextTask, prompts_of
+from maxrl_fast.training.answers import check_answers
 from tests.tables import refused
 from tests.tasks.test_dataset import responses, written
 
 
-class Merging:
-    """The part of a TextTask that is used, with a token for every byte and for each of these
-    merges.
-    """
+class Merging(TextTask):
+    """A token for every byte and for each of these merges."""
 
     def __init__(self, *merges):
         vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
@@ -35,7 +32,8 @@ class Merging:
 
 def references(codec, answer, *responses, form=BOX):
     prompts = prompts_of([[1]], [4], [{"answer": answer}])
-    return text_answers(codec, form, prompts, Rollouts.given([*responses]))
+    codec.form = form
+    return codec.reference_answers(prompts, Rollouts.given([*responses]))
 
 
 def test_the_reasoning_ends_with_the_first_marker_and_the_answer_is_as_the_tokenizer_writes_it():

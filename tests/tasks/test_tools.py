@@ -3,7 +3,7 @@ import pytest
 import maxrl_fast
 from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError
-from maxrl_fast.training.teacher_prompts import TeacherPrompts
+from maxrl_fast.training.answers import TeacherPrompts
 from tests.rewards.pools import eventually, failures, own_descendants, rewards
 from tests.runs import read
 from tests.tasks import environments
@@ -73,11 +73,9 @@ def test_an_episode_has_the_tokens_of_the_chat_template(make):
     tokenizer, (columns,) = task.tokenizer, task.prompts("train", 0, 1).columns
     first = [("increase", {"step": 2}), ("increase", {"step": 3})]
     second = [("increase", {"stép": "ü"})]
-    turns = [
-        turn_of(tokenizer, *first),
-        turn_of(tokenizer, *second, text="Noch einmal ☺"),
-        turn_of(tokenizer, text="Done."),
-    ]
+    text = "Noch einmal ☺"
+    turns = [turn_of(tokenizer, *first), turn_of(tokenizer, *second, text=text)]
+    turns.append(turn_of(tokenizer, text="Done."))
     (tokens,), outcomes = play(task, [turns])
     error = "TypeError: CounterEnv.increase() got an unexpected keyword argument 'stép'"
     chat = [
@@ -85,7 +83,7 @@ def test_an_episode_has_the_tokens_of_the_chat_template(make):
         said("", *first),
         {"role": "tool", "content": "2"},
         {"role": "tool", "content": "5"},
-        said("Noch einmal ☺", *second),
+        said(text, *second),
         {"role": "tool", "content": error},
     ]
     tools = task.workers.signature["tools"]
@@ -103,7 +101,6 @@ def said(text, *calls):
 
 @pytest.mark.parametrize("environment", ["CounterEnv", "AsyncCounterEnv"])
 def test_order_and_number_of_workers_change_nothing(make, environment):
-    """Of 120 environments at once, whose rewards are the known ones."""
     alone = make(environment, reward_workers=1)
     task = make(environment) if environment == "CounterEnv" else alone
     scripts = counting(task, 4, 3) * 10
@@ -154,7 +151,6 @@ REPLIES = {
 
 @pytest.mark.parametrize("act", REPLIES)
 def test_replies_are_text_whatever_a_tool_returns(hostile, act):
-    """Text that is written like control tokens has none of their ids."""
     text, errors = REPLIES[act]
     script = acting(hostile, act)[0]
     (tokens,), outcomes = play(hostile, [script])
@@ -226,7 +222,7 @@ def test_a_teachers_prompt_has_the_tools(make, tmp_path):
     (tmp_path / "teacher.py").write_text(code)
     task = make("CounterEnv")
     prompts = task.prompts("train", 0, 1)
-    made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4000)(prompts)
+    made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4000)(prompts.ids.tolist())
     text, read = (task.decode(x.tokens.tolist(), with_special=True) for x in (prompts, made))
     [columns] = prompts.columns
     question = columns["prompt"][-1]["content"]

@@ -1,17 +1,16 @@
 import gc
 import weakref
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 
 import pytest
 import torch
 
 from examples.chain import ChainTask
 from maxrl_fast.config.read import parse
-from maxrl_fast.config.rules import correction_of
 from maxrl_fast.errors import RewardError, warn
 from maxrl_fast.job.build import RunContext, prepare
-from maxrl_fast.job.waiting_batches import load_batches, save_batches
+from maxrl_fast.job.checkpoints import load_batches, save_batches
 from maxrl_fast.records import Inserted, Rollouts, cumulative
 from maxrl_fast.runtime.ranks import Ranks
 from tests.job.test_resume import resumes_bitwise
@@ -127,18 +126,12 @@ def test_a_waiting_batch_is_read_as_it_was_written(tmp_path):
     found, second = load_batches(tmp_path, torch.device("cpu"))
     assert (found.step, second.step, second.sampled_after) == (3, 4, 2)
 
-    def same(one, other):
-        assert type(one) is type(other)
-        if isinstance(one, torch.Tensor):
-            assert one.dtype == other.dtype
-            assert torch.equal(one, other)
-        elif hasattr(one, "__dataclass_fields__"):
-            for name in one.__dataclass_fields__:
-                same(getattr(one, name), getattr(other, name))
-        else:
-            assert one == other
+    def plain(x):
+        if isinstance(x, torch.Tensor):
+            return x.dtype, x.tolist()
+        return {n: plain(own) for n, own in vars(x).items()} if is_dataclass(x) else (type(x), x)
 
-    same(found, batch)
+    assert plain(found) == plain(batch)
     assert isinstance(found.rollouts, Rollouts)
 
 
@@ -151,7 +144,7 @@ def test_what_needs_the_policy_while_it_trains_is_refused():
         with refused(message):
             parse(["--ahead", "1", *flags.split()])
     names = {
-        loss: correction_of(parse(["--ahead", "1", "--objective", "maxrl", "--loss", loss]))[0]
+        loss: parse(["--ahead", "1", "--objective", "maxrl", "--loss", loss]).chosen.correction
         for loss in ("reinforce", "ppo")
     }
     assert names == {"reinforce": "tis", "ppo": "none"}

@@ -1,4 +1,3 @@
-import copy
 import dataclasses
 import math
 
@@ -9,9 +8,8 @@ from maxrl_fast import ops
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.correction import make_correction
-from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.learner import Learner, LearningRate, LossSettings
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.optimizer import LearningRate
 from maxrl_fast.training.trainer import Trainer
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
@@ -116,23 +114,19 @@ def distances_of(model, rollouts):
     return torch.stack([x.mean() for x in parts])
 
 
-def masked_by_definition(model, rollouts, advantages, delta):
-    return (advantages < 0) & (distances_of(model, rollouts) > delta)
-
-
 def test_the_sequence_mask_leaves_out_negative_responses_far_from_the_policy():
     model = tiny_decoder()
     rollouts, _ = disturbed(model)
     advantages = ops.grpo_advantage(REWARDS).flatten()
     distances = distances_of(model, rollouts)
     delta = float(distances[advantages < 0].median()) - 1e-3
-    is_masked = masked_by_definition(model, rollouts, advantages, delta)
+    is_masked = (advantages < 0) & (distances > delta)
     assert 1 < int(is_masked.sum()) < int((advantages < 0).sum())
     assert (distances[advantages > 0] > delta).any()  # which its sign keeps
     samples = Samples(PROMPTS, rollouts)
     learning = learner(model, LossSettings("ppo", "token_mean", sequence_mask=delta))
     for chosen in (samples.sequences, torch.tensor([2, 3, 4, 5])):
-        plan = learning.plan(samples, advantages, chosen)
+        plan = learning.plan(samples, advantages, chosen, (0, 0))
         kept = [s for s in chosen.tolist() if advantages[s] != 0 and not is_masked[s]]
         assert plan.sequences.tolist() == kept
         share = int(is_masked[chosen].sum()) / len(chosen)
@@ -146,22 +140,21 @@ def test_with_several_updates_the_mask_is_that_of_the_policy_of_each(monkeypatch
     """
     model, delta = tiny_decoder(), 0.05
     rollouts = sampled(model)
-    advantages, taken = ops.grpo_advantage(REWARDS).flatten(), []
-    made = type(learner(model)).plan
+    masked, negative = [], 0
+    made = Learner.plan
 
     def spied(self, samples, advantages, sequences, draw):
-        assert draw == (1, len(taken))  # the step and the update, for losses that draw tokens
+        nonlocal negative
+        assert draw == (1, len(masked))  # the step and the update, for losses that draw tokens
         plan = made(self, samples, advantages, sequences, draw)
-        taken.append((copy.deepcopy(self.model), plan.sequences.tolist(), sequences))
+        is_masked = (advantages < 0) & (distances_of(self.model, rollouts) > delta)
+        kept = [s for s in sequences.tolist() if advantages[s] != 0 and not is_masked[s]]
+        assert plan.sequences.tolist() == kept
+        negative += int((advantages[sequences] < 0).sum()) if masked else 0
+        masked.append(int(is_masked[sequences].sum()))
         return plan
 
-    monkeypatch.setattr(type(learner(model)), "plan", spied)
+    monkeypatch.setattr(Learner, "plan", spied)
     metrics = step(model, rollouts, None, updates=3, lr=0.05, sequence_mask=delta)
-    masked = []
-    for policy, kept, sequences in taken:
-        is_masked = masked_by_definition(policy, rollouts, advantages, delta)
-        assert kept == [s for s in sequences.tolist() if advantages[s] != 0 and not is_masked[s]]
-        masked.append(int(is_masked[sequences].sum()))
-    negative = sum(int((advantages[sequences] < 0).sum()) for _, _, sequences in taken[1:])
     assert masked[0] == 0 < sum(masked) < negative
     assert metrics["frac_sequences_masked"] == pytest.approx(sum(masked) / 12)

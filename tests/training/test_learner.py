@@ -7,9 +7,14 @@ from maxrl_fast.errors import NonFiniteError, TeacherError
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.optimizer import LearningRate, make_optimizer, take_step, zero_gradients
+from maxrl_fast.training.learner import (
+    Learner,
+    LearningRate,
+    LossSettings,
+    make_optimizer,
+    take_step,
+    zero_gradients,
+)
 from tests.batches import THREE_PROMPTS as PROMPTS
 from tests.batches import make_prompts
 from tests.models import tiny_decoder, updated

@@ -4,15 +4,15 @@ import math
 import pytest
 import torch
 
-from maxrl_fast.algorithms.losses.registry import find_loss
+from maxrl_fast.algorithms.losses import find_loss
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.records import Samples
-from maxrl_fast.training.learner import Learner, _seed
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.metrics import step_metrics
+from maxrl_fast.training.learner import LossSettings, _seed
+from maxrl_fast.training.trainer import step_metrics
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder, updated
 from tests.training.test_learner import PROMPTS, sampled
+from tests.training.test_learner import learner as make_learner
 
 # a group of equal rewards
 ADVANTAGES = torch.tensor([1.0, 1.5, 0.7, -0.8, 0, 0, 0, 0, 2.0, 1.2, -0.3, 1.5])
@@ -66,7 +66,7 @@ def off_policy(model):
 def learner(model, settings, budget=10_000, anchor=ANCHOR, lr=0.05):
     sgd = torch.optim.SGD(model.parameters(), lr=lr)
     state = {"siren_anchor": torch.tensor([anchor]).double()}
-    return Learner(model, sgd, settings, 1e9, budget, torch.float32, objective_state=state)
+    return make_learner(model, settings, budget, sgd, objective_state=state)
 
 
 def update(trained, samples, sequences=range(12), advantages=ADVANTAGES, lr=0.05):

@@ -1,19 +1,24 @@
 import copy
+import dataclasses
+from fractions import Fraction
 
 import pytest
 import torch
 
-from maxrl_fast.algorithms.estimators import TRAINING_ESTIMATORS
+from maxrl_fast import ops
+from maxrl_fast.algorithms.estimators import ESTIMATORS
 from maxrl_fast.ops import group_advantage, log_ratio_reward, pacs_loss, token_logprobs
 from maxrl_fast.records import Samples
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.loss_settings import LossSettings
+from maxrl_fast.training.learner import LossSettings
+from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.registry import make_objective
-from tests.batches import collected, make_prompts, one_batch
+from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder, updated
+from tests.ops.definitions import OFF_POLICY
+from tests.training.test_learner import PROMPTS
+from tests.training.test_learner import learner as learner_of
 from tests.training.test_learner import sampled as sampled_by
 
-PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [1, 2, 3]])
 N = 4
 LABELS = torch.tensor([[1.0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1]])
 SETTINGS = LossSettings(loss="reinforce", aggregation="seq_mean_token_sum", temperature=0.9)
@@ -25,7 +30,7 @@ def make_pacs(name="pacs", updates_per_step=1, **options):
 
 def make_learner(model, reference=None, lr=0.05):
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return Learner(model, optimizer, SETTINGS, 1e9, 40, torch.float32, reference)
+    return learner_of(model, SETTINGS, 40, optimizer, reference=reference)
 
 
 def sampled(model):
@@ -107,7 +112,7 @@ def test_the_closed_form_is_the_slope_of_the_loss(score):
     valid = torch.rand(groups, n, generator=generator) < 0.8
     ratios[2] = 0.5  # all alike
     for weight in ("balanced", "none"):
-        row, metrics = TRAINING_ESTIMATORS["pacs"], {}
+        row, metrics = ESTIMATORS["pacs"], {}
         options = {"beta": 0.7, "score": score, "class_weight": weight}
         options |= {"old_log_ratios": ratios, "metrics": metrics}
         actual = group_advantage(labels, row, valid=valid, **options)
@@ -133,7 +138,7 @@ def test_the_reference_and_the_optimizer_are_reset():
     model = tiny_decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     copied = copy.deepcopy(model).requires_grad_(False)
-    learner = Learner(model, optimizer, SETTINGS, 1e9, 1000, torch.float32, copied)
+    learner = learner_of(model, SETTINGS, 1000, optimizer, reference=copied)
     rollouts, everything = sampled(model), torch.arange(3 * N)
     pacs = make_pacs("pacs_paper", ref_reset_interval=2)
     for n in (1, 2, 3):
@@ -146,3 +151,63 @@ def test_the_reference_and_the_optimizer_are_reset():
         weights, reference = model.state_dict(), learner.reference.state_dict()
         assert all(torch.equal(weights[name], reference[name]) for name in weights) == is_reset
         assert (len(optimizer.state) == 0) == is_reset
+
+
+REWARDS = torch.tensor([[1.0, 0, 0.5, 0.5], [0, 0, 0, 0], [0, 1, 0.25, 0]])
+OPTIONS = {
+    "maxpo_off_policy": {"k": 3},
+    "maxrl_off_policy": {"order": 3},
+    "bon_off_policy": {"k": 2},
+}
+
+
+def sums(values, rollouts):
+    return torch.stack([part.sum() for part in values.split(rollouts.lengths.tolist())])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_update_has_the_advantages_of_the_definition(name):
+    model = tiny_decoder()
+    rollouts = sampled(model)
+    samples, learner = collected(Samples(PROMPTS, rollouts), REWARDS), make_learner(model, lr=0.005)
+    objective = GroupObjective(name, OPTIONS[name])
+    step = objective.begin(samples, learner)
+    farthest = 0.0
+    for sequences in samples.minibatches(3):
+        logp = sums(logprobs(model, rollouts), rollouts)
+        ratios = (logp.detach() - sums(rollouts.logprobs, rollouts)).double().exp()
+        farthest = max(farthest, float((ratios[sequences] - 1).abs().max()))
+        group = int(sequences[0]) // N
+        exact = [[Fraction(float(x)) for x in part] for part in (REWARDS[group], ratios[sequences])]
+        values = OFF_POLICY[name](exact[0], next(iter(OPTIONS[name].values())), exact[1])
+        advantages = step.advantages(sequences)
+        torch.testing.assert_close(
+            advantages[sequences], torch.tensor([float(x) for x in values]), rtol=1e-3, atol=1e-4
+        )
+        updated(learner, samples, advantages, sequences, when="step 1", lr=0.005)
+    assert farthest > 0.05  # the earlier updates have moved the policy
+    metrics = step.finish()
+    low, mean, high = (metrics[f"sequence_ratio_{x}"] for x in ("min", "mean", "max"))
+    assert low <= mean <= high
+    assert high - low > 0.05
+
+
+def test_rollouts_without_a_reward_are_left_out():
+    name, model = "maxrl_off_policy", tiny_decoder()
+    rollouts, generator = sampled(model), torch.Generator().manual_seed(0)
+    noise = torch.randn(rollouts.logprobs.shape, generator=generator) / 20
+    # another policy has sampled
+    rollouts = dataclasses.replace(rollouts, logprobs=rollouts.logprobs + noise)
+    valid = torch.ones(3, N, dtype=torch.bool)
+    valid[0, 1] = valid[2, 0] = False
+    samples = collected(Samples(PROMPTS, rollouts), REWARDS * valid, valid)
+    step = GroupObjective(name, {"order": N - 1}).begin(samples, make_learner(model))
+    advantages = step.advantages(samples.minibatches(1)[0]).view(3, N)
+    ratios = sums(logprobs(model, rollouts).detach() - rollouts.logprobs, rollouts).view(3, N)
+    assert ratios.abs().max() > 0.05
+    for g, own in enumerate(valid):
+        # the full order of the rollouts that there are
+        expected = ops.group_advantage(REWARDS[g][None, own], name, log_ratios=ratios[g][None, own])
+        torch.testing.assert_close(advantages[g][None, own], expected, rtol=1e-4, atol=1e-5)
+        assert (advantages[g][~own] == 0).all()
+    assert advantages.abs().max() > 0.1

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.maze import DONE, MazeTask
-from maxrl_fast.training.loss_settings import LossSettings
-from maxrl_fast.training.objectives.verifree import VerifreeObjective
-from maxrl_fast.training.policy_reward import LIKELIHOODS, PROBABILITY, PolicyReward
+from maxrl_fast.training.answers import LIKELIHOODS, PROBABILITY, PolicyReward
+from maxrl_fast.training.learner import LossSettings
+from maxrl_fast.training.objectives.classes import VerifreeObjective
 from tests.batches import collected, make_prompts
 from tests.models import save_checkpoint, tiny_decoder
 from tests.tables import refused

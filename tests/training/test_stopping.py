@@ -1,25 +1,28 @@
 from dataclasses import replace
 from fractions import Fraction as F
-from math import comb
+from itertools import product
+from math import comb, prod
 
 import pytest
 import torch
 
-from maxrl_fast.algorithms.stopping import stopped_maxrl
-from maxrl_fast.job.rollout_records import rollout_records
+from maxrl_fast.algorithms.estimators.max_at_k import stopped_maxrl
+from maxrl_fast.job.launch import rollout_records
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, UP
 from maxrl_fast.tasks.scorer import Scorer
+from maxrl_fast.train import main
 from maxrl_fast.training.collect import RolloutCollector
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.schedule import Stopping
+from maxrl_fast.training.schedule import Carried, Stopping
 from tests.batches import make_prompts
 from tests.job.test_resume import resumes_bitwise
 from tests.models import tiny_decoder
-from tests.test_train import base, read
+from tests.runs import MAZE, base, read
+from tests.test_session import state
 from tests.training.test_collect import CHAIN, NumberedTask
 
 
@@ -33,15 +36,6 @@ def histories(ends, m):
         else:
             size = ends[len(counts)] - (ends[len(counts) - 1] if counts else 0)
             begun += [(*counts, k) for k in range(size + 1)]
-
-
-def by_definition(counts, ends, m):
-    total, before, found = sum(counts), 0, []
-    for k, n in zip(counts, ends, strict=False):
-        before += k
-        of_success = F(1, max(total, 1)) - F(min(before - 1, m), m * n)
-        found.append((of_success, -F(min(before, m), m * n)))
-    return found
 
 
 def round_ends(first, most):
@@ -69,22 +63,17 @@ def test_the_gradient_is_that_of_maxrl_of_order_n(first, most, m):
             rewards[row, start : start + k] = 1
             drawn_by[row, start : start + size] = start + size
     found = stopped_maxrl(rewards, drawn_by > 0, drawn_by.long(), m)
-    for p in map(F, ("0.01", "0.2", "0.5", "0.99")):
-        p = p if most < 128 else float(p)
-        exact, chances = 0 * p, []
-        for counts in drawn:
-            chance, total = 1 + 0 * p, 0 * p
-            advantages = by_definition(counts, ends, m)
-            for k, (_, size), (a, b) in zip(counts, rounds(ends), advantages, strict=False):
-                chance *= comb(size, k) * p**k * (1 - p) ** (size - k)
-                total += k * a - (size - k) * b * p / (1 - p)
-            exact += chance * total
-            chances.append(float(chance))
-        target = 1 - (1 - p) ** most
-        assert abs(exact - target) < (0 if most < 128 else 1e-12) or exact == target
-        scores = torch.where(rewards > 0, 1.0, -float(p / (1 - p)))
+    for p in (0.01, 0.2, 0.5, 0.99):
+        chances = [
+            prod(
+                comb(size, k) * p**k * (1 - p) ** (size - k)
+                for k, (_, size) in zip(counts, rounds(ends), strict=False)
+            )
+            for counts in drawn
+        ]
+        scores = torch.where(rewards > 0, 1.0, -p / (1 - p))
         computed = torch.tensor(chances).double() @ (found * scores).sum(1)
-        assert float(computed) == pytest.approx(float(target), rel=1e-6)
+        assert float(computed) == pytest.approx(1 - (1 - p) ** most, rel=1e-6)
 
 
 class Coins:
@@ -236,3 +225,147 @@ def test_a_run_that_stops_resumes_bitwise(tmp_path, monkeypatch):
     assert len({record["draws_mean"] for record in records}) > 1, records
     kept = read(tmp_path / "whole" / "rollouts.jsonl")
     assert all(rollout["tokens"] for rollout in kept)
+
+
+class Tries:
+    """Each of a prompt's rollouts is as many times UP as the step, then DONE."""
+
+    def generate(self, request):
+        self.asked = request.prompts.ids.tolist()
+        response = [UP] * request.step + [DONE]
+        rollouts = Rollouts.given([response] * (len(self.asked) * request.num_samples))
+        return replace(rollouts, logprobs=-torch.ones(len(rollouts.tokens)))
+
+
+class TriesTask(NumberedTask):
+    """The rewards of prompt i at step n are `table[i][n]`."""
+
+    def score(self, prompts, rollouts):
+        step, count = int(rollouts.lengths[0]) - 1, len(rollouts) // len(prompts)
+        rows = [self.table.get((i, step), [0.0] * count) for i in prompts.ids.tolist()]
+        return torch.tensor(rows).flatten()
+
+
+def collector(table, carried, prompts, rollouts):
+    task, engine = TriesTask(5), Tries()
+    task.table = table
+    how = Scorer(task, None), Sampling(1.0, 32, task.stop_ids), prompts, rollouts
+    return RolloutCollector(task, engine, *how, carried=carried), engine
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_visit_has_the_gradient_of_maxrl_of_order_n_times_rounds(n, rounds):
+    """All patterns of rewards of the last round of a visit, each after 0 ... rounds - 1 rounds
+    without a success, by the collector and the objective of a run. In units of grad log p a success
+    has the score 1 and a failure -p/(1-p)."""
+    patterns = [*product((0.0, 1.0), repeat=n)]
+    visits, exact = dict.fromkeys((F(1, 50), F(1, 7), F(1, 2), F(9, 10)), F(0)), F(1, 10**9)
+    for failed in range(rounds):
+        carried = Carried(torch.zeros(len(patterns), 2, dtype=torch.int64), rounds)
+        table = {(i, failed + 1): [*rewards] for i, rewards in enumerate(patterns)}
+        own, _ = collector(table, carried, len(patterns), n)
+        batches = [own.collect(step, 0) for step in range(1, failed + 2)]
+        objective = GroupObjective("maxrl", {}, stop_at=1)
+        for batch in batches:
+            assert batch.prompts.ids.tolist() == [*range(len(patterns))]
+            step = objective.begin(batch, None)
+            advantages = step.advantages(batch.sequences).view(-1, n) / n
+            assert batch is batches[-1] or not advantages.any()
+        assert torch.equal(batch.rewards, torch.tensor(patterns))
+        for p in visits:
+            for rewards, found in zip(patterns, advantages.tolist(), strict=True):
+                chance = (1 - p) ** (n * failed)
+                scores = [F(1) if r else -p / (1 - p) for r in rewards]
+                for r in rewards:
+                    chance *= p if r else 1 - p
+                values = (F(a).limit_denominator(100) for a in found)  # float32 of k / n
+                visits[p] += chance * sum(map(F.__mul__, values, scores))
+    for p, gradient in visits.items():
+        assert abs(gradient - (1 - (1 - p) ** (n * rounds))) < exact, (p, gradient)
+
+
+def test_a_prompt_keeps_its_place_until_a_success_or_the_last_round():
+    solved, failed = [0.0, 1.0], [0.0, 0.0]
+    table = {(0, 1): solved, (1, 2): solved, (2, 3): failed, (3, 2): solved}
+    carried = Carried(torch.zeros(3, 2, dtype=torch.int64), 3)
+    own, engine = collector(table, carried, 3, 2)
+    first, asked, metrics = 0, [], []
+    for step in range(1, 6):
+        batch = own.collect(step, first)
+        first += batch.num_sampled
+        asked.append((engine.asked, batch.num_sampled))
+        metrics.append({x: batch.metrics.get(x) for x in ("carried", "given_up", "rounds_mean")})
+        assert batch.frac_drawn == 1
+    assert asked == [
+        ([0, 1, 2], 3),  # 0 is solved
+        ([3, 1, 2], 1),  # 1 and 3 are
+        ([4, 5, 2], 2),  # 2 is given up
+        ([4, 5, 6], 1),
+        ([4, 5, 6], 0),  # 4 and 5 are given up
+    ]
+    assert [list(x.values()) for x in metrics] == [
+        [2, 0, 1.0],
+        [1, 0, 1.5],
+        [2, 1, 3.0],
+        [3, 0, None],
+        [1, 2, 3.0],
+    ]
+
+
+def test_a_round_with_unknown_rewards_is_one_without_success():
+    carried = Carried(torch.zeros(2, 2, dtype=torch.int64), 2)
+    carried.places(7)
+    carried.observe(torch.tensor([[torch.nan, 0.0], [torch.nan, 1.0]]))
+    assert carried.places(9) == ([7, 9], 1)
+
+
+BY_VERBS = """
+from maxrl_fast import Session
+from maxrl_fast.records import Prompts
+from maxrl_fast.training.learner import LearningRate
+
+session = Session.from_run(f"{run}/checkpoints/step-000000", threads=1)
+config, task = session.config, session.task
+rate = LearningRate(config.optimizer.lr, STEPS, config.optimizer.warmup_steps)
+G, N, R = config.sampling.prompts, config.sampling.rollouts, 3
+places, following = [], config.warm_start.sft_steps * config.warm_start.sft_batch
+for step in range(1, STEPS + 1):
+    for i, place in enumerate(places or [None] * G):
+        if place is None:
+            places[i:i + 1], following = [(following, 0)], following + 1
+    prompts = Prompts.concatenate([task.prompts("train", i, 1) for i, _ in places])
+    samples = session.sample(prompts, n=N)
+    r = task.score(samples.prompts, samples.rollouts).view(G, N).double()
+    K = r.sum(1, keepdim=True)
+    A = (K > 0) * (r / K.clamp_min(1) - (K - r >= 1) / N)
+    session.forward_backward(samples, A.float() * N)
+    session.optim_step(lr=rate.at(step))
+    ended = ((K[:, 0] > 0) | (torch.tensor([n for _, n in places]) + 1 >= R)).tolist()
+    places = [None if end else (i, n + 1) for end, (i, n) in zip(ended, places)]
+session.save(out)
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_of_verbs_has_the_weights_of_a_run_with_carried_prompts(tmp_path):
+    run = tmp_path / "run"
+    flags = [*MAZE, "--objective", "maxrl", "--carry", "3", "--lr", "1e-3", "--out", str(run)]
+    del flags[flags.index("--k") : flags.index("--k") + 2]
+    assert main(flags) == 0
+    assert any(record["carried"] for record in read(run / "metrics.jsonl"))
+    exec(BY_VERBS, {"run": run, "out": tmp_path / "out", "STEPS": 6, "torch": torch})
+    of_run, by_verbs = dict(state(run)), dict(state(tmp_path / "out"))
+    assert of_run.pop("objective.carried").any()
+    assert of_run.keys() == by_verbs.keys()
+    assert all(torch.equal(x, of_run[name]) for name, x in by_verbs.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_run_with_carried_prompts_resumes_bitwise(ahead, tmp_path, monkeypatch):
+    flags = [*base()[2:], *CHAIN, "--objective", "maxrl", "--steps", "6", "--rollouts", "4"]
+    flags += ["--carry", "3", "--ahead", str(ahead)]
+    resumes_bitwise(monkeypatch, tmp_path, flags, "step 3")
+    records = read(tmp_path / "whole" / "metrics.jsonl")
+    assert any(record["carried"] for record in records), records

@@ -11,29 +11,15 @@ computes it for every estimator that has one."""
 
 from dataclasses import replace
 
-from maxrl_fast.algorithms.estimator import (
-    ALIASES,
-    ESTIMATORS,
-    TRAINING_ESTIMATORS,
-    Estimator,
-    Kernel,
-    Size,
-    estimator,
-    find_estimator,
-)
-from maxrl_fast.algorithms.estimators import (
-    max_at_k,
-    moments,
-    of_training,
-    off_policy,
-    several_rewards,
-    with_inputs,
-)
-from maxrl_fast.algorithms.group import Group
-
-__all__ = ["ALIASES", "ESTIMATORS", "Estimator", "Group", "Kernel", "Size", "estimator"]
-__all__ += ["TRAINING_ESTIMATORS", "find_estimator", "max_at_k", "moments", "of_training"]
-__all__ += ["off_policy", "several_rewards", "with_inputs"]
+from maxrl_fast.algorithms.estimator import ALIASES as ALIASES
+from maxrl_fast.algorithms.estimator import ESTIMATORS as ESTIMATORS
+from maxrl_fast.algorithms.estimator import Estimator as Estimator
+from maxrl_fast.algorithms.estimator import Group as Group
+from maxrl_fast.algorithms.estimator import estimator as estimator
+from maxrl_fast.algorithms.estimator import find_estimator as find_estimator
+from maxrl_fast.algorithms.estimators import max_at_k as max_at_k
+from maxrl_fast.algorithms.estimators import moments as moments
+from maxrl_fast.algorithms.estimators import of_training as of_training
 
 # Other names: each runs as the estimator that it stands for, with these options and this way to
 # average token losses.

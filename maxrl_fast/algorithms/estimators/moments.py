@@ -1,15 +1,16 @@
 """Estimators that shift and scale the rewards, or S_i, by moments or a quantile of their group or
-the batch."""
+the batch; then those that take the greedy response, log-probs, or several rewards."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.estimator import Ddof, Eps, K, Kernel, estimator
+from maxrl_fast.algorithms.arguments import is_host_readable
+from maxrl_fast.algorithms.estimator import BATCH, Ddof, Eps, Group, K, Kernel, estimator, ratio
 from maxrl_fast.algorithms.estimators.max_at_k import shortfall
-from maxrl_fast.algorithms.group import BATCH, Group, ratio
-from maxrl_fast.algorithms.options import BelowOne, Help, Share
+from maxrl_fast.algorithms.options import BelowOne, Help, Limit, Share
 
 OF_PROXIES = Help("Scale of PACS's reward proxies, in reward per nat of log-ratio.")
 FalsePositiveRate = Annotated[
@@ -218,3 +219,128 @@ def noisy_verifier_backward(
 def noisy_verifier_forward(g: Group, *, false_negative_rate: FalseNegativeRate) -> Tensor:
     """rho1 where r = 1, rho1 - 1 where r = 0."""
     return g.rewards - 1 + false_negative_rate
+
+
+@estimator(
+    "ReMax, Li et al. 2023, arXiv:2310.10505, as verl computes it",
+    weight="is 1, whatever the greedy response",
+    min_rollouts=1,
+)
+def remax(g: Group, greedy_rewards: Tensor) -> Tensor:
+    """r - reward of the prompt's greedy response."""
+    return g.rewards - greedy_rewards
+
+
+@estimator(
+    "SELF, Nguyen et al. 2025, as compared in MaxRL, Table 3",
+    weight="depends on the greedy rollout",
+)
+def self_(g: Group, greedy_correct: Tensor, *, eps: Eps = 1e-6, ddof: Ddof = 1) -> Tensor:
+    """grpo, 0 for prompts whose greedy rollout is correct."""
+    return torch.where(greedy_correct, 0.0, grpo(g, eps=eps, ddof=ddof))
+
+
+@estimator(
+    "Differential Smoothing, Gai et al. 2025", weight="depends on the log-probs", for_binary=True
+)
+def differential_smoothing(
+    g: Group,
+    logprobs: Tensor,
+    *,
+    tau: Annotated[float, Help("Weight of the log-probs.")] = 0.05,
+    eps: Eps = 1e-6,
+    ddof: Ddof = 0,
+) -> Tensor:
+    """grpo (ddof 0) - tau (mean logp) where r = 1, + tau (mean logp) where r = 0."""
+    return grpo(g, eps=eps, ddof=ddof) + tau * (1 - 2 * g.rewards) * logprobs
+
+
+@estimator(
+    "Rewarding the Unlikely, He et al. 2025, arXiv:2506.02355", weight="depends on the log-probs"
+)
+def unlikeliness(
+    g: Group,
+    logprobs: Tensor,
+    *,
+    penalty: Annotated[
+        float, Help("Share of the reward that the most probable rollout of a group loses.")
+    ] = 0.25,
+    eps: Eps = 1e-6,
+    ddof: Ddof = 1,
+) -> Tensor:
+    """grpo of r (1 - penalty rank/N), rank of the mean logp, 0 for the least likely."""
+    rewards = g.rewards * (1 - penalty * (g.rank(logprobs) / g.n.clamp_min(1)))
+    return grpo(Group(rewards, g.valid), eps=eps, ddof=ddof)
+
+
+@estimator(
+    "GDPO, Liu et al. 2026, arXiv:2601.05242, as the authors' code and TRL's "
+    "normalize_then_sum compute it",
+    weight="depends on the rewards that are summed",
+    over_batch=True,
+)
+def gdpo(
+    g: Group,
+    reward_parts: Tensor,
+    *,
+    reward_weights: Sequence[float],
+    eps: Eps = 1e-4,
+    ddof: Ddof = 1,
+) -> Tensor:
+    """x/(std of x over the batch + eps), x = sum of w_k (r_k - mean)/(std + eps) over rewards k;
+    eps 1e-4."""
+    x = torch.zeros_like(g.rewards)
+    for part, weight in zip(reward_parts, reward_weights, strict=True):
+        applies = g.valid & ~part.isnan()
+        x = x + weight * torch.where(applies, grpo(Group(part, applies), eps=eps, ddof=ddof), 0.0)
+    return ratio(x, g.std(x, ddof, over=BATCH) + eps)
+
+
+@estimator(
+    "HERO, Tao et al. 2025, arXiv:2510.07242, eqs. 3-5 as others quote them; w's constants "
+    "are its main text's",
+    weight="depends on the scores",
+    over_batch=True,
+)
+def hero(
+    g: Group,
+    reward_parts: Tensor,
+    *,
+    reward_weights: Sequence[float],
+    score_range: Annotated[
+        float,
+        Limit("above 0 and below .5", lambda x: 0 < x < 0.5),
+        Help("Half-width of the score range within a verifier class."),
+    ] = 0.05,
+    eps: Eps = 1e-6,
+    ddof: Ddof = 1,
+) -> Tensor:
+    """w (x - mean of x), x = v - a + 2a (d - min)/(max - min + eps), v a verifier's, d a score, min
+    and max over equal v; w = .5 + 1.5 sigmoid(5 (std of d - its mean over the groups)); a =
+    score_range .05."""
+    if len(reward_parts) < 2 or reward_weights[0] != 1:
+        weights = " ".join(f"{weight:g}" for weight in reward_weights)
+        raise ValueError(
+            "hero takes a verifier of weight 1 and one or more scores as reward_parts, got "
+            f"{len(reward_parts)} with the weights {weights}"
+        )
+    verified, scores = reward_parts[0], reward_parts[1:].nan_to_num(0.0)
+    other = g.valid & (verified != 0) & (verified != 1)
+    if is_host_readable(other) and bool(other.any()):
+        raise ValueError(f"the verifier of hero must give 0 or 1, got {float(verified[other][0])}")
+    scored = g.valid & ~reward_parts[1:].isnan().all(0)
+    score = share = torch.zeros_like(g.rewards)
+    for part, part_weight in zip(scores, reward_weights[1:], strict=True):
+        score = score + part_weight * part
+    for verdict in (0, 1):
+        same = Group(score, scored & (verified == verdict))
+        low, high = same.smallest(score), same.largest(score)
+        own = torch.where(same.valid & (high > low), (score - low) / (high - low + eps), 0.0)
+        # a response to which no score applies takes the mean of those with its verdict
+        own = torch.where(same.valid, own, same.mean(own))
+        share = torch.where(verified == verdict, own, share)
+    of_scores = Group(score, scored)
+    spread = torch.where(of_scores.n > ddof, of_scores.std(score, ddof), 0.0)  # [G, 1]
+    weight = 0.5 + 1.5 * torch.sigmoid(5 * (spread - spread.sum() / (g.n > 0).sum()))
+    x = torch.where(other, torch.nan, verified) - score_range + 2 * score_range * share
+    return weight * g.centre(x)

@@ -1,4 +1,4 @@
-"""Estimators that training alone can run, because they ask for what only a run has."""
+"""Estimators for training alone: they learn from what only a run has."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from maxrl_fast.algorithms.estimator import Ddof, Eps, training_estimator
+from maxrl_fast.algorithms.estimator import Ddof, Eps, Group, estimator
 from maxrl_fast.algorithms.estimators.moments import OF_PROXIES, grpo
-from maxrl_fast.algorithms.group import Group
 from maxrl_fast.algorithms.options import Count, CountOrZero, Help, Positive
 
 Beta = Annotated[Positive, OF_PROXIES]
@@ -22,6 +21,7 @@ ClassWeight = Annotated[
     Help("PACS's weights of correct and wrong rollouts: balanced in every group, or none."),
 ]
 _PACS: dict[str, Any] = {
+    "of_run": True,
     "needs": "rewards 0 or 1, N >= 2 (N >= 1 with --score naive)",
     "weight": "depends on the policy",
     "binary": True,
@@ -30,11 +30,12 @@ _PACS: dict[str, Any] = {
 }
 
 
-def _has_teacher(c: Any) -> bool:
-    return c.reference is not None or c.teacher_prompt is not None
+def has_teacher(options: Any) -> bool:
+    """Whether the reference policy is not the policy, or reads something else."""
+    return options.reference is not None or options.teacher_prompt is not None
 
 
-@training_estimator("PACS, eq. 8, code", **_PACS)
+@estimator("PACS, eq. 8, code", **_PACS)
 def pacs(
     g: Group,
     old_log_ratios: Tensor,
@@ -49,12 +50,12 @@ def pacs(
     return -beta * _slopes(g, beta * old_log_ratios, metrics, score, class_weight)[0]
 
 
-@training_estimator(
+@estimator(
     "PACS, eqs. 5, 8",
     **_PACS,
     refuses={
         "pacs_paper with --reference or --teacher-prompt needs --ref-reset-interval 0, got "
-        "{ref_reset_interval}": lambda c: c.ref_reset_interval and _has_teacher(c),
+        "{ref_reset_interval}": lambda c: c.ref_reset_interval and has_teacher(c),
     },
 )
 def pacs_paper(
@@ -118,18 +119,19 @@ def _slopes(
     return slopes if score == "naive" else g.centre(slopes), cross_entropy
 
 
-@training_estimator(
+@estimator(
     "on-policy distillation: GKD, Agarwal et al. 2024, arXiv:2306.13649; Lu et al. (Thinking "
     "Machines) 2025",
     needs="N >= 1; --reference or --teacher-prompt; no rewards",
-    weight="0",
+    weight="is 0",
+    of_run=True,
     loss="reinforce",
     min_rollouts=1,
     presets={"kl": "k2", "kl_coef": 1.0, "rollouts": 1},
     refuses={
         "distill needs --kl-coef above 0 and a teacher, --reference or --teacher-prompt, got "
         "kl_coef {kl_coef:g}, reference {reference} and teacher_prompt {teacher_prompt}": (
-            lambda c: not (c.kl_coef and _has_teacher(c))
+            lambda c: not (c.kl_coef and has_teacher(c))
         ),
     },
 )
@@ -138,10 +140,11 @@ def distill(g: Group) -> Tensor:
     return torch.zeros_like(g.rewards)
 
 
-@training_estimator(
+@estimator(
     "RL-ZVP, Le et al. 2025, arXiv:2509.21880 (from the paper; no code found)",
     needs="rewards 0 or 1, N >= 1; one more forward pass over these groups",
     weight="depends on the entropies",
+    of_run=True,
     binary=True,
     min_rollouts=1,
 )
@@ -175,10 +178,11 @@ _MIX, _RATE, _EPS = 1.5, 0.1, 1e-6
 _LEAST_SPREAD = 1e-3  # a smaller standard deviation of rewards or scores counts as 0
 
 
-@training_estimator(
+@estimator(
     "RiskPO, Ren et al. 2025, arXiv:2510.00911, as the authors' script sets it",
     needs="N >= 2; --prompts a multiple of --bundle-size",
     weight="depends on the batch",
+    of_run=True,
     state={"quantiles": (torch.nan, torch.nan)},
     refuses={
         "prompts must be a multiple of bundle_size, got {prompts} and {bundle_size}": (

@@ -1,1 +1,0 @@
-"""Objectives: each turns a step's rewards into advantages. registry.py lists them all."""

@@ -1,16 +1,19 @@
-"""Objectives with the advantages of an estimator."""
+"""The interface of objectives, which choose the advantages, and those of an estimator."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import is_host_readable
-from maxrl_fast.algorithms.estimator import RATIOS, TRAINING_ESTIMATORS
+from maxrl_fast.algorithms.estimator import RATIOS
 from maxrl_fast.algorithms.estimators import Estimator, find_estimator
-from maxrl_fast.algorithms.stopping import stopped_maxrl
+from maxrl_fast.algorithms.estimators.max_at_k import stopped_maxrl
+from maxrl_fast.algorithms.method import Method, Registry
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import log_ratio_reward
@@ -18,29 +21,76 @@ from maxrl_fast.ops.group_advantage import example_inputs, group_advantage
 from maxrl_fast.records import Rollouts, sequence_sums
 from maxrl_fast.runtime.device import host_numbers, to_device, to_host
 from maxrl_fast.runtime.loading import place_of
+from maxrl_fast.training.collect import Needs as Needs
 from maxrl_fast.training.collect import RolloutBatch
 from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep
+
+
+@dataclass
+class ObjectiveStep:
+    # The samples to train on. An objective with advantages [T] of tokens has
+    # batch.weighted(advantages) and gives every response the advantage 1.
+    batch: RolloutBatch
+    values: Tensor  # the advantages [S] of all samples
+
+    def advantages(self, sequences: Tensor) -> Tensor:
+        """Return the advantages [S] of all samples for an update on `sequences`: whole groups'
+        samples with a reward, int64 on the host. Samples that no update has used yet may have 0."""
+        return self.values
+
+    def finish(self) -> dict[str, float]:
+        """After the last update, train what else is trained; return metrics of the step."""
+        return {}
+
+
+class Objective(ABC):
+    """Chooses the A_i of the loss -sum_i A_i sum_t log pi(y_it | x_i, y_i<t) over a denominator, or
+    of another loss of the log-prob ratios."""
+
+    loss: str = "ppo"  # a name of ops.policy_gradient_loss; default of --loss
+    aggregation: str = "token_mean"  # how token losses are averaged; default of --aggregation
+    owns_loss: bool = False  # options cannot change these two, and importance weights do not apply
+    min_rollouts: int = 1
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """What steps hand on, host tensors by name, as before the first. The learner keeps them in
+        `objective_state`; checkpoints load them in place."""
+        return {}
+
+    def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
+        """Whether a group of all-0 or all-1 rewards has nonzero advantages."""
+        return True
+
+    @abstractmethod
+    def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
+        """Take a step's samples and rewards before its first update."""
+
+
+# the objectives that are no estimators: the function is a dataclass, whose fields are its options
+_REGISTRY = Registry(Method)
+OBJECTIVE_CLASSES, objective = _REGISTRY.methods, _REGISTRY.register
 
 
 @dataclass
 class GroupObjective(Objective):
-    """The advantages of an estimator, computed once per step, or for every update where it asks for
-    log-ratios of responses."""
+    """The advantages of an estimator, for every update anew where it asks for log-ratios."""
 
     estimator: str | Estimator  # its name, or the row of a custom function
     options: dict[str, Any]  # of the estimator, and k or order
     # It returns an advantage for each token, [T]. The learner gets them as factors of the tokens,
-    # and 1 for each response that has one other than 0.
+    # and 1 for each response that has one.
     per_token: bool = False
     stop_at: int = 0  # of stopped_maxrl, which replaces the estimator; 0: not
     updates_per_step: int = 1
 
     def __post_init__(self) -> None:
-        self.estimator = TRAINING_ESTIMATORS.get(str(self.estimator), self.estimator)
-        row = find_estimator(self.estimator)
-        self.row, self.loss, self.owns_loss = row, row.loss, row.owns_loss
-        self.aggregation = row.aggregation
+        self.row = row = find_estimator(self.estimator)
+        self.loss, self.aggregation, self.owns_loss = row.loss, row.aggregation, row.owns_loss
         # the input that changes with every update, "" if there is none
         self.ratio = next((name for name in RATIOS if name in row.inputs), "")
 
@@ -66,7 +116,7 @@ class GroupObjective(Objective):
         return {name: torch.tensor(x, dtype=torch.float64) for name, x in self.row.state.items()}
 
     def learns_from_equal_rewards(self, num_rollouts: int) -> bool:
-        if self.row.name in TRAINING_ESTIMATORS:
+        if self.row.of_run:
             return not self.row.centred
         rewards = torch.tensor([[0.0], [1.0]]).expand(2, num_rollouts)  # all wrong, all correct
         inputs = example_inputs(self.row, rewards)
@@ -96,8 +146,8 @@ class GroupObjective(Objective):
 
 @dataclass
 class _Step(ObjectiveStep):
-    """With log-ratios every update recomputes the advantages, with one more forward pass over its
-    samples. The gradient equals that of -(1/S) sum_i A_i log pi(y_i)."""
+    """With log-ratios every update recomputes the advantages, by one more forward pass over its
+    samples, for the gradient of -(1/S) sum_i A_i log pi(y_i)."""
 
     objective: GroupObjective
     learner: Learner
@@ -110,17 +160,17 @@ class _Step(ObjectiveStep):
     def compute(self, batch: RolloutBatch, ratios: Tensor | None = None) -> Tensor:
         """Return the advantages of all or some groups of the step."""
         objective, rewards, rollouts = self.objective, batch.rewards, batch.rollouts
-        row, greedy, terms = objective.row, batch.greedy_rewards, batch.reward_terms
+        row, metrics = objective.row, dict[str, Tensor]()
+        greedy, terms = cast(Tensor, batch.greedy_rewards), cast(Tensor, batch.reward_terms)
         valid = batch.valid if row.takes_valid else None  # else failed rewards are 0
-        state, metrics = self.learner.objective_state if row.state else {}, dict[str, Tensor]()
-        self.changed = {name: state[name].clone() for name in row.state}
+        self.changed = {name: self.learner.objective_state[name].clone() for name in row.state}
         # on demand: an estimator takes few, and reading the prompts' indices waits for the device
         known: dict[str, Callable[[], Any]] = {
             "lengths": lambda: rollouts.lengths.view(rewards.shape),
             "logprobs": lambda: _mean_logprobs(rollouts).view(rewards.shape),
-            "greedy_correct": lambda: None if greedy is None else greedy > 0.5,  # [G]
+            "greedy_correct": lambda: greedy > 0.5,  # [G]
             "greedy_rewards": lambda: greedy,  # [G]
-            "reward_parts": lambda: terms if terms is None else terms.movedim(-1, 0),  # [R, G, N]
+            "reward_parts": lambda: terms.movedim(-1, 0),  # [R, G, N]
             "prompts": batch.prompts.ids.tolist,
             "texts": lambda: _grouped(batch.texts or (), batch.num_rollouts),
             "components": lambda: _grouped(batch.components, batch.num_rollouts),
@@ -132,7 +182,7 @@ class _Step(ObjectiveStep):
         }
         inputs = {name: known[name]() for name in row.inputs}
         options = dict(objective.options)
-        if terms is not None:
+        if "reward_parts" in inputs:
             options["reward_weights"] = batch.term_weights
         if batch.valid is not None and options.get("order") == batch.num_rollouts - 1:
             options["order"] = None  # each group's own full order, from its number of known rewards
@@ -144,15 +194,14 @@ class _Step(ObjectiveStep):
         return values
 
     def entropies(self, chosen: Tensor) -> Tensor:
-        """Return the policy's entropies, in nats, at the tokens of chosen rollouts, bool [G, N],
-        and 0 at others: [T]."""
+        """Return the policy's entropies [T], in nats, at the tokens of chosen rollouts, bool [G,
+        N], and 0 at others."""
         batch, sequences = self.batch, chosen.flatten().nonzero()[:, 0].cpu()
         entropies = torch.zeros_like(batch.rollouts.logprobs)
         if len(sequences):
-            index, _ = batch.rollouts.at(sequences)
-            passes, model = self.learner.passes, self.learner.model
-            own = passes.compute(passes.logprobs_and_entropies, model, batch, sequences)
-            entropies[index] = own[:, 1]
+            index, *_ = batch.rollouts.at(sequences)
+            passes, given = self.learner.passes, (self.learner.model, batch, sequences)
+            entropies[index] = passes.compute(passes.logprobs_and_entropies, *given)[:, 1]
         if batch.valid is None or not self.objective.row.takes_valid:
             return entropies
         return entropies[batch.rollouts.by_token(batch.valid.flatten())]
@@ -177,12 +226,11 @@ class _Step(ObjectiveStep):
             sequences = sequences[self.learns[sequences // batch.num_rollouts]]
         if not self.objective.ratio or not len(sequences):
             return values
-        groups = (sequences // batch.num_rollouts).unique()
-        chosen, groups = to_device(values.device, sequences, groups)
+        (groups,) = to_device(values.device, (sequences // batch.num_rollouts).unique())
         log_ratios = torch.zeros_like(values)
         if self.others is not None:
             logprobs = self.learner.passes.logprobs(self.learner.model, batch, sequences)
-            index, cu_seqlens = batch.rollouts.at(sequences)
+            index, cu_seqlens, chosen = batch.rollouts.at(sequences)
             own = log_ratio_reward(logprobs, self.others[index], cu_seqlens)
             if is_host_readable(own) and bool(own.isnan().any()):
                 # as on a GPU; the update then reports the non-finite value
@@ -202,9 +250,9 @@ class _Step(ObjectiveStep):
             learner.optimizer.state.clear()  # Adam's moments
         for name, value in self.changed.items():
             learner.objective_state[name].copy_(value)
-        means, number = dict[str, Any](), len(self.metrics)
-        for name in self.metrics[0] if number else ():
-            means[name] = sum(x[name] for x in self.metrics) / number
+        means = dict[str, Any]()
+        for name in chain(*self.metrics[:1]):
+            means[name] = sum(x[name] for x in self.metrics) / len(self.metrics)
         if self.ratios:
             ratios = torch.cat(self.ratios)
             means["sequence_ratio_mean"] = ratios.mean()
@@ -214,7 +262,7 @@ class _Step(ObjectiveStep):
 
 class _OverPrompts(ObjectiveStep):
     """The loss is to be averaged over an update's prompts, of which hard ones have more rollouts,
-    and is averaged over M responses or their tokens: advantages are times the mean number."""
+    and not over M responses or their tokens: advantages are times the mean number."""
 
     def advantages(self, sequences: Tensor) -> Tensor:
         num_prompts = len((sequences // self.batch.num_rollouts).unique())

@@ -1,4 +1,5 @@
-"""PPO with a critic, which is trained after each step's policy updates."""
+"""The objectives that are more than an estimator: PPO with a critic, which is trained after each
+step's policy updates, and VeriFree, whose reward is itself trained."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, NoReturn
@@ -9,15 +10,14 @@ from torch import Tensor
 from maxrl_fast.algorithms.options import Help, NotNegative, Positive, UnitInterval
 from maxrl_fast.errors import NonFiniteError
 from maxrl_fast.model.policy_model import PolicyModel
+from maxrl_fast.ops import group_advantage
 from maxrl_fast.records import Samples
 from maxrl_fast.runtime.device import host_numbers
 from maxrl_fast.training.collect import RolloutBatch
-from maxrl_fast.training.critic import value_loss, values_of
-from maxrl_fast.training.learner import Learner
-from maxrl_fast.training.objectives.objective import Needs, Objective, ObjectiveStep, objective
-from maxrl_fast.training.optimizer import take_step, zero_gradients
+from maxrl_fast.training.learner import Learner, take_step, zero_gradients
+from maxrl_fast.training.objectives.group import Needs, Objective, ObjectiveStep, objective
 from maxrl_fast.training.packing import MicroBatch
-from maxrl_fast.training.passes import run_batch
+from maxrl_fast.training.passes import Kept, run_batch
 
 CLIP_GRAD = 1.0  # largest norm of the critic's gradient, as in verl
 _EPS = 1e-8  # added to the variance of advantages, as in verl
@@ -109,14 +109,15 @@ class _Step(ObjectiveStep):
         return {"value_loss": loss, "critic_grad_norm": norm, **host_numbers(means)}
 
 
+def values_of(model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
+    return (hidden.float() @ model.output_matrix.float())[:, None]
+
+
 def state_values(learner: Learner, samples: Samples) -> Tensor:
     """Return the critic's value before each token, float32 [T]."""
     assert learner.critic is not None
-
-    def compute(model: PolicyModel, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        return values_of(hidden, model.output_matrix)[:, None]
-
-    return learner.passes.compute(compute, learner.critic.model, samples, samples.sequences)[:, 0]
+    given = learner.critic.model, samples, samples.sequences
+    return learner.passes.compute(values_of, *given)[:, 0]
 
 
 def update_critic(
@@ -129,8 +130,8 @@ def update_critic(
     when: str,
 ) -> tuple[float, float]:
     """Take one optimizer step of the critic on some of the samples, int64 on the host and
-    ascending; old values and returns are [T] of all. Return the mean loss of their tokens and the
-    gradient norm before clipping, 0 without tokens. CriticError leaves the weights unchanged."""
+    ascending; old values and returns are [T] of all. Return the mean loss and the gradient norm
+    before clipping, 0 without tokens. CriticError leaves the weights unchanged."""
     critic = learner.critic
     assert critic is not None
     packer, size = learner.passes.packer(samples), learner.ranks.size
@@ -139,32 +140,41 @@ def update_critic(
     if not num_tokens:
         return 0.0, 0.0
 
-    def loss_of(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        hidden = run_batch(critic.module, batch, learner.dtype)
-        values, at = values_of(hidden, critic.model.output_matrix), batch.target_index
-        of_tokens = value_loss(values, old_values[at], returns[at], critic.value_clip)
-        part = of_tokens.sum() * (size / num_tokens)  # gradients become means over the ranks
-        return part, part.detach().double().view(1) / size
-
     def refuse(loss: float, norm: float) -> NoReturn:
         raise CriticError(
             f"{when}: the critic's loss is {loss:g} and the norm of its gradient {norm:g}"
         )
 
     zero_gradients(critic.model)
-    done = learner.passes.accumulate(critic.module, packer, sequences, loss_of)
+    done: Kept = []
+    for part in learner.passes.with_gradients(critic.module, packer, sequences):
+        hidden, at = run_batch(critic.module, part.batch, learner.dtype), part.batch.target_index
+        values = values_of(critic.model, part.batch, hidden)[:, 0]
+        of_tokens = value_loss(values, old_values[at], returns[at], critic.value_clip)
+        loss = of_tokens.sum() * (size / num_tokens)  # gradients become means over the ranks
+        part.add(done, loss, loss.detach().double().view(1) / size)
     total = learner.passes.total(done, 1, returns.device)
     how = critic.model, critic.optimizer, critic.lr, CLIP_GRAD, refuse
-    norm, (loss,) = take_step(*how, total)
-    return float(loss), norm
+    norm, (mean,) = take_step(*how, total)
+    return float(mean), norm
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Return half of max((V - R)^2, (V' - R)^2) of each value [T], V' clamped to old value +- clip,
+    as in OpenAI's baselines/ppo2 and verl; with clip 0 (V - R)^2 / 2."""
+    errors = (values - returns).square()
+    if clip:
+        clamped = torch.clamp(values, old_values - clip, old_values + clip)
+        errors = torch.maximum(errors, (clamped - returns).square())
+    return 0.5 * errors
 
 
 def gae_advantages(
     values: Tensor, rewards: Tensor, cu_seqlens: Tensor, gamma: float, gae_lambda: float
 ) -> Tensor:
-    """Return the advantage of every token, float64 [T], of values [T] of the states before the
-    tokens and rewards [S] at each response's last token; the value after it is 0, also if the
-    response was truncated (Schulman et al. 2016, eqs. 11 and 16)."""
+    """Return advantages, float64 [T], of values [T] of the states before the tokens and rewards [S]
+    at each response's last token; the value after it is 0, also if the response was truncated
+    (Schulman et al. 2016, eqs. 11 and 16)."""
     lengths, size = cu_seqlens.diff(), len(values)
     last = (cu_seqlens[1:] - 1).repeat_interleave(lengths, output_size=size)
     tokens_left = last - torch.arange(size, device=values.device)  # in the same response
@@ -195,3 +205,34 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     values, returns = values.double(), returns.double()
     left, total = ((x - x.mean()).square().mean() for x in (returns - values, returns))
     return torch.where(total > _ROUNDING * returns.square().mean(), 1 - left / total, 0.0)
+
+
+@objective(
+    "VeriFree, Zhou et al. 2025, arXiv:2505.21493, as the authors' code",
+    name="verifree",
+    needs="N >= 2; a task with reference answers; one more forward pass",
+)
+@dataclass(kw_only=True)
+class VerifreeObjective(Objective):
+    """rloo of R = pi(y* | x, z) for the tokens of the reasoning z, R for those of the reference
+    answer y* put after it.
+
+    So the gradient is that of E_z pi(y* | x, z): docs/objectives/verifree.md.
+    """
+
+    loss = "reinforce"
+    aggregation = "seq_mean_token_sum"
+    min_rollouts = 2
+    needs = Needs(answers=True, token_weights=True, logprob_passes=1)
+
+    def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
+        rollouts, answer_lengths = batch.rollouts, batch.answer_lengths
+        assert answer_lengths is not None, "the collector scores by the policy"
+        rewards = batch.rewards.flatten()  # [S]
+        advantages = group_advantage(batch.rewards, "rloo").flatten()
+        # [2S]: z and y* of each response, alternating
+        factors = torch.stack([advantages, rewards], 1).flatten()
+        parts = torch.stack([rollouts.lengths - answer_lengths, answer_lengths], 1).flatten()
+        has_gradient = ((parts > 0) & (factors != 0)).view(-1, 2).any(1)
+        of_tokens = factors.repeat_interleave(parts, output_size=len(rollouts.tokens))
+        return ObjectiveStep(batch.weighted(of_tokens), has_gradient.float())

@@ -1,16 +1,159 @@
-"""The token losses. Kernels compute those that are fused (csrc/token_loss.h); here they are the
-reference. Then losses that treat a few tokens of an update differently, by the ratio of each token,
-and by that of each response: a mean or a sum over its tokens that are not masked."""
+"""The token losses: what a function must be to serve as one, the losses, and what any loss can be
+combined with, masks and SIREN's term. Kernels compute the fused ones (csrc/token_loss.h), whose
+functions are the reference."""
 
+import inspect
 import math
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from maxrl_fast.algorithms.losses.registry import token_loss
-from maxrl_fast.algorithms.options import Limit, NotNegative, Positive, Share, UnitInterval
+from maxrl_fast.algorithms.arguments import is_host_readable
+from maxrl_fast.algorithms.method import AnyFunction, Method, Registry, name_of
+from maxrl_fast.algorithms.options import (
+    BelowOne,
+    Limit,
+    NotNegative,
+    Positive,
+    Share,
+    UnitInterval,
+    check_options,
+    options_of,
+    parameters_of,
+)
 from maxrl_fast.algorithms.tokens import Tokens, limited
+from maxrl_fast.errors import InputError
+
+# numbers of several losses: arguments of ops.policy_gradient_loss
+CLIPS = ("clip_low", "clip_high", "dual_clip")
+
+
+@dataclass(frozen=True)
+class Clips:
+    """The options of a run with a loss that clips."""
+
+    clip_low: BelowOne = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: NotNegative = 0.2
+    """The ratio is clipped above 1 + clip_high."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenLoss(Method):
+    """A token loss: a function of Tokens that returns the loss of each token [T]
+    (docs/token_loss.md). One whose second parameter is `logits` is called with some of the tokens
+    at a time, cut anywhere, and their logits [T, V] divided by the temperature, with a gradient."""
+
+    clips: bool = False  # whether it takes clip_low and clip_high
+    aggregation: str | None = None  # the only one that the loss is defined for
+    by_sequence: bool = False  # whether it has a ratio of whole responses
+    # of all Tokens of an update, without gradients, and of the options that it names; the loss gets
+    # the result [T, ...] as `statistics` of its tokens
+    statistics: Callable[..., Tensor] | None = None
+    # a fused loss. The function then is one like `statistics`, and returns which tokens [T] bool
+    # keep their advantage in that loss.
+    masks: str = ""
+    all_tokens: bool | None = None  # tokens with the advantage 0 have a gradient; None: if a user's
+    fused: bool = False  # whether a kernel computes it
+    bounds: tuple[tuple[str, str], ...] = ()  # pairs of options: the first is at most the second
+
+    noun: ClassVar[str] = "loss"
+    first: ClassVar[str] = "Tokens"
+    of_users: ClassVar[Mapping[str, Any]] = {"weight": ""}
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], **fields: Any) -> "TokenLoss":
+        parameters = parameters_of(function)
+        options = options_of(function) if parameters else {}
+        known = {*options, *CLIPS, "logits"}
+        needed = (x.name for x in parameters[1:] if x.default is x.empty)
+        if others := [name for name in needed if name not in known]:
+            raise ValueError(
+                f"the parameters of loss {name_of(function)} after Tokens must be keyword-only "
+                f"numbers, got {', '.join(others)}"
+            )
+        own = {name: option for name, option in options.items() if name not in CLIPS}
+        clips = "masks" in fields or any(x.name == "clip_low" for x in parameters)
+        return super().of(function, options=own, clips=clips, **fields)
+
+    @property
+    def is_users(self) -> bool:
+        return not str(getattr(self.function, "__module__", "")).startswith("maxrl_fast.")
+
+    @property
+    def over_batch(self) -> bool:
+        """Whether the loss of a token depends on other responses of the update."""
+        return bool(self.statistics or self.masks)
+
+    @property
+    def reads_logits(self) -> bool:
+        return "logits" in inspect.signature(self.function).parameters
+
+    @property
+    def shown_options(self) -> str:
+        return " ".join([super().shown_options, "--clip-low, --clip-high" * self.clips]).strip()
+
+    def resolve(self, given: Mapping[str, Any] | None) -> dict[str, float]:
+        """Return all options; raise ValueError or TypeError where one does not fit."""
+        if given is not None and not isinstance(given, Mapping):
+            got = type(given).__name__
+            raise TypeError(f"loss_options must be a mapping of names to numbers, got {got}")
+        values = check_options(f"loss {self.name}", self.options, given or {})
+        for low, high in self.bounds:
+            if values[low] > values[high]:
+                wanted = f"at most its {high}, {values[high]:g}"
+                raise ValueError(f"{low} of {self.name} must be {wanted}, got {values[low]:g}")
+        return values
+
+    def bind(self, options: Mapping[str, float], **clips: float) -> Callable[..., Tensor]:
+        """Return the function with its options, and those of the given clips that it takes."""
+        return _bound(self.function, {**options, **clips})
+
+    def compare(self, tokens: Tokens, options: Mapping[str, float]) -> Tensor:
+        """Return what the loss reads of all tokens of an update: statistics, or a mask."""
+        return _bound(self.statistics or self.function, options)(tokens)
+
+
+def _bound(function: Callable[..., Tensor], options: Mapping[str, float]) -> Callable[..., Tensor]:
+    parameters = inspect.signature(function).parameters
+    return partial(function, **{name: x for name, x in options.items() if name in parameters})
+
+
+_REGISTRY = Registry(TokenLoss)
+LOSSES, ALIASES, find_loss = _REGISTRY.methods, _REGISTRY.aliases, _REGISTRY.find
+
+
+def token_loss(
+    source: str, *, weight: str = "", **fields: Any
+) -> Callable[[AnyFunction], AnyFunction]:
+    """Register the decorated function in LOSSES; `fields`: further ones of its TokenLoss."""
+    return _REGISTRY.register(source, weight=weight, **fields)
+
+
+def checked(loss: TokenLoss, values: Any, tokens: Tokens) -> Any:
+    """Return what a loss function has returned; raise InputError unless it is a loss of each token,
+    on a CPU finite for tokens that are not masked where the loss is a user's."""
+    like, got = tokens.logprobs, type(values).__name__
+    if isinstance(values, Tensor):
+        got = f"{values.dtype} of shape {tuple(values.shape)}"
+    if got != f"{like.dtype} of shape {tuple(like.shape)}":
+        wanted = f"{like.dtype} [T] = [{len(like)}]"
+        raise InputError(f"loss {loss.name} must return {wanted}, got {got}")
+    if like.requires_grad and torch.is_grad_enabled() and not values.requires_grad:
+        wanted = "a gradient in the logprobs or the entropy of its tokens"
+        raise InputError(f"loss {loss.name} must have {wanted}, got none")
+    if loss.is_users and is_host_readable(values):
+        # Where the policy is NaN, so are the log-probs, and the loss of any function.
+        is_wrong = tokens.mask & ~values.isfinite() & ~like.isnan()
+        if bool(is_wrong.any()):
+            first = int(is_wrong.nonzero()[0])
+            got = f"{values[first].item()} at token {first}"
+            raise InputError(f"loss {loss.name} must be finite, got {got}")
+    return values
 
 
 def clipped(
@@ -21,7 +164,7 @@ def clipped(
     clip_high: float,
     dual_clip: float = math.inf,
 ) -> Tensor:
-    """Return ppo's loss [T] of these ratios and advantages, and mark clipped tokens."""
+    """Return ppo's loss [T], and mark clipped tokens."""
     free = -advantages * ratio
     value = torch.maximum(free, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     t.mark_clipped(
@@ -85,7 +228,7 @@ _COVARIANCE = "Cui et al. 2025, arXiv:2505.22617, the authors' code; verl"
 
 
 def covariance(t: Tokens) -> Tensor:
-    """Return (A - mean A)(logp - mean logp) [T] over the update's tokens; -inf for masked ones."""
+    """Return (A - mean A)(logp - mean logp) [T]; -inf for masked tokens."""
     n = t.mask.sum().clamp_min(1)
     a, logp = (torch.where(t.mask, x, 0.0) for x in (t.advantages, t.logprobs))
     return ((a - a.sum() / n) * (logp - logp.sum() / n)).masked_fill(~t.mask, -torch.inf)
@@ -337,3 +480,65 @@ def vespo(
 def topr(t: Tokens) -> Tensor:
     """-A logp for A > 0, -sg(min(w, 1)) A logp below, w = prod_t rho_t."""
     return tapered(t, t.sequence_ratio(t.sequence_sum(t.log_ratio)).detach())
+
+
+# Liu et al. 2026, arXiv:2602.05261, compared with TRL
+ALIASES["luspo"] = replace(LOSSES["gspo"], aggregation="seq_mean_token_sum")
+
+SIREN_NUCLEUS = 0.8  # the probability of the tokens whose entropy SIREN is about
+SIREN_QUANTILE = 0.8  # of a response's entropies, above which they count
+# nats; entropies this near may be equal but for rounding, as those of the first tokens of a
+# prompt's responses
+_TIE = 1e-5
+
+
+def near_responses(t: Tokens, delta: float) -> Tensor:
+    """Return which tokens [T] bool keep a policy gradient: not those of responses with A < 0 and
+    mean log(pi_old / pi) above delta (DeepSeek-V3.2 2025, eq. 9)."""
+    is_far = (t.advantages < 0) & (t.sequence_mean(t.old_logprobs - t.logprobs) > delta)
+    lengths = t.cu_seqlens.diff()
+    num_masked = is_far[t.cu_seqlens[:-1][lengths > 0]].sum()
+    t.metrics["frac_sequences_masked"] = num_masked.double() / max(len(lengths), 1)
+    return ~is_far
+
+
+def highest_entropies(t: Tokens, share: float) -> Tensor:
+    """Return which tokens [T] bool keep a policy gradient: the ceil(share n) highest entropies
+    of the update's n tokens, with ties (Wang et al. 2025, arXiv:2506.01939)."""
+    entropies = t.entropy[t.mask]
+    if not len(entropies):
+        return t.mask
+    count = math.ceil(round(share * len(entropies), 6))  # .2 x 15 is 3.0000000000000004
+    threshold = entropies.sort(descending=True).values[max(count, 1) - 1]
+    t.metrics["entropy_threshold"] = threshold
+    return t.mask & (t.entropy >= threshold - _TIE)
+
+
+def nucleus_entropy(logits: Tensor) -> Tensor:
+    """Return the entropy [C], in nats, of the renormalised nucleus of each row of logits [C, V]:
+    the fewest tokens with SIREN_NUCLEUS of the probability."""
+    log_p = logits.log_softmax(-1)
+    ordered, order = log_p.detach().sort(dim=-1, descending=True, stable=True)
+    p = ordered.exp()
+    is_in = p.cumsum(-1) - p < SIREN_NUCLEUS  # what comes before has less; the first always is
+    is_in[:, 0] = True
+    outside = ~torch.zeros_like(is_in).scatter_(-1, order, is_in)
+    log_q = torch.log_softmax(log_p.masked_fill(outside, -torch.inf), -1)
+    return -(log_q.exp() * log_q.masked_fill(outside, 0.0)).sum(-1)
+
+
+def siren(t: Tokens, entropies: Tensor, coef: float, anchor: Tensor) -> Tensor:
+    """Return the derivative of SIREN's term coef (H - anchor)^2 (arXiv:2509.25133) with respect to
+    the nucleus entropies [T] float64.
+
+    H is the mean over responses of the mean entropy of the tokens above their response's
+    SIREN_QUANTILE, as in the authors' code; a response without such tokens counts with 0. anchor:
+    float64 [1], H at the run's first update; NaN in that update. The metric siren_anchor is what
+    was used."""
+    above = t.mask & (entropies > t.sequence_quantile(entropies, SIREN_QUANTILE))
+    counts = t.sequence_sum(above.double()).clamp_min(1)  # of the token's response
+    shares = above / counts / max(len(t.cu_seqlens) - 1, 1)
+    mean = (shares * entropies).sum()
+    kept = mean if bool(anchor.isnan()) else anchor.to(mean.device)[0]
+    t.metrics |= {"siren_entropy": mean, "siren_anchor": kept}
+    return 2 * coef * (mean - kept) * shares

@@ -61,9 +61,10 @@ union Chunk {
 
   __device__ Chunk() {}
   __device__ explicit Chunk(const Element* from) : bits(*reinterpret_cast<const uint4*>(from)) {}
-  __device__ static Chunk zeros() {
+  __device__ static Chunk zeros() { return of_words(0); }
+  __device__ static Chunk of_words(uint32_t word) {
     Chunk chunk;
-    chunk.bits = uint4{};
+    chunk.bits = uint4{word, word, word, word};
     return chunk;
   }
   // Writes the first `size` elements, 8 or 16 bytes.
@@ -119,6 +120,23 @@ __device__ inline void unpack(const Chunk<BFloat16>& chunk,
     values[2 * i] = __uint_as_float(chunk.pairs[i] << 16);
     values[2 * i + 1] = __uint_as_float(chunk.pairs[i] & 0xffff0000u);
   }
+}
+
+// Makes element i -inf.
+template <typename Element>
+__device__ inline void without(Chunk<Element>& chunk, unsigned i) {
+#ifdef __CUDACC__
+  asm volatile("");  // a branch: selects would cost every chunk a dozen instructions
+#endif
+#pragma unroll
+  for (unsigned k = 0; k < Chunk<Element>::kSize; ++k)
+    if (i == k) {
+      if constexpr (sizeof(Element) == 2)
+        chunk.pairs[k / 2] = k % 2 ? (chunk.pairs[k / 2] & 0xffffu) | 0xff800000u
+                                   : (chunk.pairs[k / 2] & 0xffff0000u) | 0xff80u;
+      else
+        chunk.elements[k] = -static_cast<Element>(INFINITY);
+    }
 }
 
 // The greatest element; unspecified if one is NaN.

@@ -18,12 +18,6 @@
                                std::to_string(__LINE__) + ": " + cudaGetErrorString(error_)); \
   } while (0)
 
-// Percent of a multiprocessor's memory that a kernel with much shared memory has as that rather
-// than as cache; -1: the driver's choice.
-#ifndef MAXRL_CARVEOUT
-#define MAXRL_CARVEOUT 100
-#endif
-
 namespace maxrl::cuda {
 
 // Of rows, those of the second one show the distance.
@@ -93,6 +87,8 @@ inline int64_t most_shared() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kOwnShared;
 }
 
+constexpr int kPortableCluster = 8;  // every GPU with clusters has this size
+
 // Allows a kernel more than kUnaskedShared: once, and always the same, because another thread may
 // be about to launch it.
 template <typename... Parameters>
@@ -103,21 +99,29 @@ void allow_shared(void (*kernel)(Parameters...)) {
     MAXRL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(bytes)));
     MAXRL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                          MAXRL_CARVEOUT));
+                                          100));  // percent of what is that or cache
     return bytes;
   });
 }
 
 // The number of clusters that the current device holds at once. A cluster lies within one group of
-// multiprocessors, so there may be fewer than the number of blocks divided by the cluster size. For
-// cluster_size 0 and 1, the number of blocks.
+// multiprocessors, so there may be fewer than the number of blocks divided by the cluster size, and
+// none of more than kPortableCluster blocks. For cluster_size 0 and 1, the number of blocks.
 template <typename... Parameters>
 int64_t resident_clusters(void (*kernel)(Parameters...), int threads, int64_t shared_bytes,
                           int cluster_size) {
   int count = 0;
   if (cluster_size > 1) {
+    if (cluster_size > kPortableCluster)
+      MAXRL_CUDA_CHECK(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     const LaunchShape shape(cluster_size, threads, shared_bytes, cluster_size, nullptr);
-    MAXRL_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&count, kernel, &shape.config));
+    const cudaError_t error = cudaOccupancyMaxActiveClusters(&count, kernel, &shape.config);
+    if (error == cudaErrorInvalidClusterSize) {
+      cudaGetLastError();  // a launch would report it
+      return 0;
+    }
+    MAXRL_CUDA_CHECK(error);
     return count;
   }
   MAXRL_CUDA_CHECK(

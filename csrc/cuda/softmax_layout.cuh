@@ -48,6 +48,32 @@ struct RowPart {
   __device__ unsigned target_in(int chunk, int target) const {
     return static_cast<unsigned>(target - start_of(chunk));
   }
+  // Whether this thread of a team writes element i.
+  __device__ bool is_written_by(int thread, int team, int i) const {
+    if (i < layout.head) return has_head && i == thread;
+    if (i >= layout.tail()) return has_tail && i - layout.tail() == thread;
+    const int chunk = (i - layout.head) / Chunk<Element>::kSize;
+    return chunk >= first && chunk < last && (chunk - first) % team == thread;
+  }
+};
+
+// Writes the gradient of a row, in chunks of `size` logits.
+template <int size, typename Gradient>
+struct ChunkWriter {
+  Gradient* gradient;
+  bool is_aligned;
+
+  template <typename Element>
+  __device__ ChunkWriter(Gradient* gradient, const RowPart<Element>& part)
+      : gradient(gradient), is_aligned(reinterpret_cast<uintptr_t>(gradient + part.layout.head) %
+                                           (size * sizeof(Gradient)) ==
+                                       0) {}
+  __device__ void write(int start, const Chunk<Gradient>& out) const {
+    if (is_aligned)
+      out.template write<size>(gradient + start);
+    else
+      for (int i = 0; i < size; ++i) gradient[start + i] = out.elements[i];
+  }
 };
 
 // Writes chunk_of(the number of a chunk of logits) for this thread's chunks, and value_at(index)
@@ -55,18 +81,10 @@ struct RowPart {
 template <int kTeam, typename Gradient, typename Element, typename ChunkOf, typename ValueAt>
 __device__ void write_row(Gradient* gradient, const RowPart<Element>& part, int thread,
                           const ChunkOf& chunk_of, const ValueAt& value_at) {
-  constexpr int kSize = Chunk<Element>::kSize;
-  const bool is_aligned =
-      reinterpret_cast<uintptr_t>(gradient + part.layout.head) % (kSize * sizeof(Gradient)) == 0;
+  const ChunkWriter<Chunk<Element>::kSize, Gradient> writer(gradient, part);
   part.for_ends(thread, [&](int i) { gradient[i] = value_at(i); });
-  for (int c = part.first + thread; c < part.last; c += kTeam) {
-    Gradient* to = gradient + part.start_of(c);
-    const Chunk<Gradient> out = chunk_of(c);
-    if (is_aligned)
-      out.template write<kSize>(to);
-    else
-      for (int i = 0; i < kSize; ++i) to[i] = out.elements[i];
-  }
+  for (int c = part.first + thread; c < part.last; c += kTeam)
+    writer.write(part.start_of(c), chunk_of(c));
 }
 
 // The same for a gradient that overwrites the first half of its row of logits, which the team still

@@ -31,25 +31,25 @@
 namespace maxrl::cuda {
 
 constexpr int kRowThreads = 256;
-// Chunks of a thread on their way to shared memory.
-#ifndef MAXRL_AHEAD
-#define MAXRL_AHEAD 4
-#endif
-constexpr int kAhead = MAXRL_AHEAD;
+constexpr int kAhead = 4;  // chunks of a thread on their way to shared memory
 
 template <typename Real>
 constexpr Real kLowest = -static_cast<Real>(INFINITY);
 template <typename Real>
 constexpr Real kLowestExponent =
     sizeof(Real) == 4 ? Real(-150) : Real(-1080);  // 2^x is 0, and 0 times it too
+// A base moves only where it must: 2^31 terms of 2^16, and of 16 times that, have a finite sum.
+constexpr int kMostExponent = 16;
 
 // The sums of one thread over its part of a row. Exponents are base 2, and one multiply-add: x = z
-// rate - base, with rate = log2(e) / tau, and base the greatest logit times rate, rounded. So the
-// number that is subtracted from logits is base / rate, which is near the greatest logit.
+// rate - base, with rate = log2(e) / tau, and base some logit times rate, rounded, which no x
+// exceeds by more than kMostExponent.
 template <typename Real>
 struct ThreadSoftmax {
-  Real greatest = kLowest<Real>, base = 0, others = 0,
-       moment = 0;  // others, moment: sums of 2^x and of x 2^x
+  Real limit = kLowest<Real>;  // a logit above it moves the base
+  Real base = 0, others = 0, moment = 0;  // others, moment: sums of 2^x and of x 2^x
+
+  __device__ Real base_of_sums() const { return limit == kLowest<Real> ? kLowest<Real> : base; }
 
   __device__ void raise(Real new_greatest, Real rate) {
     const Real new_base = new_greatest * rate;
@@ -58,14 +58,26 @@ struct ThreadSoftmax {
       moment = factor > 0 ? factor * (moment + others * shift) : Real(0);
       others *= factor;
     }
-    greatest = new_greatest;
+    limit = new_greatest + kMostExponent / rate;  // no logit is above NaN
     base = new_base;
   }
-  __device__ void add(Real z, Real rate) {
+  __device__ void add(Real z, Real rate) { add(z, rate, others, moment); }
+  __device__ void add(Real z, Real rate, Real& others, Real& moment) const {
     const Real x = at_least(fma(z, rate, -base), kLowestExponent<Real>);  // -inf too
     const Real e = exponential2(x);
     others += e;
     moment = fma(e, x, moment);
+  }
+  // All elements of a thread that are in no chunk but the target.
+  template <typename Element>
+  __device__ void add_ends(const Element* row, const RowPart<Element>& part, int thread, Real rate,
+                           int target) {
+    part.for_ends(thread, [&](int i) {
+      const Real z = to_real(row[i]);
+      if (i == target) return;
+      if (z > limit) raise(z, rate);
+      add(z, rate);
+    });
   }
 };
 
@@ -152,12 +164,6 @@ __device__ ThreadSoftmax<Real> sums_of(const Element* row, const RowPart<Element
   constexpr int kSize = Chunk<Element>::kSize;
   const auto* chunks = reinterpret_cast<const Chunk<Element>*>(row + part.layout.head);
   ThreadSoftmax<Real> mine;
-  const auto add_one = [&](int i) {
-    if (i == target) return;
-    const Real z = to_real(row[i]);
-    if (z > mine.greatest) mine.raise(z, rate);
-    mine.add(z, rate);
-  };
   // A thread reads only its own copies, so it does not wait for others.
   const auto copy = [&](int c) {
     if (kOnChip && c < part.last)
@@ -165,7 +171,7 @@ __device__ ThreadSoftmax<Real> sums_of(const Element* row, const RowPart<Element
     if (kOnChip) __pipeline_commit();
   };
   for (int ahead = 0; ahead < kAhead; ++ahead) copy(part.first + thread + ahead * kTeam);
-  part.for_ends(thread, add_one);
+  mine.add_ends(row, part, thread, rate, target);
 #pragma unroll 2
   for (int c = part.first + thread; c < part.last; c += kTeam) {
     Chunk<Element> chunk;
@@ -176,13 +182,9 @@ __device__ ThreadSoftmax<Real> sums_of(const Element* row, const RowPart<Element
     } else {
       chunk.bits = chunks[c].bits;
     }
-    if (part.target_in(c, target) < kSize) {  // one chunk of a row, element by element
-#pragma unroll 1
-      for (int i = 0; i < kSize; ++i) add_one(part.start_of(c) + i);
-      continue;
-    }
+    if (const unsigned at = part.target_in(c, target); at < kSize) without(chunk, at);
     const Real greatest = greatest_of<Real>(chunk);
-    if (greatest > mine.greatest) mine.raise(greatest, rate);
+    if (greatest > mine.limit) mine.raise(greatest, rate);  // rare after a thread's first chunk
     Real values[kSize];
     unpack(chunk, values);
 #pragma unroll
@@ -194,7 +196,7 @@ __device__ ThreadSoftmax<Real> sums_of(const Element* row, const RowPart<Element
 // Adds the sums of a warp, always in the same order.
 template <typename Real>
 __device__ void store_sums(const ThreadSoftmax<Real>& mine, SharedSums<Real>& of_warp) {
-  const Real own = mine.greatest > kLowest<Real> ? mine.base : kLowest<Real>, base = warp_max(own);
+  const Real own = mine.base_of_sums(), base = warp_max(own);
   const MovedSums<Real> moved(own, base, mine.others, mine.moment);
   const double others = warp_sum(moved.others), moment = warp_sum(moved.moment);
   if (threadIdx.x % kWarp == 0) of_warp = {base, others, moment};
@@ -202,24 +204,21 @@ __device__ void store_sums(const ThreadSoftmax<Real>& mine, SharedSums<Real>& of
 
 // Adds the sums of all warps of a cluster, which the lanes of this warp read at the same time; lane
 // 0 evaluates the row.
-template <typename Gradient, typename Real, typename Work, int kWarps>
-__device__ __noinline__ void resolve(const Work& work,
-                                     TeamMemory<Gradient, Real, Work, kWarps>& memory, int turn,
-                                     int sums_turn, unsigned cluster_size) {
-  const auto& row = memory.rows[turn];
+template <typename Work, typename Real, typename Gradient, typename SumsOf>
+__device__ __forceinline__ void resolve_sums(const Work& work, typename Work::State& state,
+                                             const PlannedRow<Real, typename Work::Token>& row,
+                                             ResolvedRow<Gradient, Real>& resolved,
+                                             unsigned num_warps, const SumsOf& sums_of_warp) {
   const unsigned lane = threadIdx.x % kWarp;
-  const auto sums_of_warp = [&](unsigned warp) -> const SharedSums<Real>& {
-    return *Cluster::of_rank(&memory.sums[sums_turn][warp % kWarps], warp / kWarps);
-  };
   const Real of_target = static_cast<Real>(row.at_target) * row.rate;
   Real base = of_target;
-  for (unsigned warp = lane; warp < kWarps * cluster_size; warp += kWarp)
+  for (unsigned warp = lane; warp < num_warps; warp += kWarp)
     base = fmax(base, sums_of_warp(warp).base);
   base = warp_max(base);
   double others = 0.0, moment = 0.0;
 #pragma unroll 1
-  for (unsigned warp = lane; warp < kWarps * cluster_size; warp += kWarp) {
-    const SharedSums<Real>& sums = sums_of_warp(warp);
+  for (unsigned warp = lane; warp < num_warps; warp += kWarp) {
+    const auto& sums = sums_of_warp(warp);
     const MovedSums<double> moved(sums.base, base, sums.others, sums.moment);
     others += moved.others;
     moment += moved.moment;
@@ -236,15 +235,53 @@ __device__ __noinline__ void resolve(const Work& work,
     factor = exp(shift);
     part = {row.at_target, factor * part.others, factor * (part.moment + part.others * shift)};
   }
-  auto& resolved = memory.resolved;
   resolved.base = base;
   resolved.softmax = Softmax(part, row.at_target, row.inverse_temperature);
   const RowGradient gradient =
-      resolved.softmax.gradient(work.evaluate(memory.state, row.row, row.token, resolved.softmax));
+      resolved.softmax.gradient(work.evaluate(state, row.row, row.token, resolved.softmax));
   resolved.constant = static_cast<Real>(factor * (gradient.constant + gradient.slope * shift));
   resolved.slope = static_cast<Real>(factor * gradient.slope * kLn2);
   resolved.at_target = from_real<Gradient>(static_cast<Real>(gradient.at_target));
 }
+
+template <typename Gradient, typename Real, typename Work, int kWarps>
+__device__ __noinline__ void resolve(const Work& work,
+                                     TeamMemory<Gradient, Real, Work, kWarps>& memory, int turn,
+                                     int sums_turn, unsigned cluster_size) {
+  resolve_sums(work, memory.state, memory.rows[turn], memory.resolved, kWarps * cluster_size,
+               [&](unsigned warp) -> const SharedSums<Real>& {
+                 return *Cluster::of_rank(&memory.sums[sums_turn][warp % kWarps], warp / kWarps);
+               });
+}
+
+// The gradient of elements of a resolved row. Without a slope it needs no limit of exponents:
+// 2^-inf is 0, and NaN stays.
+template <bool kHasSlope, typename Gradient, typename Real>
+struct GradientOf {
+  const Real rate, base, constant, slope;
+  __device__ GradientOf(Real rate, const ResolvedRow<Gradient, Real>& row)
+      : rate(rate), base(row.base), constant(row.constant), slope(row.slope) {}
+  __device__ Real at(Real z) const {
+    const Real x = fma(z, rate, -base);
+    if constexpr (!kHasSlope) return exponential2(x) * constant;
+    const Real limited = at_least(x, kLowestExponent<Real>);
+    return exponential2(limited) * fma(slope, limited, constant);
+  }
+  template <typename Element>
+  __device__ Gradient operator()(Element z) const {
+    return from_real<Gradient>(at(to_real(z)));
+  }
+  template <typename Element>
+  __device__ Chunk<Gradient> operator()(const Chunk<Element>& chunk) const {
+    Chunk<Element> in;
+    in.bits = chunk.bits;  // in one access
+    Real values[Chunk<Element>::kSize];
+    unpack(in, values);
+#pragma unroll
+    for (Real& value : values) value = at(value);
+    return rounded<Gradient>(values);
+  }
+};
 
 template <int kTeam, bool kOnChip, typename Real, typename Element, typename Gradient,
           typename Sync>
@@ -252,35 +289,18 @@ __device__ void write_gradient(const Element* row, Gradient* gradient, const Row
                                int thread, Real rate, int target,
                                const ResolvedRow<Gradient, Real>& resolved,
                                const Chunk<Element>* kept, const Sync& sync_team) {
-  constexpr int kSize = Chunk<Element>::kSize;
-  const Real base = resolved.base, constant = resolved.constant, slope = resolved.slope;
+  const GradientOf<true, Gradient, Real> gradient_of(rate, resolved);
   const auto* chunks = reinterpret_cast<const Chunk<Element>*>(row + part.layout.head);
-  const auto gradient_of = [&](Real z) {
-    const Real x = at_least(fma(z, rate, -base), kLowestExponent<Real>);
-    return exponential2(x) * fma(slope, x, constant);
-  };
   const auto chunk_of = [&](int c) {
-    Chunk<Element> in;
-    in.bits = kOnChip ? kept[c - part.first].bits : chunks[c].bits;
-    Real values[kSize];
-    unpack(in, values);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) values[i] = gradient_of(values[i]);
-    return rounded<Gradient>(values);
+    return gradient_of(kOnChip ? kept[c - part.first] : chunks[c]);
   };
-  const auto value_at = [&](int i) { return from_real<Gradient>(gradient_of(to_real(row[i]))); };
+  const auto value_at = [&](int i) { return gradient_of(row[i]); };
   if constexpr (sizeof(Gradient) < sizeof(Element) && !kOnChip)
     write_over_row<kTeam>(gradient, part, thread, chunk_of, value_at, sync_team);
   else
     write_row<kTeam>(gradient, part, thread, chunk_of, value_at);
   // The thread that has written the target's element writes it again.
-  const int chunk = (target - part.layout.head) / kSize;
-  const bool in_chunks = target >= part.layout.head && target < part.layout.tail();
-  const bool is_own =
-      in_chunks ? chunk >= part.first && chunk < part.last && (chunk - part.first) % kTeam == thread
-      : target < part.layout.head ? part.has_head && target == thread
-                                  : part.has_tail && target - part.layout.tail() == thread;
-  if (is_own) gradient[target] = resolved.at_target;
+  if (part.is_written_by(thread, kTeam, target)) gradient[target] = resolved.at_target;
 }
 
 template <typename Element, typename Gradient, int kTeam, bool kOnChip, typename Work>

@@ -1,4 +1,5 @@
-"""The exact divergence of a policy from a teacher, from hidden states, in plain PyTorch."""
+"""The exact divergence of a policy from a teacher, from hidden states: on a GPU by a kernel, where
+logits are float32, and in plain PyTorch."""
 
 from typing import Any
 
@@ -7,7 +8,8 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import check_choice, check_number, is_host_readable
 from maxrl_fast.algorithms.options import Limit
-from maxrl_fast.ops.dispatch import eager
+from maxrl_fast.ops import dispatch
+from maxrl_fast.ops.dispatch import DEVICE_DTYPES, KernelLaunch, eager
 from maxrl_fast.ops.logit_chunks import Chunks, check_hidden
 from maxrl_fast.ops.loss import LossFunction
 from maxrl_fast.ops.loss_kernel import (
@@ -109,10 +111,31 @@ def _divergences(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return D [C] float64 and the needed gradients of c's sum with D, by hidden and weight."""
     slopes = (c[:, None] / tau).to(tau.dtype)
+    takes_kernel = dispatch.is_gpu(c.device) and dispatch.has_kernels(c.device)
+    call = KernelLaunch(c.device) if takes_kernel else None
+    has_gradient = chunks.grad_hidden is not None or chunks.grad_weight is not None
     block = _BLOCK_BYTES.get(c.device.type, 1 << 20) // tau.element_size()
     # not a list: tensors that stay among those that are freed would fragment the heap
     values = torch.empty_like(c)
     for (start, stop, logits), (*_, other) in zip(chunks, teacher, strict=True):
+        of_logits, given = chunks.gradient(start, stop), {logits.dtype, other.dtype}
+        if call and given == {torch.float32} and of_logits.dtype in DEVICE_DTYPES:
+            call.launch(
+                "divergence",
+                dtype=of_logits.dtype,
+                policy=call.matrix("policy", logits),
+                teacher=call.matrix("teacher", other),
+                gradient=call.matrix("gradient", of_logits) if has_gradient else (0, 0),
+                num_rows=len(logits),
+                vocab_size=logits.shape[1],
+                temperature=tau[start:stop],
+                coefficients=c[start:stop],
+                values=values[start:stop],
+                divergence=divergence,
+                beta=beta,
+            )
+            chunks.backward(start, stop)
+            continue
         step = max(block // max(logits.shape[1], 1), 1)
         for i in range(start, stop, step):
             rows, part = slice(i, min(i + step, stop)), slice(i - start, i - start + step)
@@ -120,10 +143,11 @@ def _divergences(
                 torch.log_softmax(x[part].to(tau.dtype) / tau[rows], -1) for x in (logits, other)
             )
             values[rows], gradient = _divergence(log_p, log_q, divergence, beta)
-            chunks.gradient(start, stop)[part] = gradient.mul_(slopes[rows])
+            of_logits[part] = gradient.mul_(slopes[rows])
         chunks.backward(start, stop)
     # frees the chunks before the gradient is rounded
-    logits = other = chunks.buffer = teacher.buffer = values
+    call, logits = None, values
+    logits = other = of_logits = chunks.buffer = teacher.buffer = values
     return values, *chunks.gradients()
 
 

@@ -5,6 +5,7 @@
 // exchange within a warp does not, nor does it on a GPU.
 #include <ucontext.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <csetjmp>
@@ -13,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -158,6 +160,7 @@ struct Block {
   Fiber* running = nullptr;
   Place scheduler;
   uint64_t steps = 0;  // of any fiber that were not waits
+  bool waits_for_others = false;  // a fiber waits on a Barrier, on which other blocks may arrive
 };
 thread_local Block* here;
 thread_local const std::function<void()>* work;
@@ -209,15 +212,30 @@ void run_block(Block& block, size_t shared_bytes) {
   }
   const char* order = std::getenv("MAXRL_EMULATED_ORDER");
   const bool is_reverse = order && std::strcmp(order, "reverse") == 0;
+  const char* named = std::getenv("MAXRL_EMULATED_LAG");  // a warp that runs where no other can
+  const unsigned lags = named ? std::atoi(named) : size;
+  auto moved = std::chrono::steady_clock::now();
   for (unsigned left = size; left > 0;) {
     const uint64_t before = block.steps;
-    for (unsigned i = 0; i < size; ++i) {
-      Fiber& fiber = block.fibers[is_reverse ? size - 1 - i : i];
-      if (fiber.is_done) continue;
-      resume(fiber);
-      left -= fiber.is_done;
+    block.waits_for_others = false;
+    const auto run_all = [&](bool runs_lagging) {
+      for (unsigned i = 0; i < size; ++i) {
+        const unsigned t = is_reverse ? size - 1 - i : i;
+        Fiber& fiber = block.fibers[t];
+        if (fiber.is_done || (t / kWarp == lags) != runs_lagging) continue;
+        resume(fiber);
+        left -= fiber.is_done;
+      }
+    };
+    run_all(false);
+    if (block.steps == before) run_all(true);
+    if (left == 0 || block.steps != before) {
+      moved = std::chrono::steady_clock::now();
+    } else if (!block.waits_for_others || std::chrono::steady_clock::now() - moved > kPatience) {
+      stop("a barrier that not all threads reach");
+    } else {
+      std::this_thread::yield();
     }
-    if (left > 0 && block.steps == before) stop("a barrier that not all threads reach");
   }
   for (size_t i = 0; i < kFence; ++i)
     if (maxrl::cuda::storage[shared_bytes + i] != kPattern)
@@ -267,6 +285,7 @@ void run_clusters(unsigned begin, unsigned end, size_t shared_bytes,
 }
 
 std::map<const void*, size_t> allowed_shared;
+std::set<const void*> large_clusters;  // kernels that may have more than 8 blocks
 
 }  // namespace
 
@@ -337,6 +356,41 @@ void sync_cluster() {
   sync_block();
 }
 
+// Not a mutex, which would order memory for ThreadSanitizer.
+std::atomic_flag of_barriers = ATOMIC_FLAG_INIT;
+template <typename Use>
+void with_barriers(const Use& use) {
+  while (of_barriers.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+  use();
+  of_barriers.clear(std::memory_order_release);
+}
+
+void arrive(Barrier& barrier, int threads, int bytes) {
+  __tsan_release(&barrier);
+  with_barriers([&] {
+    barrier.left -= static_cast<int16_t>(threads);
+    barrier.bytes += static_cast<int16_t>(bytes);
+    if (barrier.left < 0) stop("more threads at a barrier than it expects");
+    if (barrier.left == 0 && barrier.bytes == 0) {
+      barrier.left = barrier.expected;
+      ++barrier.phase;
+    }
+  });
+  ++here->steps;
+}
+
+void wait(Barrier& barrier, unsigned parity) {
+  for (;;) {
+    bool has_ended = false;
+    with_barriers([&] { has_ended = (barrier.phase & 1) != static_cast<int>(parity); });
+    if (has_ended) break;
+    here->waits_for_others = true;
+    leave(here->running->place, here->scheduler);
+  }
+  ++here->steps;
+  __tsan_acquire(&barrier);
+}
+
 // Variables of a thread lie at the same distances from one another in every thread.
 void* of_rank(void* mine, unsigned rank) {
   return here->cluster->memory[rank] + (static_cast<unsigned char*>(mine) - maxrl::cuda::storage);
@@ -364,9 +418,15 @@ cudaError_t allow_shared(const void* kernel, int bytes) {
   return cudaSuccess;
 }
 
+cudaError_t allow_large_clusters(const void* kernel) {
+  large_clusters.insert(kernel);
+  return cudaSuccess;
+}
+
 unsigned largest_cluster() {
   const char* major = std::getenv("MAXRL_EMULATED_CAPABILITY");
-  return major && major[1] == '/' ? std::atoi(major + 2) : 8;
+  const char* size = major ? std::strchr(major, '/') : nullptr;
+  return size ? std::atoi(size + 1) : 16;
 }
 
 cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel) {
@@ -377,7 +437,8 @@ cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel) {
   const unsigned blocks_of_cluster = config.numAttrs > 0 ? config.attrs[0].val.clusterDim.x : 1;
   if (config.dynamicSmemBytes > most) return cudaErrorInvalidValue;
   if (threads == 0 || threads > 1024 || threads % kWarp || blocks == 0 || blocks_of_cluster == 0 ||
-      blocks_of_cluster > largest_cluster() || blocks % blocks_of_cluster)
+      blocks_of_cluster > largest_cluster() || blocks % blocks_of_cluster ||
+      (blocks_of_cluster > 8 && !large_clusters.count(kernel)))
     return cudaErrorInvalidConfiguration;
   return cudaSuccess;
 }

@@ -23,15 +23,15 @@ FLAGS = "-std=c++17 -O1 -g1 -w -DMAXRL_FAST_CUDA -DMAXRL_RACES -U_FORTIFY_SOURCE
 FLAGS += [f"-I{HERE / 'include'}", *ALIGNMENT]
 LIMIT = 300  # seconds for a compiler or a run
 PARTS = (  # of races.cpp
-    *("token_loss", "token_loss_in_clusters", "token_logprobs", "decode_attention"),
-    *("decode_sample", "layer", "group_advantage", "log_ratio"),
+    *("token_loss", "token_loss_in_clusters", "token_loss_pipelined", "token_logprobs"),
+    *("decode_attention", "decode_sample", "divergence", "layer", "group_advantage", "log_ratio"),
 )
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A statement that is replaced, mostly a barrier or a fence that is taken out: the first `what`
-    in `file` after the text `after`.
+    """A statement, or an expression, that is replaced, mostly a barrier or a fence that is taken
+    out: the first `what` in `file` after the text `after`.
     """
 
     part: str
@@ -72,7 +72,23 @@ PLANTED = [
     Planted("layer", "layer_norms.cu", "of_warps[warp] = value;"),
     Planted("group_advantage", "group_advantage.cu", ": Real(INFINITY);"),
     Planted("group_advantage", "group_advantage.cu", "sums[j] += base;"),
+    Planted("token_loss_pipelined", "softmax_pipeline.cuh", "const int turns = ", "kTurns", "3"),
+    Planted(
+        "token_loss_pipelined", "softmax_pipeline.cuh", "__syncwarp();", "wait_until_ready(j);"
+    ),
+    Planted("token_loss_pipelined", "softmax_pipeline.cuh", "read(j + 1);", "wait_until_ready(j);"),
+    Planted("divergence", "divergence.cu", "teacher + kSize * c"),
+    Planted("divergence", "divergence.cu", "float last = 0.0f;"),
 ]
+# the place of a row is copied over before it has been read, by the same thread
+COPIED_EARLY = Planted(
+    "token_loss_pipelined",
+    "softmax_pipeline.cuh",
+    "const int i = stripe",
+    "writer.write(part.start_of(part.first + i), gradient_of(in.kept[i]));",
+    "if (copies) copy_stripe(next.row, next.part, s, in.kept);"
+    "writer.write(part.start_of(part.first + i), gradient_of(in.kept[i]));",
+)
 
 
 # loads of 16 bytes, and asynchronous copies
@@ -86,7 +102,7 @@ MISALIGNED = [
     )
     for part in ("token_loss", "token_loss_in_clusters")
 ]
-FAULTS = PLANTED + MISALIGNED
+FAULTS = [*PLANTED, *MISALIGNED, COPIED_EARLY]
 
 
 def plant_faults(csrc: Path) -> None:
@@ -96,11 +112,16 @@ def plant_faults(csrc: Path) -> None:
         before, found, rest = path.read_text().partition(fault.after)
         assert found, f"{fault.file} has no {fault.after!r}"
         assert fault.what in rest
-        either = f"{{ if (emulation::fault == {number}) {{ {fault.to} }} else {{ {fault.what} }} }}"
+        is_planted = f"emulation::fault == {number}"
+        either = f"{{ if ({is_planted}) {{ {fault.to} }} else {{ {fault.what} }} }}"
+        if not fault.what.endswith(";"):
+            either = f"({is_planted} ? {fault.to} : {fault.what})"
         path.write_text(before + found + rest.replace(fault.what, either, 1))
 
 
-def run(program: Path, part: str, copies: str = "late", fault: int = -1) -> tuple[int, str]:
+def run(
+    program: Path, part: str, copies: str = "late", fault: int = -1, **env: str
+) -> tuple[int, str]:
     """Run a part; return its exit status and its standard error, which has the report of the first
     data race or misaligned access, if there is one.
     """
@@ -110,7 +131,7 @@ def run(program: Path, part: str, copies: str = "late", fault: int = -1) -> tupl
         tried = subprocess.run([*alone, "true"], capture_output=True)
         command = [*alone, *command] if tried.returncode == 0 else command
     settings = {"TSAN_OPTIONS": "halt_on_error=1", "MAXRL_EMULATED_COPIES": copies}
-    env = os.environ | settings | {"MAXRL_FAULT": str(fault)}
+    env = os.environ | settings | {"MAXRL_FAULT": str(fault)} | env
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
     return ended.returncode, ended.stderr
 
@@ -142,7 +163,9 @@ def program(tmp_path_factory):
     ],
 )
 def test_the_kernels_have_no_race(program, part, copies):
-    assert run(program, part, copies) == (0, "")
+    lags = ["99", "8", "9"]  # a warp that comes last: none, the pipeline's resolver, its planner
+    for lag in lags if "pipelined" in part else lags[:1]:
+        assert run(program, part, copies, MAXRL_EMULATED_LAG=lag) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -151,6 +174,13 @@ def test_the_kernels_have_no_race(program, part, copies):
 def test_a_missing_barrier_is_found(program, fault):
     _, stderr = run(program, fault.part, fault=FAULTS.index(fault))
     assert "ThreadSanitizer: data race" in stderr
+
+
+def test_a_copy_before_the_place_was_read_is_found(program):
+    number = FAULTS.index(COPIED_EARLY)
+    code, stderr = run(program, COPIED_EARLY.part, "early", number)
+    assert code == 1
+    assert "the kernels differ" in stderr
 
 
 @pytest.mark.parametrize("fault", MISALIGNED, ids=lambda fault: fault.part)

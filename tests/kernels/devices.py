@@ -13,8 +13,9 @@ from maxrl_fast import _C
 from maxrl_fast.ops import dispatch
 
 CPU = torch.device("cpu")
-# Compute capabilities of the emulated GPU: with clusters of blocks, and without.
-CLUSTERS, NO_CLUSTERS = "9", "8"
+# Compute capabilities of the emulated GPU: with clusters of blocks, and without. With 9 the kernel
+# of softmax_pipeline.cuh has rows with a gradient.
+CLUSTERS, PIPELINE, NO_CLUSTERS = "10", "9", "8"
 
 
 def run(call: dispatch.KernelLaunch, kernel: str, dtype: Any, record: Any) -> object:
@@ -52,7 +53,7 @@ class Device:
     @property
     def capabilities(self) -> tuple[str, ...]:
         """Those that `running` may pretend, for rows that a cluster of blocks would share."""
-        return (CLUSTERS, NO_CLUSTERS) if self.name == "emulated" else (CLUSTERS,)
+        return (CLUSTERS, PIPELINE, NO_CLUSTERS) if self.name == "emulated" else (CLUSTERS,)
 
     def put(self, x: Any) -> Any:
         if isinstance(x, dict):

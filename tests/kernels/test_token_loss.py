@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from maxrl_fast import ops
+from maxrl_fast.ops import linear_divergence
+from maxrl_fast.ops.divergence import DIVERGENCES
 from maxrl_fast.ops.loss import write_logprobs_gradient
 from maxrl_fast.ops.loss_kernel import TokenRows
-from tests.kernels.devices import NO_CLUSTERS, emulated_gpu
+from tests.kernels.devices import CLUSTERS, NO_CLUSTERS, PIPELINE, emulated_gpu
 from tests.models import on_threads
 from tests.ops.loss_definitions import computed, in_float32
 from tests.ops.loss_definitions import example as small_example
+from tests.ops.test_divergence import defined, error, given, gradients, make
 
 GPU = torch.device("cuda")
 LENGTHS = torch.tensor([3, 0, 1, 9, 4, 0, 6])
@@ -53,7 +56,7 @@ def results(logits, batch, **options):
     return loss.detach(), torch.autograd.grad(loss, z)[0], metrics
 
 
-def on(device, logits, batch, capability="9", **options):
+def on(device, logits, batch, capability=CLUSTERS, **options):
     with device.running(capability):
         return results(device.put(logits), device.put(batch), **options)
 
@@ -223,11 +226,11 @@ FUNCTIONS = [
 ]
 
 
-# A warp takes rows of up to 8 KiB, a block or a cluster of 4 takes those of 100 kB, and a cluster
-# of 8 takes those of 240 kB, which a block must read twice, as a cluster must those of 1 MB.
+# A warp takes rows of up to 8 KiB, a cluster of 2 or 4 blocks takes those of 100 kB, and one of 8
+# or 16 those of 304 kB, which a block must read twice, as a cluster must those of 4 MB.
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    "size", [1, 2, 127, 100_000, 240_000, pytest.param(1_048_576, marks=pytest.mark.gpu)]
+    "size", [1, 2, 127, 100_000, 304_000, pytest.param(4_194_304, marks=pytest.mark.gpu)]
 )
 def test_loss_gradient_and_metrics_equal_the_cpus(gpu, size, dtype):
     """Sizes from 1000 on are bytes of a row."""
@@ -289,27 +292,40 @@ def test_logprobs_entropy_and_their_gradient(device, dtype, vocab):
     assert_rows_close(actual[2], expected[2], tolerance)
 
 
-@pytest.mark.parametrize("vocab", [37, 5003])
-def test_more_rows_than_fit_at_once(gpu, vocab):
-    """Every warp, or block, takes several rows, some of which it skips."""
+# In the pipeline a warp runs only where no other one can: a reader, the resolver, or the planner.
+@pytest.mark.parametrize(
+    ("size", "vocab", "capability", "lag"),
+    [
+        *((300, 37, CLUSTERS, ""), (60, 5003, CLUSTERS, ""), (1, 9001, "9/1", "")),
+        *((23, 9001, "9/1", lag) for lag in "089"),
+        *((23, 30_011, "9/4", lag) for lag in "089"),
+    ],
+)
+def test_more_rows_than_fit_at_once(gpu, size, vocab, capability, lag, monkeypatch):
+    """Every warp, block, or cluster takes several rows, some of which it skips."""
+    monkeypatch.setenv("MAXRL_EMULATED_LAG", lag or "99")
     generator = torch.Generator().manual_seed(5)
-    size = 300 if vocab < 100 else 60
     logits = 3 * torch.randn(size, vocab, generator=generator)
+    logits[::4, : vocab - 9] = -torch.inf
     kept = torch.rand(size, generator=generator) < 0.7
     batch = {
-        "targets": torch.randint(vocab, (size,), generator=generator),
+        "targets": torch.randint(vocab - 9, vocab, (size,), generator=generator),
         "advantages": torch.randn(size, generator=generator) * kept,
         "advantages_per_token": True,
-        "cu_seqlens": torch.tensor([0, 17, size]),
+        "cu_seqlens": torch.tensor([0, size // 3, size]),
         "mask": torch.rand(size, generator=generator) < 0.8,
+        "temperature": torch.tensor([1.0, 1e-3, 1e3])[torch.arange(size) % 3],
     }
-    assert_same(on(gpu, logits, batch), results(logits, batch), OF_GPU[torch.float32])
+    actual = on(gpu, logits, batch, capability)
+    assert_same(actual, results(logits, batch), OF_GPU[torch.float32])
 
 
-@pytest.mark.parametrize(
-    ("vocab", "capability"),
-    [(40, "9"), (30011, "9"), (30011, NO_CLUSTERS), (40011, "9/2"), (70011, "9/1")],
-)
+CASES = [(40, CLUSTERS), (30011, CLUSTERS), (30011, NO_CLUSTERS), (40011, "10/2"), (70011, "10/1")]
+CASES += [(150_011, CLUSTERS), (150_021, "10/8")]  # 16 blocks, and 8 where 16 do not fit
+CASES += [(50011, PIPELINE), (40011, "9/2"), (20011, "9/1"), (70011, "9/8")]
+
+
+@pytest.mark.parametrize(("vocab", "capability"), CASES)
 def test_extreme_logits_on_a_gpu(gpu, vocab, capability):
     """Logits of -inf have probability 0, large differences do not overflow, and one NaN or +inf
     makes a row NaN. The largest clusters that fit may have 2 blocks, or 1.
@@ -358,13 +374,15 @@ def test_masked_values_may_be_anything_and_bad_targets_give_nan(gpu):
         assert on(gpu, logits, batch)[1][bad].isnan().all()
 
 
-# A warp, a cluster, and a block that reads rows twice, write the gradient over float32 logits.
+# A warp, a cluster, the pipeline, and a block that reads rows twice write the gradient over float32
+# logits.
 @pytest.mark.parametrize(
     ("vocab", "capability", "dtype"),
     [
-        (517, "9", torch.float32),
-        (517, "9", torch.bfloat16),
-        (12_007, "9", torch.float16),
+        (517, CLUSTERS, torch.float32),
+        (517, CLUSTERS, torch.bfloat16),
+        (12_007, CLUSTERS, torch.float16),
+        (12_007, PIPELINE, torch.bfloat16),
         (60_001, NO_CLUSTERS, torch.bfloat16),
     ],
 )
@@ -479,3 +497,52 @@ def test_no_operator_waits_for_the_device(on_gpu):
         ops.token_logprobs(z, batch["targets"])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [7, 3085])  # beyond what a block reads at a time
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_linear_divergence(gpu, divergence, vocab, dtype):
+    """Tokens with coefficient 0 are not read: their states are NaN."""
+    sides = given(x.to(dtype) for x in make(9, vocab))
+    exact = given(x.double() for x in sides)
+    keep, tau = torch.arange(9) % 3 != 1, torch.linspace(0.5, 1.5, 9)
+    options = {"beta": 0.3, "softcap": 3.0, "temperature": tau}
+    for x in sides[::2]:
+        x.data[~keep] = torch.nan
+    names, inputs = [], [gpu.put(x) for x in sides]
+    with gpu.watched(names):
+        loss, metrics = linear_divergence(
+            *inputs, divergence, **gpu.put(options), coefficients=gpu.put(keep), chunk_tokens=4
+        )
+    assert names == ["divergence"] * 2
+    expected = defined(exact, divergence, **options).where(keep, 0.0)
+    wanted = gradients(expected.sum() / keep.sum(), exact)
+    assert error(metrics["divergence"].cpu(), expected) <= (1e-3 if gpu.name == "cuda" else 1e-5)
+    for a, b in zip(gradients(loss, inputs), wanted, strict=True):
+        assert error(a.cpu(), b) <= 4 * OF_GPU[dtype]
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_divergence_of_equal_nan_and_infinite_logits(gpu, divergence):
+    policy, weight, teacher, of_teacher = (x.detach().float() for x in make(6, 900))
+    teacher, low = teacher.abs(), of_teacher.clone()
+    policy[3] = torch.nan
+    of_teacher[5], low[5] = -torch.inf, -1e30
+
+    def of(*sides):
+        inputs = given(sides, free=(0,))
+        loss, metrics = linear_divergence(*inputs, divergence)
+        found = metrics["divergence"], torch.autograd.grad(loss, inputs[0])[0]
+        return [x.double().cpu() for x in found]
+
+    expected = of(policy, weight, teacher, low)
+    with gpu.running():
+        actual = of(*(gpu.put(x) for x in (policy, weight, teacher, of_teacher)))
+        equal = of(*[gpu.put(policy.nan_to_num()), gpu.put(weight)] * 2)
+    assert not any(x.any() for x in equal)
+    if divergence == "reverse":  # the policy may choose what its teacher never does
+        expected = [x * y for x, y in zip(expected, (torch.inf, torch.nan), strict=True)]
+    for a, b in zip(actual, expected, strict=True):
+        b[3] = torch.nan
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)

@@ -24,11 +24,14 @@
 #define __device__
 #define __host__
 #define __shared__ thread_local  // one thread of the operating system per block
+#define __forceinline__ inline
 #define __noinline__  // as part of __attribute__((__noinline__)) too
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __CUDA_ARCH__ 900
+// On compute capability 9; with 10, clusters run the other kernel.
+#define MAXRL_PIPELINED 1
 
 struct dim3 {
   unsigned x, y, z;
@@ -63,6 +66,17 @@ void* of_rank(void* mine,
               unsigned rank);  // the same shared variable of another block of the cluster
 void run(dim3 grid, dim3 block, unsigned cluster_size, size_t shared_bytes,
          const std::function<void()>& kernel);
+
+// A barrier in shared memory: threads that arrive, and bytes that come, end its phase.
+struct alignas(8) Barrier {
+  int16_t expected, left, bytes, phase;  // bytes: announced, less those that have come
+};
+inline void init_barrier(Barrier& barrier, unsigned threads) {
+  const auto count = static_cast<int16_t>(threads);
+  barrier = {count, count, 0, 0};
+}
+void arrive(Barrier& barrier, int threads = 1, int bytes = 0);
+void wait(Barrier& barrier, unsigned parity);
 
 template <typename T>
 T exchange_any(T value, int from_lane) {
@@ -133,7 +147,12 @@ inline unsigned __float_as_uint(float value) {
 
 // Called by launches.
 
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInvalidConfiguration };
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorInvalidValue,
+  cudaErrorInvalidConfiguration,
+  cudaErrorInvalidClusterSize
+};
 enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
@@ -142,6 +161,7 @@ enum cudaDeviceAttr {
 enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize,
   cudaFuncAttributePreferredSharedMemoryCarveout,
+  cudaFuncAttributeNonPortableClusterSizeAllowed,
 };
 enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
 struct cudaLaunchAttribute {
@@ -159,17 +179,22 @@ struct cudaLaunchConfig_t {
 };
 
 const char* cudaGetErrorString(cudaError_t error);
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 namespace emulation {
 cudaError_t allow_shared(const void* kernel, int bytes);
+cudaError_t allow_large_clusters(const void* kernel);
 cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel);
 unsigned largest_cluster();  // that the device holds
 }  // namespace emulation
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int bytes) {
+  const auto* of = reinterpret_cast<const void*>(kernel);
   if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout) return cudaSuccess;
-  return emulation::allow_shared(reinterpret_cast<const void*>(kernel), bytes);
+  if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed)
+    return emulation::allow_large_clusters(of);
+  return emulation::allow_shared(of, bytes);
 }
 template <typename Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int, size_t) {
@@ -179,8 +204,9 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, 
 template <typename Kernel>
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel*,
                                            const cudaLaunchConfig_t* config) {
-  *clusters = config->attrs[0].val.clusterDim.x > emulation::largest_cluster() ? 0 : 2;
-  return cudaSuccess;
+  const bool fits = config->attrs[0].val.clusterDim.x <= emulation::largest_cluster();
+  *clusters = 2;
+  return fits ? cudaSuccess : cudaErrorInvalidClusterSize;
 }
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),

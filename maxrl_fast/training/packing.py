@@ -226,7 +226,8 @@ class Packer:
         starts = prompt_cu[:-1].repeat_interleave(self.num_rollouts)
         starts = torch.stack([starts, prompt_cu[-1] + response_cu[:-1]], 1)
         sizes = torch.stack([self._prompt_lengths, (response_cu.diff() - 1).clamp_min(0)], 1)
-        return SortedRows(*(x.numpy() for x in (self._on_host[3], starts, sizes)), self.shares_all)
+        tokens = self._on_host[3].numpy()
+        return SortedRows(tokens, starts.numpy(), sizes.numpy(), self.shares_all)
 
     def pack(self, sequences: Tensor) -> MicroBatch:
         """Pack the chosen rollouts into a micro-batch; `sequences` [S] are ascending, on the host.

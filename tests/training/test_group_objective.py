@@ -19,11 +19,8 @@ from tests.tables import refused
 from tests.training.test_ahead import build
 from tests.training.test_learner import PROMPTS, learner, sampled
 
-ROLLOUTS = Rollouts(
-    tokens=torch.zeros(6, dtype=torch.int64),
-    cu_seqlens=torch.tensor([0, 1, 3, 6, 6]),
-    logprobs=torch.tensor([-1.0, -2, -4, -1, -2, -3]),
-    truncated=torch.zeros(4, dtype=torch.bool),
+ROLLOUTS = dataclasses.replace(
+    Rollouts.given([[0], [0] * 2, [0] * 3, []]), logprobs=torch.tensor([-1.0, -2, -4, -1, -2, -3])
 )
 REWARDS = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
 
@@ -129,18 +126,21 @@ def file(tmp_path):
     return path
 
 
+def made(file, name, *flags):
+    return objective_of(parse(["--objective", f"{file}:{name}", *flags]))
+
+
 def test_samples_without_a_reward_have_no_advantage(file):
     rewards, valid = torch.ones(2, 3), torch.tensor([[True, True, False], [True, False, True]])
     rollouts = dataclasses.replace(Rollouts.given([[5, 6]] * 6), truncated=torch.arange(6) == 4)
     samples = Samples(make_prompts([[1], [2]]), rollouts)
     samples = collected(samples, rewards * valid, valid)
-    step = objective_of(parse(["--objective", f"{file}:raw"])).begin(samples, None)
+    step = made(file, "raw").begin(samples, None)
     assert step.advantages(samples.minibatches(1)[0]).tolist() == [1, 1, 0, 1, 0, 1]
     # all that a function may ask for, with which it checks its shapes
-    flags = ["--objective", f"{file}:all_inputs", "--k", "2"]
     parts = tuple({"half": i / 2} for i in range(6))
     samples = dataclasses.replace(samples, texts=("", "b", "cc", "ddd", "", "f"), components=parts)
-    objective = objective_of(parse(flags))
+    objective = made(file, "all_inputs", "--k", "2")
     assert objective.needs == Needs(texts=True, components=True)
     values = torch.tensor([[0, 1.5, 3], [4.5, 11, 3.5]])
     values += samples.rewards - samples.rewards.mean(1, keepdim=True)
@@ -203,10 +203,6 @@ def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path):
         parse(["--objective", name, "--sharpness", "0"])
 
 
-def per_token_objective(file, name, *flags):
-    return objective_of(parse(["--objective", f"{file}:{name}", *flags]))
-
-
 TOKEN_REWARDS = torch.tensor([[1.0, 0, 2, 1], [0, 0, 0, 0], [-1, 0, 0, 0.5]])
 
 
@@ -219,7 +215,7 @@ def test_advantages_of_tokens_become_weights_of_tokens(file, name, is_corrected)
     if is_corrected:
         weights = torch.linspace(0.2, 1.5, len(weights))
         samples = samples.weighted(weights)
-    objective = per_token_objective(file, name, "--loss", "reinforce")
+    objective = made(file, name, "--loss", "reinforce")
     assert objective.needs.token_weights
     step = objective.begin(samples, None)
     advantages = step.advantages(samples.minibatches(1)[0])
@@ -240,8 +236,7 @@ def test_a_function_may_ask_for_what_only_a_run_has(file):
     model = tiny_decoder()
     rollouts, one = sampled(model), learner(model)
     samples = collected(Samples(PROMPTS, rollouts), TOKEN_REWARDS)
-    flags = f"--objective {file}:with_all_of_a_run --updates-per-step 3 --prompts 3"
-    objective = objective_of(parse(flags.split()))
+    objective = made(file, "with_all_of_a_run", "--updates-per-step=3", "--prompts=3")
     assert (objective.loss, objective.owns_loss) == ("reinforce", True)
     step = objective.begin(samples, one)
     with torch.no_grad():
@@ -255,7 +250,7 @@ def test_a_function_may_ask_for_what_only_a_run_has(file):
     torch.testing.assert_close(step.advantages(shares[0]), wanted, rtol=1e-3, atol=1e-3)
     largest = [ratios[share].max() for share in (*shares, shares[0])]
     assert step.finish()["largest"] == pytest.approx(float(sum(largest)) / 4, abs=1e-3)
-    step = objective_of(parse(["--objective", f"{file}:by_entropy"])).begin(samples, one)
+    step = made(file, "by_entropy").begin(samples, one)
     passes, given = one.passes, (model, samples, samples.sequences)
     entropies = passes.compute(passes.logprobs_and_entropies, *given)[:, 1]
     is_right = (TOKEN_REWARDS > 0).flatten().repeat_interleave(rollouts.lengths)
@@ -266,6 +261,6 @@ def test_a_function_may_ask_for_what_only_a_run_has(file):
 def test_advantages_of_another_shape_are_refused_in_a_sentence(file):
     wanted = r"one_short must return a floating tensor of shape \(4, 16\) or, for the tokens of its"
     with refused(wanted + r" lengths, \(\d+,\) on cpu, got torch.float32 of shape \(\d+,\) on cpu"):
-        per_token_objective(file, "one_short")
+        made(file, "one_short")
     with refused("asks for log-ratios of responses, so it must return"):
-        per_token_objective(file, "with_ratios")
+        made(file, "with_ratios")

@@ -172,7 +172,7 @@ def test_what_a_server_cannot_have_sampled_is_refused(server):
     checked = CheckedEngine(engine, "vllm", model.config.vocab_size)
     asked = RolloutRequest(PROMPTS.take(0, 1), 1, SAMPLING, 0, 1)
     answers = [(answer, "something else than expected") for answer in OTHERS]
-    # of what the engine lets pass, tests/rollout/test_validation.py has a table
+    # of what the engine lets pass, tests/rollout/test_sampling_and_scoring.py has a table
     answers.append((choice(token_ids=[10**6, 3]), "a token outside the vocabulary of 32"))
     for answer, message in answers:
         server.answers[GENERATE] = (200, answer)

@@ -36,6 +36,7 @@ def refuses(function, given, change, message, error=ValueError):
     targets=ones(S).long(), logits=ones(S, V), mask=None, old_logprobs=None, ref_logprobs=None,
       cu_seqlens=tensor([0, 0, 0, 0, 0, 0, S]), temperature=1.0 | since T = S = 6: give
       advantages_per_token=True or advantages_per_token=False
+    old_logprobs=zeros(T).to_sparse() | old_logprobs must be a dense tensor of real numbers
     importance_weights=-ones(S) | importance_weights must be at least 0, got -1.0 at 0
     temperature=0.0 | temperature must be a finite number above 0, got 0.0
     temperature=full((T,), INF) | temperature must be a finite number above 0, got inf at 0

@@ -25,6 +25,13 @@ class States:
         self.conv_states, self.recurrent_states, self._mask = conv, recurrent, mask
         self._parts = conv, recurrent
 
+    @property
+    def layers(self) -> "States":  # transformers before 5.20 reads the states of layers[i]
+        return self
+
+    def __getitem__(self, layer_idx: int) -> "States":
+        return self
+
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.conv_states.get(state_idx)
 

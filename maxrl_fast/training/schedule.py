@@ -161,7 +161,7 @@ class Learnability:
 @dataclass
 class Drawn:
     """The prompts of a step are drawn from those of the task, an epoch of P prompts at a time
-    (docs/tasks.md, "Which prompts a step has"). table: as of `draw`, the same on all ranks; it
+    (docs/tasks.md, "Prompts drawn by their pass rate"). table: of `draw`, the same on all ranks; it
     changes in place: checkpoints keep it."""
 
     table: Tensor
@@ -183,9 +183,11 @@ class Drawn:
         return drawn, count
 
     def observe(self, rewards: Tensor) -> dict[str, float]:
-        known = torch.stack([~rewards.isnan(), rewards > 0.5], 2).sum(1).cpu()
+        """Count rollouts with these rewards [G, N], NaN where not known, which are no success: a
+        prompt whose rewards always fail is not new for ever. Return metrics."""
+        counts = torch.stack([torch.ones_like(rewards), rewards > 0.5], 2).sum(1).cpu()
         seen, rates = self.table[:, 0] > 0, self.table[self.index, 1] / self.table[self.index, 0]
-        self.table[self.index] += known
+        self.table[self.index] += counts
         means = {"drawn_pass_rate": rates.nanmean()} if not rates.isnan().all() else {}
         numbers = {"prompts_seen": seen.double().mean()} | means
         return {name: float(x) for name, x in numbers.items()}

@@ -51,7 +51,7 @@ def test_prompts_that_were_never_drawn_come_first_and_then_none_twice():
     assert {int(Learnability().draw(nothing, 1, generator)) for _ in range(9)} == {0, 1}
 
 
-def test_the_table_counts_known_rewards_and_is_halved_in_each_epoch():
+def test_the_table_counts_rollouts_and_is_halved_in_each_epoch():
     table = torch.zeros(5, 2, dtype=torch.float64)
     drawn = Drawn(table, Learnability(), 2, seed=3)
     rewards = {(0, 1): [1.0, 0.0], (2, 2): [1.0, 1.0], (4, 3): [0.6, 0.5]}
@@ -78,7 +78,7 @@ def test_the_table_counts_known_rewards_and_is_halved_in_each_epoch():
     before[index, 0] += 2
     assert torch.equal(table, before)
     drawn.observe(torch.tensor([[1.0, torch.nan], [torch.nan, torch.nan]]))
-    before[index[0]] += 1
+    before[index] += torch.tensor([[2, 1], [2, 0]])
     assert torch.equal(table, before)
 
 

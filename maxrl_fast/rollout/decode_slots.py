@@ -92,6 +92,11 @@ def sample_and_append(
     [A, limit] at column `length` are updated in place."""
     (count, size), (batch, limit), call = logits.shape, tokens.shape, KernelLaunch(logits.device)
     num_rows = batch if rows is None else len(rows)
+    if count == 0 or num_rows % count:
+        raise ValueError(
+            f"the number of rows must be a multiple of the number of logits, got {num_rows} and "
+            f"{count}"
+        )
     call.launch(
         "decode_sample",
         num_rows=num_rows,

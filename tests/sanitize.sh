@@ -48,4 +48,4 @@ MAXRL_FAST_FUZZ=0.25 LD_PRELOAD="$LD_PRELOAD" "$python" -m pytest -q --capture=s
   -k "(test_bindings or test_fuzz or attention_kernel or layer_kernels) and not rounding and not operators or bitwise or merged \
     or cpu and (any_address or width or log_ratio or chosen_rows or swiglu) or eight_threads or full_forward and C++" \
   tests/ops/test_{bindings,dispatch,fuzz,fuzz_losses}.py tests/kernels/test_{advantage,layer,token_loss}.py \
-  tests/model/test_{attention,layer,linear}_kernel*.py tests/rollout/test_{native,bfloat16,episodes}.py
+  tests/model/test_{attention_kernel,layer_kernels,linear}.py tests/rollout/test_{native,bfloat16,episodes}.py

@@ -24,7 +24,7 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import directory_of
 from maxrl_fast.ops.divergence import BETA
 from maxrl_fast.ops.loss_kernel import Aggregation
-from maxrl_fast.runtime.loading import load_code
+from maxrl_fast.runtime.loading import is_code, load_code
 from maxrl_fast.training.schedule import Learnability, Stopping
 
 AnyConfig = TypeVar("AnyConfig", bound="Options")
@@ -163,11 +163,15 @@ class Sampling(Decoding):
         return self._class("draw_prompts", Learnability)()
 
     def _class(self, option: str, base: type[Rule]) -> type[Rule]:
-        name = getattr(self, option)
-        rule: Any = load_code(option, name, "CLASS")
+        name, flag = getattr(self, option), option.replace("_", "-")
+        if not is_code(name):
+            names = "uniform, learnability, " * (base is Learnability)
+            wanted = f"must be {names}FILE.py:CLASS or package.module:CLASS"
+            raise InputError(f"--{flag} {wanted}, got {name!r:.80}")
+        rule: Any = load_code(flag, name, "CLASS")
         if not (isinstance(rule, type) and issubclass(rule, base)):
             wanted = f"must be a class of {base.__module__}.{base.__name__}, got {rule!r:.80}"
-            raise InputError(f"--{option.replace('_', '-')} {name} {wanted}")
+            raise InputError(f"--{flag} {name} {wanted}")
         return rule
 
 

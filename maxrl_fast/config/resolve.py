@@ -50,7 +50,9 @@ def resolve(
     # a run that resumes has its own checkpoint and response limit
     directory = None if config.run.resume else config.model.directory
     limit = response_limit(config.sampling.max_new_tokens, task, directory, warn)
-    refuse({**config.values, "max_new_tokens": limit, "processes": ranks.size}, _wrong)
+    given = {"max_new_tokens": limit, "processes": ranks.size}
+    given |= {"size": getattr(task, "num_train_prompts", None), "task": task.name}
+    refuse({**config.values, **given}, _wrong)
     objective, loss = objective_of(config), part("loss", config.chosen.loss)
     own = objective_defaults(config.chosen.objective, config.sampling.rollouts)
     start, backend = config.model.directory, str(config.model.model_backend)
@@ -86,6 +88,11 @@ def resolve(
 def _wrong(c: View) -> Iterator[str]:
     if c.prompts < c.processes:
         yield "prompts must be at least the number of processes, {processes}, got {prompts}"
+    if c.draw_prompts not in (None, "uniform") and (c.size is None or c.size < c.prompts):
+        yield (
+            "--draw-prompts needs a task with at least the --prompts {prompts} as "
+            "num_train_prompts, got {size} of task {task}"
+        )
     if c.processes % (c.vllm_tensor_parallel or 1):
         yield (
             "vllm_tensor_parallel must divide the number of processes, {processes}, got "

@@ -222,7 +222,8 @@ class RunContext:
         if config.sampling.carry:
             state["carried"] = torch.zeros(config.sampling.prompts, 2, dtype=torch.int64)
         if config.sampling.draw_rule():
-            state["drawn"] = torch.zeros(self._num_drawn_from(), 2, dtype=torch.float64)
+            size = int(getattr(self.task, "num_train_prompts", 0))  # `resolve` has checked it
+            state["drawn"] = torch.zeros(size, 2, dtype=torch.float64)
         return self._learner(
             build_loss_settings(config),
             beta2,
@@ -232,13 +233,6 @@ class RunContext:
             objective_state=state,
             critic=critic,
         )
-
-    def _num_drawn_from(self) -> int:
-        size, most = getattr(self.task, "num_train_prompts", None), self.config.sampling.prompts
-        if size is None or size < most:
-            wanted = f"a task with at least the --prompts {most} as num_train_prompts"
-            raise InputError(f"--draw-prompts needs {wanted}, got {size} of task {self.task.name}")
-        return int(size)
 
     def _learner(self, settings: LossSettings, beta2: float, **others: Any) -> Learner:
         options = self.config.optimizer

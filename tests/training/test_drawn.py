@@ -105,7 +105,7 @@ def test_a_rule_that_draws_something_else_is_named(index):
 def flags(tmp_path, rule, prompts=4):
     (tmp_path / "few.py").write_text(FEW)
     few = ["--task", f"{tmp_path}/few.py:Few", "--length", "8", "--prompts", str(prompts)]
-    rule = rule if rule == "learnability" else f"{tmp_path}/few.py:{rule}"
+    rule = f"{tmp_path}/few.py:{rule}" if rule in ("Few", "Last") else rule
     return [*base()[2:], *few, "--sft-steps", "0", "--objective", "grpo", "--draw-prompts", rule]
 
 
@@ -121,6 +121,8 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, capsys):
     for rule, prompts, message in (
         ("learnability", 16, "--prompts 16 as num_train_prompts, got 10 of task chain"),
         ("Few", 4, "must be a class of maxrl_fast.training.schedule.Learnability, got"),
+        ("learnable", 4, "--draw-prompts must be uniform, learnability, FILE.py:CLASS or"),
     ):
         assert main([*flags(tmp_path, rule, prompts), "--out", str(tmp_path / "run")]) == 2
         assert message in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()

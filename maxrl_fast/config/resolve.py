@@ -50,7 +50,7 @@ def resolve(
     # a run that resumes has its own checkpoint and response limit
     directory = None if config.run.resume else config.model.directory
     limit = response_limit(config.sampling.max_new_tokens, task, directory, warn)
-    given = {"max_new_tokens": limit, "processes": ranks.size}
+    given: dict[str, Any] = {"max_new_tokens": limit, "processes": ranks.size}
     given |= {"size": getattr(task, "num_train_prompts", None), "task": task.name}
     refuse({**config.values, **given}, _wrong)
     objective, loss = objective_of(config), part("loss", config.chosen.loss)

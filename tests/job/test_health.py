@@ -8,7 +8,7 @@ import torch
 
 from maxrl_fast.job.launch import STEPS, Health, RunLoop, conditions, verdict
 from maxrl_fast.records import Rollouts
-from maxrl_fast.tasks.text_codec import prompts_of
+from maxrl_fast.tasks.maze import DONE, UP, MazeTask
 
 HEALTHY = {"reward_mean": 0.3, "pass_at_1": 0.3, "frac_groups_zero_variance": 0.4}
 HEALTHY |= {"truncated": 0.1, "entropy": 1.0, "logprob_diff": 1e-3, "grad_norm": 0.5}
@@ -77,27 +77,26 @@ def test_a_lasting_condition_is_reported_once_with_its_number(kind):
     assert again[-1][1]["kind"] == kind  # reported again after ten steps without it
 
 
-def by_form(rewards, texts=("1", "2"), truncated=False):
-    """Return the warnings of twelve steps with 50 rollouts of each of five prompts."""
-    task = SimpleNamespace(decode=lambda tokens, _: texts[tokens[0]], answer=str.strip)
-    loop = SimpleNamespace(context=SimpleNamespace(task=task), failed=Counter(), by_form=set())
-    rollouts = Rollouts.given([[i % 2] for i in range(250)])
-    rollouts = replace(rollouts, truncated=torch.full((250,), truncated))
-    batch = SimpleNamespace(prompts=prompts_of([[0]] * 5, range(7, 12), [{}] * 5))
-    batch.raw_rollouts, batch.sequences, warned = rollouts, torch.arange(250), []
-    for step in range(12):
+def by_form(rewards, tokens=(UP, UP), cut=False):
+    """Return the warnings of eight steps with 50 rollouts of each of five prompts."""
+    task, rollouts = SimpleNamespace(task=MazeTask(7)), Rollouts.given([[x] for x in tokens] * 125)
+    loop = SimpleNamespace(context=task, failed=Counter(), by_form=set())
+    rollouts, warned = replace(rollouts, truncated=torch.full((250,), cut)), []
+    batch = SimpleNamespace(raw_rollouts=rollouts, sequences=torch.arange(250))
+    batch.prompts = SimpleNamespace(ids=torch.arange(5))
+    for step in range(8):
         batch.all_rewards = torch.tensor(rewards(step))[:, None].repeat(1, 50)
         warned += [(step, warning["message"]) for warning in RunLoop._by_form(loop, batch)]
     return warned
 
 
-def test_prompts_that_fail_by_form_are_named_once_and_hard_ones_are_not():
-    def hard(step):  # the fourth is solved in time, one reward of the fifth fails
-        return [0.0, 0.0, 0.0, float(step % 4 == 3), float("nan")]
+def test_prompts_that_fail_by_form_are_named_and_hard_ones_are_not():
+    def hard(step):  # rewards of the first fail, and the second is solved in time
+        return [math.nan, float(step == 2), 0.0, 0.0, 0.0]
 
-    for own in ({"texts": ("", " ")}, {"truncated": True}):
+    for own in ({"tokens": (DONE, DONE)}, {"cut": True}):
         (step, said), *_ = by_form(hard, **own)
-        assert (step, said[:40]) == (3, "prompts [7, 8, 9] fail by form: no succe")
-        assert not by_form(lambda _: [0.0, 0.0, 1.0, 1.0, 1.0], **own)  # two are not yet a pattern
+        assert (step, said[:39]) == (3, "prompts [2, 3, 4] fail by form: no succ")
+        assert not by_form(lambda _: [0.0, 0.0, 1.0, 1.0, 1.0], **own)  # two of them
     assert not by_form(hard)
-    assert not by_form(hard, texts=("1", ""))  # half of the responses have an answer
+    assert not by_form(hard, tokens=(UP, DONE))  # half of the responses have an answer

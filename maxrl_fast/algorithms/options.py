@@ -23,7 +23,6 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from maxrl_fast.algorithms.arguments import check_choice, check_number
 from maxrl_fast.errors import InputError, nearest
 
 
@@ -34,14 +33,14 @@ class Limit:
 
 
 FINITE = Limit("a finite number", math.isfinite)
-Count = Annotated[int, Limit("from 1 to 2^31 - 1", lambda x: 1 <= x < 2**31)]
-CountOrZero = Annotated[int, Limit("from 0 to 2^31 - 1", lambda x: 0 <= x < 2**31)]
-Seed = Annotated[int, Limit("in [0, 2^63)", lambda x: 0 <= x < 2**63)]
+Count = Annotated[int, Limit("an integer from 1 to 2^31 - 1", lambda x: 1 <= x < 2**31)]
+CountOrZero = Annotated[int, Limit("an integer from 0 to 2^31 - 1", lambda x: 0 <= x < 2**31)]
+Seed = Annotated[int, Limit("an integer in [0, 2^63)", lambda x: 0 <= x < 2**63)]
 NotNegative = Annotated[float, Limit("a finite number of at least 0", lambda x: 0 <= x < math.inf)]
 Positive = Annotated[float, Limit("a finite number above 0", lambda x: 0 < x < math.inf)]
 Share = Annotated[float, Limit("a number above 0 and at most 1", lambda x: 0 < x <= 1)]
 UnitInterval = Annotated[float, Limit("a number from 0 to 1", lambda x: 0 <= x <= 1)]
-BetweenZeroAndOne = Annotated[float, Limit("above 0 and below 1", lambda x: 0 < x < 1)]
+BetweenZeroAndOne = Annotated[float, Limit("a number above 0 and below 1", lambda x: 0 < x < 1)]
 BelowOne = Annotated[float, Limit("a number of at least 0 and below 1", lambda x: 0 <= x < 1)]
 REQUIRED: Any = inspect.Parameter.empty
 _WANTED: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false"}
@@ -106,20 +105,19 @@ class Option:
     def _one(self, value: Any, name: str) -> Any:
         if value is None:
             return None
+        wanted, got = self.wanted, repr(value)
         try:
             found = self._converted(value)
+            if self.limit is None or self.limit.holds(found):
+                return found
+            got = str(found)
         except (ValueError, TypeError, RecursionError):
-            wanted = self.wanted if self.choices else _WANTED[self.kind]
             if callable(value):
                 wanted = "a name: put the function into a file and give FILE.py:NAME"
             if isinstance(value, dict):
                 wanted += "; keys stand at the top of a file, not in a table"
-            meant = nearest(str(value), self.choices)
-            raise InputError(f"{name} must be {wanted}, got {value!r:.80}{meant}") from None
-        if self.limit and not self.limit.holds(found):
-            wanted = f"{self.limit.wanted}, got {found!s:.80}"
-            raise InputError(f"{self.name} must be {wanted}")
-        return found
+        meant = nearest(str(value), self.choices)
+        raise InputError(f"{name} must be {wanted}, got {got:.80}{meant}")
 
     def _converted(self, value: Any) -> Any:
         if self.kind is dict:
@@ -146,11 +144,6 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
         with contextlib.suppress(Exception):  # an annotation may be anything
             return list(inspect.signature(function, eval_str=evaluated).parameters.values())
     return []
-
-
-def formula_of(function: Callable[..., Any]) -> str:
-    """Return the docstring up to an empty line, as one line without a full stop."""
-    return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()).rstrip(".")
 
 
 def notes_of(hint: Any) -> Iterator[Any]:
@@ -208,25 +201,3 @@ def _helps(cls: Any) -> dict[str, str]:
                 if isinstance(field, ast.AnnAssign) and isinstance(text, str):
                     helps[ast.unparse(field.target)] = text
     return helps
-
-
-def check_options(
-    owner: str, options: Mapping[str, Option], given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return all options of `owner`: given values and defaults; numbers are floats."""
-    for name in (x for x in given if x not in options):
-        takes = f"the options {', '.join(options)}" if options else "no options"
-        raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{nearest(str(name), options)}")
-    checked = dict[str, Any]()
-    for name, option in options.items():
-        value, limit = given.get(name, option.default), option.limit or FINITE
-        if value is None and option.default is None:
-            continue
-        if value is REQUIRED or value is None:
-            raise ValueError(f"{owner} needs {name}, {limit.wanted}")
-        if option.choices:
-            check_choice(f"{name} of {owner}", value, option.choices)
-            checked[name] = value
-        else:
-            checked[name] = check_number(f"{name} of {owner}", value, limit.wanted, limit.holds)
-    return checked

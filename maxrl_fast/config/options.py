@@ -20,15 +20,12 @@ from maxrl_fast.algorithms.options import (
     UnitInterval,
     options_of,
 )
-from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import directory_of
 from maxrl_fast.ops.divergence import BETA
 from maxrl_fast.ops.loss_kernel import Aggregation
-from maxrl_fast.runtime.loading import is_code, load_code
-from maxrl_fast.training.schedule import Learnability, Stopping
+from maxrl_fast.training.schedule import ScheduleOptions
 
 AnyConfig = TypeVar("AnyConfig", bound="Options")
-Rule = TypeVar("Rule")
 DERIVED: Any = None  # a default that resolving replaces
 
 
@@ -116,63 +113,15 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Sampling(Decoding):
+class Sampling(ScheduleOptions, Decoding):
     """How responses are sampled."""
 
-    prompts: Count = 32
-    """Prompts per step (G)."""
-    rollouts: Count = 16
-    """Rollouts per prompt (N)."""
-    stop_at: CountOrZero = 0
-    """Draw rollouts of a prompt until this many succeed, with the same gradient of MaxRL of order
-    N; 0: all."""
-    first_rollouts: Count = 8
-    """Rollouts of every prompt at first; then as many again, up to --rollouts."""
-    carry: CountOrZero = 0
-    """Keep a prompt without a success for the next step, up to this many steps (R), which is
-    MaxRL of order N R; 0: every step has new prompts."""
-    draw_prompts: str = "uniform"
-    """How a data set's prompts are drawn: uniform, each once an epoch; learnability, by the
-    variance p (1 - p) of their pass rate so far; or FILE:CLASS, a
-    maxrl_fast.training.schedule.Learnability with another rule."""
-    schedule: str | None = None
-    """FILE:CLASS, a maxrl_fast.training.schedule.Stopping with another rule."""
-    dynamic_sampling: CountOrZero = 0
-    """Most batches a step to replace groups of equal rewards (DAPO); 0: one."""
-    std_filter: NotNegative = 0.0
-    """Replace groups too whose rewards' standard deviation is below this share of its average over
-    steps (RLPR: 0.5)."""
-    ahead: Annotated[int, Limit("0 to 4", lambda x: 0 <= x <= 4)] = 0
+    ahead: Annotated[int, Limit("an integer from 0 to 4", lambda x: 0 <= x <= 4)] = 0
     """Sample while the policy trains, from weights this many updates old; 0: do not."""
 
     def samples_of_engine(self, processes: int, tensor_parallel: int) -> int:
         """The most samples of a step in one of the engines of these processes."""
         return -(-self.prompts // processes) * tensor_parallel * self.rollouts
-
-    def stopping(self) -> Stopping | None:
-        """The rule of --stop-at."""
-        if not self.stop_at:
-            return None
-        rule = self._class("schedule", Stopping) if self.schedule else Stopping
-        return rule(self.prompts, self.first_rollouts, self.rollouts, self.stop_at)
-
-    def draw_rule(self) -> Learnability | None:
-        """The rule of --draw-prompts; None: uniform."""
-        if self.draw_prompts in ("uniform", "learnability"):
-            return Learnability() if self.draw_prompts == "learnability" else None
-        return self._class("draw_prompts", Learnability)()
-
-    def _class(self, option: str, base: type[Rule]) -> type[Rule]:
-        name, flag = getattr(self, option), option.replace("_", "-")
-        if not is_code(name):
-            names = "uniform, learnability, " * (base is Learnability)
-            wanted = f"must be {names}FILE.py:CLASS or package.module:CLASS"
-            raise InputError(f"--{flag} {wanted}, got {name!r:.80}")
-        rule: Any = load_code(flag, name, "CLASS")
-        if not (isinstance(rule, type) and issubclass(rule, base)):
-            wanted = f"must be a class of {base.__module__}.{base.__name__}, got {rule!r:.80}"
-            raise InputError(f"--{flag} {name} {wanted}")
-        return rule
 
 
 @dataclass(frozen=True)
@@ -306,7 +255,7 @@ class Place:
     """Device to compute on."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the computation; auto: bfloat16 on a GPU that has it, else float32."""
-    threads: Annotated[int, Limit("from 1 to 1024", lambda x: 1 <= x <= 1024)] = DERIVED
+    threads: Annotated[int, Limit("an integer from 1 to 1024", lambda x: 1 <= x <= 1024)] = DERIVED
     """CPU threads. By default those this process may use."""
 
 

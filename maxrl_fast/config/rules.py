@@ -280,7 +280,7 @@ def check(config: Config) -> None:
     try:
         own = {"method": objective_of(config), "token_loss": part("loss", config.chosen.loss)}
         refuse({**config.values, **own}, _wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
-        config.sampling.stopping(), config.sampling.draw_rule()  # or an error
+        config.sampling.build(1, config.run.seed)  # or an error of a user's class
         loss_options(config)
     except InputError:
         raise

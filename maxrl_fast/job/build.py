@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.resolve import evaluation_schedule, resolve, tensor_parallel
@@ -68,7 +68,7 @@ from maxrl_fast.training.passes import (
     num_critic_weights,
     shard,
 )
-from maxrl_fast.training.schedule import Carried, Drawn, DynamicSampling, Schedule, StdFilter
+from maxrl_fast.training.schedule import Carried, Drawn, Schedule
 from maxrl_fast.training.trainer import Trainer, WarmStart
 
 
@@ -197,6 +197,11 @@ class RunContext:
         return None if source is None else TeacherPrompts(self.task, source, limit)
 
     @cached_property
+    def schedules(self) -> tuple[Schedule | None, Carried | Drawn | None, dict[str, Tensor]]:
+        size = getattr(self.task, "num_train_prompts", 0)  # `resolve` has checked it
+        return self.config.sampling.build(size, self.config.run.seed)
+
+    @cached_property
     def copies(self) -> tuple[PolicyModel | None, PolicyModel | None]:  # reference, critic
         needs, loss, policy = self.objective.needs, self.config.loss, self.policy
         make: Change = (lambda x: x) if self.config.run.sharding == "full" else None
@@ -215,15 +220,9 @@ class RunContext:
             optimizer = make_optimizer(trained, beta2, config.optimizer.weight_decay)
             own, module = config.parts["objective"], distribute(trained, self.ranks, self.dtype)
             critic = Critic(trained, optimizer, own["critic_lr"], own["value_clip"], module)
-        state = dict(self.objective.state)
-        kept = {"siren_anchor": config.loss.siren, "reward_std": config.sampling.std_filter}
-        for name in filter(kept.get, kept):
-            state[name] = torch.full((1,), torch.nan, dtype=torch.float64)
-        if config.sampling.carry:
-            state["carried"] = torch.zeros(config.sampling.prompts, 2, dtype=torch.int64)
-        if config.sampling.draw_rule():
-            size = int(getattr(self.task, "num_train_prompts", 0))  # `resolve` has checked it
-            state["drawn"] = torch.zeros(size, 2, dtype=torch.float64)
+        state = {**self.objective.state, **self.schedules[2]}
+        if config.loss.siren:
+            state["siren_anchor"] = torch.full((1,), torch.nan, dtype=torch.float64)
         return self._learner(
             build_loss_settings(config),
             beta2,
@@ -267,14 +266,7 @@ class RunContext:
     def _collector(self) -> RolloutCollector:
         config, needs, scorer, clock = self.config, self.objective.needs, self.scorer, self.clock
         options, reward, ranks = config.sampling, config.reward, self.ranks
-        limit, state = options.max_new_tokens, self.learner.objective_state
-        sizes, policy_reward, penalty = (options.prompts, options.rollouts), None, None
-        schedule: Schedule | None = (stopping := options.stopping())
-        chosen: Carried | Drawn | None = None
-        if options.carry:
-            chosen = Carried(state["carried"], options.carry)
-        elif rule := options.draw_rule():
-            chosen = Drawn(state["drawn"], rule, options.prompts, config.run.seed)
+        limit, policy_reward, penalty = options.max_new_tokens, None, None
         if answered := answered_task(config, self.task, self.objective):
             kind = PROBABILITY if needs.answers else reward.reward_source
             policy_reward = PolicyReward(kind, answered, self.learner, limit)
@@ -283,12 +275,6 @@ class RunContext:
             scorer = Scorer(self.task, MajorityVote(self.task.answer))
         if buffer := reward.overlong_buffer:
             penalty = LengthPenalty(limit, buffer, reward.overlong_penalty)
-        if options.dynamic_sampling > 1:
-            average = state.get("reward_std")
-            own = None if average is None else StdFilter(options.std_filter, average)
-            schedule = DynamicSampling(*sizes, options.dynamic_sampling, own)
-        elif stopping is not None:
-            state |= stopping.state
         if options.ahead:  # its collective operations and its time are its own
             ranks, clock = ranks.copied(), Stopwatch(parent=clock)
             needs = replace(needs, components=True)  # of all ranks, for checkpoints
@@ -297,11 +283,11 @@ class RunContext:
             self.engine,
             scorer,
             self.sampling,
-            *sizes,
+            options.prompts,
+            options.rollouts,
             config.run.seed,
             self.device,
-            schedule,
-            chosen,
+            *self.schedules[:2],
             needs,
             policy_reward,
             penalty,

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import torch
+
 from maxrl_fast.algorithms.options import (
     BelowOne,
     BetweenZeroAndOne,
@@ -23,6 +25,7 @@ from maxrl_fast.algorithms.options import (
 from maxrl_fast.model.checkpoint import directory_of
 from maxrl_fast.ops.divergence import BETA
 from maxrl_fast.ops.loss_kernel import Aggregation
+from maxrl_fast.rewards.options import Reward
 from maxrl_fast.training.schedule import ScheduleOptions
 
 AnyConfig = TypeVar("AnyConfig", bound="Options")
@@ -54,31 +57,6 @@ class Chosen(TaskAndEngine):
     correction: Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"] = DERIVED
     """For an engine whose probabilities are not the trainer's. By default tis, or none with native
     or the objective's own loss."""
-
-
-@dataclass(frozen=True)
-class Reward:
-    """How responses are scored."""
-
-    reward: tuple[str, ...] = ()
-    """f(prompt, response, **columns) -> float, as FILE.py:f or package.module:f; or hf:DIR, a
-    sequence classifier. By default the task's own."""
-    reward_weights: tuple[float, ...] = ()
-    """Their weights in the sum. By default 1 each."""
-    reward_threshold: float | None = None
-    """Rewards above this become 1, others 0."""
-    reward_workers: Count = 2
-    """Processes that run each function."""
-    reward_concurrency: Count = 16
-    """Calls of an async function at a time in a process."""
-    reward_seconds: Positive = 5.0
-    """Seconds after which a call is killed and counts as failed."""
-    reward_memory_gb: Positive = 2.0
-    """Memory of a process beside the loaded function, in 1e9 bytes."""
-    reward_env: str = ""
-    """Environment variables that functions see, as NAME,NAME."""
-    max_reward_error_rate: UnitInterval = 0.1
-    """Stop when a larger share of a step's rewards fails; failed ones are left out."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +236,10 @@ class Place:
     threads: Annotated[int, Limit("an integer from 1 to 1024", lambda x: 1 <= x <= 1024)] = DERIVED
     """CPU threads. By default those this process may use."""
 
+    @property
+    def where(self) -> tuple[torch.device, torch.dtype]:
+        return torch.device(self.device), getattr(torch, self.dtype)
+
 
 @dataclass(frozen=True)
 class Run(Place):
@@ -338,7 +320,9 @@ class Options:
 
     chosen: Any
     values: Mapping[str, Any]  # of every group and part, by flag
-    flags: Mapping[str, Mapping[str, str]]  # of each section's part, by the names in its signature
+    # of each section's part, by the names in its signature: the flags, and the values
+    flags: Mapping[str, Mapping[str, str]]
+    parts: Mapping[str, Mapping[str, Any]]
     unused: frozenset[str]  # which nothing reads, such as --kl without --kl-coef
     places: Mapping[str, str] = field(default_factory=dict)  # "FILE, line N" of a file's options
 
@@ -352,16 +336,16 @@ class Options:
         return {key: x for own in cls.groups().values() for key, x in options_of(own).items()}
 
     @classmethod
-    def of(cls: type[AnyConfig], values: Mapping[str, Any], **others: Any) -> AnyConfig:
+    def of(
+        cls: type[AnyConfig],
+        values: Mapping[str, Any],
+        flags: Mapping[str, Mapping[str, str]],
+        **others: Any,
+    ) -> AnyConfig:
         groups = cls.groups().items()
         made = {key: own(**{x.name: values[x.name] for x in fields(own)}) for key, own in groups}
-        return cls(values=values, **made, **others)
-
-    @property
-    def parts(self) -> dict[str, dict[str, Any]]:
-        """The options of each section's part, by the names in its signature."""
-        own = self.flags.items()
-        return {key: {x: self.values[flag] for x, flag in names.items()} for key, names in own}
+        parts = {key: {x: values[flag] for x, flag in own.items()} for key, own in flags.items()}
+        return cls(values=values, flags=flags, parts=parts, **made, **others)
 
     def flat(self) -> dict[str, Any]:
         """Those that are used and have a value, in the types of JSON."""

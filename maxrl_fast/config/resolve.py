@@ -1,8 +1,6 @@
 """From a checked configuration and its task to one in which every default is worked out."""
 
-import itertools
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,18 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from maxrl_fast.config.changes import OF_ONE_START, ended_before_first_step
-from maxrl_fast.config.options import Config, EvaluationConfig, Place
+from maxrl_fast.config.changes import OF_ONE_START
+from maxrl_fast.config.options import Config, Place
 from maxrl_fast.config.read import absolute_function
 from maxrl_fast.config.rules import View, objective_of, part, refuse
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.coverage import powers_of_two
-from maxrl_fast.evaluation.outcome import Source
 from maxrl_fast.model.checkpoint import HUB
 from maxrl_fast.model.policy import backend_of, read_sizes
 from maxrl_fast.runtime.device import resolve_device, resolve_dtype
-from maxrl_fast.runtime.files import is_locked
-from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task, held_out_sets
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.text_codec import TextTask
@@ -40,17 +34,16 @@ NAMES_CODE = (
 def resolve(
     config: Config,
     task: Task,
-    ranks: Ranks | None = None,
+    processes: int = 1,
     warn: Callable[[str], None] = warnings.warn,
 ) -> Config:
-    """Return the configuration with every default worked out, with --dry-run 8x80 for that machine,
-    whose GPUs compute in bfloat16."""
-    ranks = ranks or Ranks()
+    """Return the configuration with every default but --out worked out, with --dry-run 8x80 for
+    that machine, whose GPUs compute in bfloat16."""
     config = config.replace(**_absolute(config))
     # a run that resumes has its own checkpoint and response limit
     directory = None if config.run.resume else config.model.directory
     limit = response_limit(config.sampling.max_new_tokens, task, directory, warn)
-    given: dict[str, Any] = {"max_new_tokens": limit, "processes": ranks.size}
+    given: dict[str, Any] = {"max_new_tokens": limit, "processes": processes}
     given |= {"size": getattr(task, "num_train_prompts", None), "task": task.name}
     refuse({**config.values, **given}, _wrong)
     objective, loss = objective_of(config), part("loss", config.chosen.loss)
@@ -71,13 +64,11 @@ def resolve(
         "aggregation": loss.aggregation or objective.aggregation,
         "threads": torch.get_num_threads(),  # what affinity and OMP_NUM_THREADS leave
     }
-    short = config.chosen.objective.rpartition(":")[2]  # of FILE.py:NAME
     derived = {name: x for name, x in defaults.items() if config.values.get(name) is None} | {
         "max_new_tokens": limit,
         "sft_steps": _sft_steps(config, task),
         "model_backend": backend.replace("auto", "native"),
         "eval_prompts": num_held_out(config.evaluation.eval_prompts, task),
-        "out": config.run.resume or free_folder(config.run.out, "runs", short, ranks.is_first),
     }
     if isinstance(task, TextTask):
         derived["template_date"] = task.conversation.clock
@@ -191,59 +182,3 @@ def _absolute(config: Config) -> dict[str, Any]:
 
     values = config.values.items()
     return {name: absolute(name, x) for name, x in values if name not in OF_ONE_START}
-
-
-def free_folder(out: Path | None, parent: str, name: str, is_first: bool = True) -> Path:
-    """Return --out, or a folder named after the time, in which nothing is overwritten: neither
-    another's files nor a run that has begun."""
-    name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # with a number where another of the same second has the folder
-    names = (Path(parent, f"{name}-{i}" if i else name) for i in itertools.count())
-    out = out or next(path for path in names if not path.exists())
-    if not is_first:  # other ranks may come after the first has begun to write
-        return out
-    try:
-        is_free = not out.exists() or (
-            parent == "runs" and ended_before_first_step(out) and not is_locked(out)
-        )
-        # what a kill leaves
-        if is_free or all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir()):
-            return out
-    except OSError as error:  # of what is no folder, or cannot be read
-        raise InputError(f"--out must be a folder that can be read: {error}") from error
-    is_run = (out / "config.json").exists()
-    what = f"another run; --resume {out} resumes it" if is_run else "something else"
-    raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}")
-
-
-def resolve_evaluation(
-    config: EvaluationConfig,
-    source: Source,
-    task: Task,
-    warn: Callable[[str], None] = warnings.warn,
-) -> EvaluationConfig:
-    sampling, place, wanted = config.sampling, config.place, config.measure.eval_prompts
-    is_test = config.measure.split == "test"
-    return config.replace(
-        eval_prompts=num_held_out(wanted, task) if is_test else wanted or 256,
-        max_new_tokens=response_limit(sampling.max_new_tokens, task, source.checkpoint, warn),
-        seed=sampling.seed or 0,
-        out=free_folder(place.out, "evaluations", source.name),
-        task_seed=place.task_seed or 0,
-        threads=place.threads or torch.get_num_threads(),
-        **place_of(place),
-    )
-
-
-def set_configs(config: EvaluationConfig, task: Task) -> list[EvaluationConfig]:
-    """Return that of each set; of several, with its name as a folder."""
-    measure, out = config.measure, config.place.out
-    sets = {"train": (measure.eval_prompts, measure.samples)}
-    if measure.split == "test":
-        sets = held_out_sets(task, *sets["train"])
-    made = []
-    for name, (number, n) in sets.items():
-        k = tuple(sorted({k for k in measure.k if k <= n})) or tuple(powers_of_two(n))
-        own = out / name if len(sets) > 1 else out
-        made.append(config.replace(split=name, eval_prompts=number, samples=n, k=k, out=own))
-    return made

@@ -23,10 +23,9 @@ from maxrl_fast.job.build_parts import (
     build_run_task,
     build_scorer,
     closing_task,
-    dtype_of,
     find_policy,
 )
-from maxrl_fast.job.run_files import Saved
+from maxrl_fast.job.run_files import Saved, free_folder
 from maxrl_fast.model.attention import choose, kernel_name
 from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.ops.dispatch import kernels_for
@@ -77,12 +76,17 @@ def prepare(
     ranks: Ranks,
     warn: Callable[[str], None],
     make_task: Callable[[Config], Task] = build_run_task,
+    processes: int | None = None,
 ) -> tuple[Config, Task]:
-    """Return the configuration with every default worked out, and its task."""
+    """Return the configuration with every default worked out, and its task; for so many processes,
+    or those of `ranks`."""
     config = find_policy(config, ranks, warn)
     task = make_task(config)
     try:
-        return resolve(config, task, ranks, warn=warn), task
+        config = resolve(config, task, processes or ranks.size, warn)
+        short = config.chosen.objective.rpartition(":")[2]  # of FILE.py:NAME
+        out = config.run.resume or free_folder(config.run.out, "runs", short, ranks.is_first)
+        return config.replace(out=out), task
     except BaseException:
         with closing_task(task):
             raise
@@ -119,7 +123,7 @@ class RunContext:
         is_empty = machine is not None
         policy = build_policy(config, task, saved, is_empty)
         teacher = build_reference(config, task, is_empty)
-        device, needs = torch.device(config.run.device), objective_of(config).needs
+        (device, _), needs = config.run.where, objective_of(config).needs
         machine = machine or Machine.here(device, ranks.size)
         is_full = is_sharded(config.run.sharding, policy, machine, needs.critic)
         config = config.replace(sharding="full" if ranks.any(is_full, device) else "none")
@@ -132,16 +136,17 @@ class RunContext:
         policy, saved, name = self.policy, self.saved, self.config.chosen.rollout
         if self.teacher_prompts is not None and not saved:
             self.teacher_prompts.check()
+        device, dtype = self.config.run.where
         if self.config.run.sharding == "full":
             # the copies are in the same memory until sharded
             for model in filter(None, (policy, *self.copies)):
-                shard(model, self.dtype, self.device)
+                shard(model, dtype, device)
         else:
             for model in filter(None, (policy, self.teacher)):
-                model.to(self.device)
+                model.to(device)
         # before the comparison, so that it uses the attention that will run
-        how = policy.head_sizes, lambda failed: self.ranks.any(failed, self.device)
-        lines = [*choose(self.device, self.dtype, *how), check_exact(policy)]
+        how = policy.head_sizes, lambda failed: self.ranks.any(failed, device)
+        lines = [*choose(device, dtype, *how), check_exact(policy)]
         if self.teacher is not None:
             check_exact(self.teacher)
         is_users, is_native = name not in ("native", "vllm"), policy.backend == "native"
@@ -158,14 +163,6 @@ class RunContext:
         start = self.saved.directory if self.saved else self.config.model.directory
         return build_policy_files(self.task, self.policy, start)
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.config.run.device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return dtype_of(self.config)
-
     @cached_property
     def objective(self) -> Objective:
         return objective_of(self.config)
@@ -180,13 +177,13 @@ class RunContext:
     def engine(self) -> Engine:
         config, ranks, own = self.config, self.ranks, self.config.parts["rollout"]
         batch = config.sampling.samples_of_engine(ranks.size, tensor_parallel(config))
-        given = config.sampling, self.policy, self.task, self.dtype, batch, ranks
+        given = config.sampling, self.policy, self.task, config.run.where[1], batch, ranks
         return build_engine(config.chosen.rollout, own, *given)
 
     @cached_property
     def scorer(self) -> Scorer:
         output = self.output if self.ranks.is_first else None
-        how = self.device, self.dtype, self.functions, self.ranks.size, output
+        how = *self.config.run.where, self.functions, self.ranks.size, output
         return build_scorer(self.config.reward, self.task, *how)
 
     @cached_property
@@ -215,10 +212,10 @@ class RunContext:
     @cached_property
     def learner(self) -> Learner:
         config, (reference, trained), critic = self.config, self.copies, None
-        beta2 = config.optimizer.beta2
+        beta2, dtype = config.optimizer.beta2, config.run.where[1]
         if trained is not None:
             optimizer = make_optimizer(trained, beta2, config.optimizer.weight_decay)
-            own, module = config.parts["objective"], distribute(trained, self.ranks, self.dtype)
+            own, module = config.parts["objective"], distribute(trained, self.ranks, dtype)
             critic = Critic(trained, optimizer, own["critic_lr"], own["value_clip"], module)
         state = {**self.objective.state, **self.schedules[2]}
         if config.loss.siren:
@@ -226,7 +223,7 @@ class RunContext:
         return self._learner(
             build_loss_settings(config),
             beta2,
-            module=distribute(self.policy, self.ranks, self.dtype),
+            module=distribute(self.policy, self.ranks, dtype),
             reference=reference,
             copies_policy=self.teacher is None,
             objective_state=state,
@@ -236,7 +233,7 @@ class RunContext:
     def _learner(self, settings: LossSettings, beta2: float, **others: Any) -> Learner:
         options = self.config.optimizer
         optimizer = make_optimizer(self.policy, beta2, options.weight_decay)
-        how = settings, options.clip_grad, options.token_budget, self.dtype
+        how = settings, options.clip_grad, options.token_budget, self.config.run.where[1]
         return Learner(self.policy, optimizer, *how, ranks=self.ranks, **others)
 
     @cached_property
@@ -286,7 +283,7 @@ class RunContext:
             options.prompts,
             options.rollouts,
             config.run.seed,
-            self.device,
+            config.run.where[0],
             *self.schedules[:2],
             needs,
             policy_reward,
@@ -298,12 +295,12 @@ class RunContext:
 
     @cached_property
     def evaluators(self) -> dict[str, Evaluator]:
-        options, seed = self.config.evaluation, self.config.run.seed
+        options, run = self.config.evaluation, self.config.run
         parts = self.engine, self.task, self.scorer, self.sampling
         how: dict[str, Any] = {"ranks": self.ranks, "beat": self.clock.beat}
         sets = held_out_sets(self.task, options.eval_prompts, options.eval_samples)
         return {
-            name: Evaluator(*parts, *sizes, seed, self.device, name, **how)
+            name: Evaluator(*parts, *sizes, run.seed, run.where[0], name, **how)
             for name, sizes in sets.items()  # prompts and samples
         }
 
@@ -341,7 +338,7 @@ def answered_task(config: Config, task: Task, objective: Objective) -> AnsweredT
 
 def describe_run(run: RunContext) -> list[str]:
     """Return what runs on what, for the start of a run."""
-    config, device, seed = run.config, run.device, run.config.run.seed
+    config, seed, (device, dtype) = run.config, run.config.run.seed, run.config.run.where
     chosen, sampling = config.chosen, config.sampling
     method, counts = explain_name(chosen.objective), f"{sampling.rollouts} rollouts a step"
     own = {} if sampling.stop_at or sampling.carry else config.parts["objective"]
@@ -355,7 +352,7 @@ def describe_run(run: RunContext) -> list[str]:
         where = torch.cuda.get_device_name(device)
     if run.ranks.size > 1:
         where += f", one of {run.ranks.size} processes, with --sharding {config.run.sharding},"
-    attention = kernel_name(device, run.dtype, run.policy.config.head_dim)
+    attention = kernel_name(device, dtype, run.policy.config.head_dim)
     how = f"ops: {kernels_for(device)}; attention: {attention}"
     how += "; checkpointed activations" * config.optimizer.checkpoint_activations
     what = f"{method}, loss {chosen.loss}, task {run.task.name}, seed {seed}"
@@ -429,7 +426,7 @@ def estimate_memory(run: RunContext, machine: Machine) -> dict[str, float]:
     config, model, sizes, needs = run.config, run.policy, run.policy.config, run.objective.needs
     loss, sampling, tokens = config.loss, config.sampling, config.optimizer.token_budget
     part = 1 / machine.processes if config.run.sharding == "full" else 1.0
-    trained, width = count(model, is_trained=True) * part, run.dtype.itemsize
+    trained, width = count(model, is_trained=True) * part, config.run.where[1].itemsize
     is_copied = not (loss.reference or loss.teacher_prompt) and (loss.kl_coef or needs.reference)
     responses = sampling.prompts * sampling.rollouts * max(sampling.dynamic_sampling, 1)
     # of each token a layer keeps: 5 numbers of H, 4 of the feed-forward size, 4 of the heads

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.config.options import Config, Decoding, EvaluationConfig, Reward
+from maxrl_fast.config.options import Config, Decoding, EvaluationConfig
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.run_files import Saved
 from maxrl_fast.model import checkpoint
@@ -23,6 +23,7 @@ from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.rewards import RewardSource, WeightedRewards
 from maxrl_fast.rewards.models import CLASSIFIER, Classifier
+from maxrl_fast.rewards.options import Reward
 from maxrl_fast.rewards.pool import RewardOutput, RewardPool, UserCode
 from maxrl_fast.rollout import CheckedEngine, Engine
 from maxrl_fast.rollout.native import native_engine
@@ -89,7 +90,7 @@ def build_policy(
         adapters = options.lora_rank, options.lora_alpha, options.lora_targets
         add_adapters(model, *adapters, config.run.seed)
     # checkpoints have the weights that were sampled from, not their rounding to a narrower dtype
-    dtype = torch.promote_types(checkpoint.DTYPES[model.config.dtype], dtype_of(config))
+    dtype = torch.promote_types(checkpoint.DTYPES[model.config.dtype], config.run.where[1])
     model.config = dataclasses.replace(model.config, dtype=str(dtype).removeprefix("torch."))
     model.checkpoint_activations = config.optimizer.checkpoint_activations
     return model
@@ -113,7 +114,7 @@ def build_reference(config: Config, task: Task, is_empty: bool = False) -> Polic
         raise InputError(f"--reference {wanted} {directory}")
     for weight in model.parameters():
         if weight.dim() == 2:  # matrices; norms are computed in float32
-            weight.data = weight.data.to(dtype_of(config))
+            weight.data = weight.data.to(config.run.where[1])
     return model.requires_grad_(False)
 
 
@@ -133,10 +134,6 @@ def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> Po
         return {**files, **checkpoint.new_files(model.config, task.stop_ids)}, {}
     files = {**files, **checkpoint.kept_files(start, task.stop_ids, model.config.dtype)}
     return files, checkpoint.carried_tensors(start, model) if model.backend != "native" else {}
-
-
-def dtype_of(config: Config) -> torch.dtype:
-    return getattr(torch, config.run.dtype)
 
 
 def build_engine(

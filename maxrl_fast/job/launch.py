@@ -410,7 +410,7 @@ def check_rewards(run: RunContext, warn: Callable[[str], None]) -> None:
     is_binary = run.objective.needs.binary and config.reward.reward_source != "vote"
     if not scorer.can_fail and not is_binary:
         return
-    prompts = task.prompts("train", 0, NUM).to(run.device)
+    prompts = task.prompts("train", 0, NUM).to(config.run.where[0])
     limit = min(run.sampling.max_new_tokens, MAX_TOKENS)
     sampling = replace(run.sampling, max_new_tokens=limit)
     request = RolloutRequest(prompts, NUM, sampling, config.run.seed)

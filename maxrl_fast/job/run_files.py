@@ -5,9 +5,11 @@ what a resumed run finds: its newest intact checkpoint, and whether options and 
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import sys
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
@@ -17,13 +19,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from maxrl_fast.algorithms.options import as_list
-from maxrl_fast.config.changes import (
-    PASS_RATES,
-    ROUNDING,
-    changes,
-    differing,
-    ended_before_first_step,
-)
+from maxrl_fast.config.changes import PASS_RATES, ROUNDING, changes, differing
 from maxrl_fast.config.options import SHAPE, Config
 from maxrl_fast.config.resolve import NAMES_CODE
 from maxrl_fast.errors import InputError
@@ -37,6 +33,7 @@ from maxrl_fast.runtime.files import (
     atomic_file,
     check_regular,
     fsync,
+    is_locked,
     remove,
     storing,
     verify_checksums,
@@ -318,6 +315,43 @@ def cut_log(path: Path, size: int) -> bool:
     if content:
         os.truncate(path, content[:size].rfind(b"\n") + 1)
     return len(content) < size
+
+
+def free_folder(out: Path | None, parent: str, name: str, is_first: bool = True) -> Path:
+    """Return --out, or a folder named after the time, in which nothing is overwritten: neither
+    another's files nor a run that has begun."""
+    name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # with a number where another of the same second has the folder
+    names = (Path(parent, f"{name}-{i}" if i else name) for i in itertools.count())
+    out = out or next(path for path in names if not path.exists())
+    if not is_first:  # other ranks may come after the first has begun to write
+        return out
+    try:
+        is_free = not out.exists() or (
+            parent == "runs" and ended_before_first_step(out) and not is_locked(out)
+        )
+        # what a kill leaves
+        if is_free or all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir()):
+            return out
+    except OSError as error:  # of what is no folder, or cannot be read
+        raise InputError(f"--out must be a folder that can be read: {error}") from error
+    is_run = (out / "config.json").exists()
+    what = f"another run; --resume {out} resumes it" if is_run else "something else"
+    raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}")
+
+
+def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> bool:
+    """Return whether the same command may begin the run in this folder again: not after its first
+    step, in its warm start, which is resumed, or with a checkpoint if the options `now` compute
+    something else."""
+    folder, log = RunFolder(out), out / "metrics.jsonl"
+    has_begun = log.exists() and log.stat().st_size > 0
+    if has_begun or not folder.is_run or not folder.options.get("steps"):
+        return False
+    names = [path.name for path in folder.checkpoints]
+    # config.json has no option without a value
+    before = dict.fromkeys(now or ()) | folder.options
+    return not names or (names == ["step-000000"] and not (now and changes(before, now)))
 
 
 class RunFiles:

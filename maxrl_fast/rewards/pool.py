@@ -18,7 +18,6 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
-from maxrl_fast.config.options import Reward
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.rewards import (
     PROGRESS_INTERVAL,
@@ -30,6 +29,7 @@ from maxrl_fast.rewards import (
     failure,
     outcome_of,
 )
+from maxrl_fast.rewards.options import Reward
 from maxrl_fast.rewards.user_code import (
     LISTS,
     ROW,

@@ -16,7 +16,6 @@ from maxrl_fast.config.options import EvaluationConfig
 from maxrl_fast.config.read import (
     TASK_IS_MISSING,
     Given,
-    absolute_function,
     build,
     read_flags,
     read_run,
@@ -88,7 +87,7 @@ def _of_task(of_run: dict[str, Given], flags: dict[str, Given]) -> dict[str, Giv
     """Return the run's options of its task and rewards; of another task only the seed."""
     seed, task = of_run.get("seed", Given(0, "seed")), of_run.get("task", Given("maze", "")).value
     seeds = {"seed": seed, "task_seed": seed}
-    if "task" in flags and absolute_function("".join(flags["task"].value)) != task:
+    if "task" in flags and flags["task"].read(EvaluationConfig.options()["task"]) != task:
         return seeds
     own = {*options_of_part("task", task)} - {"sft_data"}
     kept = {"task", *own, *options_of(Reward)}

@@ -24,6 +24,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from maxrl_fast.errors import InputError, nearest
+from maxrl_fast.runtime.loading import absolute_name
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,14 @@ BelowOne = Annotated[float, Limit("a number of at least 0 and below 1", lambda x
 REQUIRED: Any = inspect.Parameter.empty
 _WANTED: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false"}
 _WANTED |= {str: "text without null bytes or half characters", Path: "a path", dict: "a JSON value"}
+Code = Annotated[str, absolute_name]  # of the user's: FILE.py:NAME or package.module:NAME
+Folder = Annotated[Path, Path]  # as it is given; other paths become absolute
 # as other libraries call a choice
 _SAME = {"bf16": "bfloat16", "fp32": "float32", "gpu": "cuda"}
+
+
+def absolute_path(text: str) -> Path:
+    return Path(text).absolute()
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Help:
 @dataclass(frozen=True)
 class Option:
     name: str
-    kind: Any  # int, float, bool, str, Path, or dict: a JSON value
+    kind: Any  # int, float, bool, str, dict: a JSON value, or what converts a text
     default: Any  # None: derived when the run starts, or nothing; REQUIRED: must be given
     help: str = ""  # on one line
     choices: tuple[str, ...] = ()
@@ -85,7 +92,7 @@ class Option:
     def wanted(self) -> str:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        return self.limit.wanted if self.limit else _WANTED[self.kind]
+        return self.limit.wanted if self.limit else _WANTED.get(self.kind, _WANTED[str])
 
     def convert(self, value: Any, name: str) -> Any:
         """Return a value of Python, TOML or JSON as the option's, or the list of words of a flag,
@@ -167,7 +174,8 @@ def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
             hint, several = get_args(hint)[0], True
         else:
             hint = dict
-    kind = hint if hint in _WANTED else dict
+    kind = absolute_path if hint is Path else hint if hint in _WANTED else dict
+    kind = next((note for note in notes if note in (absolute_name, Path)), kind)
     limit = limit or (FINITE if kind is float else None)
     return Option(name, kind, default, " ".join(text.split()), choices, limit, several)
 

@@ -11,8 +11,10 @@ import torch
 from maxrl_fast.algorithms.options import (
     BelowOne,
     BetweenZeroAndOne,
+    Code,
     Count,
     CountOrZero,
+    Folder,
     Limit,
     NotNegative,
     Option,
@@ -36,11 +38,11 @@ DERIVED: Any = None  # a default that resolving replaces
 class TaskAndEngine:
     """The parts, by name; each adds its options."""
 
-    task: str = "maze"
+    task: Code = "maze"
     """maze; gsm8k or math, of the hub or --data; code, Python programs run against tests; gym:NAME
     of reasoning-gym; dataset, prompts of --data scored by --reward; FILE.py:FUNCTION, dataset with
     this reward; or your own: FILE.py:CLASS or package.module:CLASS."""
-    rollout: str = "native"
+    rollout: Code = "native"
     """Rollout engine: native, vllm, FILE.py:CLASS or package.module:CLASS."""
 
 
@@ -48,10 +50,10 @@ class TaskAndEngine:
 class Chosen(TaskAndEngine):
     """The parts, by name; each adds its options."""
 
-    objective: str = "maxpo"
+    objective: Code = "maxpo"
     """maxpo, maxrl, grpo, ... (`python -m maxrl_fast.objectives` lists all), or your own advantage:
     FILE.py:FUNCTION or package.module:FUNCTION."""
-    loss: str = DERIVED
+    loss: Code = DERIVED
     """Token loss: ppo, reinforce, cispo, gspo, ..., or your own FILE.py:FUNCTION. By default the
     objective's, mostly ppo."""
     correction: Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"] = DERIVED
@@ -166,7 +168,7 @@ class Loss:
     reference: str | None = None
     """Reference policy or teacher: a checkpoint with the policy's tokenizer. By default the policy
     when reinforcement learning begins."""
-    teacher_prompt: str | None = None
+    teacher_prompt: Code | None = None
     """What the reference policy, by default that of each step, reads in place of the prompt:
     answer, the question with its answer; or FILE.py:f(prompt, **columns) -> text or messages."""
 
@@ -245,14 +247,14 @@ class Place:
 class Run(Place):
     """The run itself."""
 
-    out: Path = DERIVED
+    out: Folder = DERIVED
     """Folder of results, new or empty. By default runs/<objective>-<time>."""
-    resume: Path | None = None
+    resume: Folder | None = None
     """Folder of a run to resume, with its own options unless others are given; auto: that of --out,
     or a new one."""
     allow_changes: bool = False
     """Resume even if options or files change what is computed."""
-    config: Path | None = None
+    config: Folder | None = None
     """TOML file of options, as maze_size = 11; flags override it."""
     seed: Seed = 0
     """Of new weights, prompts and the sampling."""
@@ -282,7 +284,7 @@ class Measure:
     """Sizes of pass@k, max@k and maj@k. By default 1 2 4 ... up to --samples."""
     split: Literal["test", "train"] = "test"
     """Held-out or training prompts, which repeat where a file has fewer."""
-    against: tuple[Path, ...] = ()
+    against: Annotated[tuple[Path, ...], Path] = ()
     """Finished evaluations to compare with, by prompt where all settings are the same."""
     bootstrap: Count = 1000
     """Bootstrap resamples of the prompts, for intervals."""
@@ -308,7 +310,7 @@ class EvaluatedDecoding(Decoding):
 class EvaluationPlace(Place):
     """Where it is computed and written."""
 
-    out: Path = DERIVED
+    out: Folder = DERIVED
     """Folder of results, new or empty. By default evaluations/<name>-<time>."""
     task_seed: Seed = DERIVED
     """Of mazes and the order of training prompts. By default the run's, else 0."""

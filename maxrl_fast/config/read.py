@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from maxrl_fast.algorithms.method import Method
-from maxrl_fast.algorithms.options import REQUIRED, Option, options_of
+from maxrl_fast.algorithms.options import REQUIRED, Option, absolute_path, options_of
 from maxrl_fast.config.changes import OF_ONE_START
 from maxrl_fast.config.options import Config, Options
 from maxrl_fast.config.rules import (
@@ -29,9 +29,7 @@ from maxrl_fast.config.rules import (
     unused_options,
 )
 from maxrl_fast.errors import InputError, printable, warn
-from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.files import JSON_BYTES, RunFolder, check_regular
-from maxrl_fast.runtime.loading import is_file
 from maxrl_fast.training.objectives.registry import METHODS, objective_class
 
 if sys.version_info >= (3, 11):
@@ -71,7 +69,7 @@ ELSEWHERE = {name: option for option, names in _ELSEWHERE.items() for name in na
 _FOLLOWS = {"loss": {"aggregation"}}
 _FOLLOWS["objective"] = {"loss", "aggregation", "correction", "importance_cap"}
 WIDEST, FLAG_WIDTH = 110, 30  # of the page of --help and its column of flags
-_METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", dict: "JSON"}
+_METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", absolute_path: "PATH", dict: "JSON"}
 
 
 class Given(NamedTuple):
@@ -187,14 +185,6 @@ def read_run(out: Path) -> dict[str, Given]:
     return {x: Given(y, x, f"{file}: ") for x, y in options.items() if x not in OF_ONE_START}
 
 
-def absolute_function(name: str) -> str:
-    """Return the name of a function or classifier with the absolute path of its file."""
-    if name.startswith(CLASSIFIER):
-        return f"{CLASSIFIER}{Path(name.removeprefix(CLASSIFIER)).absolute()}"
-    file, _, function = name.rpartition(":")
-    return f"{Path(file).absolute()}:{function}" if is_file(name) else name
-
-
 def build(
     command: type[AnyOptions], by_user: Mapping[str, Given], of_run: Mapping[str, Given]
 ) -> AnyOptions:
@@ -215,8 +205,8 @@ def build(
             is_other = chosen["rollout"] != "native" or is_stale
             has_weights = "importance_cap" in given or (is_other and not objective.owns_loss)
             name = objective.loss if section == "loss" else "tis" if has_weights else "none"
-        before = of_run[section].value if section in of_run else name
-        if name not in (before, absolute_function(before)):
+        before = of_run[section].read(options[section]) if section in of_run else name
+        if name != before:
             gone = {*options_of_part(section, before), *_FOLLOWS.get(section, ())}
             given = {key: x for key, x in given.items() if key in by_user or key not in gone}
         chosen[section], own = name, options_of_part(section, name)

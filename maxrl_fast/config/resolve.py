@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from maxrl_fast.config.changes import OF_ONE_START
 from maxrl_fast.config.options import Config, Place
-from maxrl_fast.config.read import absolute_function
 from maxrl_fast.config.rules import View, objective_of, part, refuse
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.checkpoint import HUB
 from maxrl_fast.model.policy import backend_of, read_sizes
 from maxrl_fast.runtime.device import resolve_device, resolve_dtype
 from maxrl_fast.tasks import Task, held_out_sets
@@ -24,11 +21,6 @@ from maxrl_fast.training.objectives.registry import objective_defaults
 # of the default evaluations between the first step and the last: their share of the training
 # samples, and the prompts below which pass@k is too noisy to be worth them
 EVALUATION_SHARE, FEWEST_EVALUATED = 0.05, 32
-# options that may name a file of the user's
-NAMES_CODE = (
-    *("objective", "loss", "task", "rollout", "environment", "teacher_prompt"),
-    *("schedule", "reward"),
-)
 
 
 def resolve(
@@ -39,7 +31,6 @@ def resolve(
 ) -> Config:
     """Return the configuration with every default but --out worked out, with --dry-run 8x80 for
     that machine, whose GPUs compute in bfloat16."""
-    config = config.replace(**_absolute(config))
     # a run that resumes has its own checkpoint and response limit
     directory = None if config.run.resume else config.model.directory
     limit = response_limit(config.sampling.max_new_tokens, task, directory, warn)
@@ -166,19 +157,3 @@ def place_of(place: Place) -> dict[str, str]:
     device = resolve_device(place.device)
     dtype = str(resolve_dtype(place.dtype, device)).removeprefix("torch.")
     return {"device": device.type, "dtype": dtype}
-
-
-def _absolute(config: Config) -> dict[str, Any]:
-    """Return the options with absolute paths, for a run that is resumed from another folder."""
-
-    def absolute(name: str, value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(absolute(name, x) for x in value)
-        if isinstance(value, Path):
-            return value.absolute()
-        if name == "model" and value and not value.startswith(HUB):
-            return str(Path(value).absolute())
-        return absolute_function(value) if name in NAMES_CODE and value else value
-
-    values = config.values.items()
-    return {name: absolute(name, x) for name, x in values if name not in OF_ONE_START}

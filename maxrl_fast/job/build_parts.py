@@ -22,13 +22,13 @@ from maxrl_fast.model.policy import backend_of, check_positions, load_policy, ne
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.rewards import RewardSource, WeightedRewards
-from maxrl_fast.rewards.models import CLASSIFIER, Classifier
+from maxrl_fast.rewards.models import Classifier
 from maxrl_fast.rewards.options import Reward
 from maxrl_fast.rewards.pool import RewardOutput, RewardPool, UserCode
 from maxrl_fast.rollout import CheckedEngine, Engine
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.runtime.files import read_json
-from maxrl_fast.runtime.loading import build_from_code
+from maxrl_fast.runtime.loading import CLASSIFIER, build_from_code
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.dataset import DatasetTask
@@ -48,8 +48,9 @@ def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Co
     if not ranks.is_first:  # which alone shows a download's progress
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     found, model = dict[str, str](), config.model.model
-    if config.run.resume is not None and not str(model).startswith(HUB):
-        model = None  # a resumed run has its own checkpoints
+    if model and config.run.resume is not None and not model.startswith(HUB):
+        # a resumed run has its own checkpoints
+        found["model"], model = str(Path(model).absolute()), None
     for option, name in (("model", model), ("reference", config.loss.reference)):
         if name is not None:
             what = f"--{option} must be the folder of a checkpoint"

@@ -21,11 +21,10 @@ from typing import Any, Literal
 from maxrl_fast.algorithms.options import as_list
 from maxrl_fast.config.changes import PASS_RATES, ROUNDING, changes, differing
 from maxrl_fast.config.options import SHAPE, Config
-from maxrl_fast.config.resolve import NAMES_CODE
+from maxrl_fast.config.rules import options_of_part
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation import PASS, score_of
 from maxrl_fast.model.checkpoint import HUB
-from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import (
     DamagedError,
@@ -39,7 +38,7 @@ from maxrl_fast.runtime.files import (
     verify_checksums,
     write_json,
 )
-from maxrl_fast.runtime.loading import is_code, is_file
+from maxrl_fast.runtime.loading import CLASSIFIER, absolute_name, is_code, is_file
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.objectives.registry import weight_of
@@ -177,7 +176,9 @@ def fingerprints(config: Config, task: Task, saved: Saved | None) -> dict[str, s
     if saved is not None and saved.options.get("model") == config.model.model:
         options.pop("model", None)
         kept = {name: x for name, x in saved.fingerprints.items() if name == "the file of --model"}
-    for option in (*NAMES_CODE, "model", "reference"):
+    known = Config.options() | options_of_part("task", config.chosen.task)
+    code = [name for name, x in known.items() if x.kind is absolute_name]
+    for option in (*code, "model", "reference"):
         for i, value in enumerate(map(str, as_list(options.get(option)))):
             what = f"the file of --{option.replace('_', '-')}{f' {i + 1}' if i else ''}"
             is_folder = option in ("model", "reference") or value.startswith(CLASSIFIER)

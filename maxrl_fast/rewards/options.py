@@ -1,15 +1,17 @@
 """The options of rewards. The workers of functions do not import them, nor torch."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from maxrl_fast.algorithms.options import Count, Positive, UnitInterval
+from maxrl_fast.runtime.loading import absolute_name
 
 
 @dataclass(frozen=True)
 class Reward:
     """How responses are scored."""
 
-    reward: tuple[str, ...] = ()
+    reward: Annotated[tuple[str, ...], absolute_name] = ()
     """f(prompt, response, **columns) -> float, as FILE.py:f or package.module:f; or hf:DIR, a
     sequence classifier. By default the task's own."""
     reward_weights: tuple[float, ...] = ()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from maxrl_fast.algorithms.estimator import Group
-from maxrl_fast.algorithms.options import Count, CountOrZero, NotNegative
+from maxrl_fast.algorithms.options import Code, Count, CountOrZero, NotNegative
 from maxrl_fast.errors import InputError
 from maxrl_fast.runtime.loading import is_code, load_code
 
@@ -223,11 +223,11 @@ class ScheduleOptions:
     carry: CountOrZero = 0
     """Keep a prompt without a success for the next step, up to this many steps (R), which is
     MaxRL of order N R; 0: every step has new prompts."""
-    draw_prompts: str = "uniform"
+    draw_prompts: Code = "uniform"
     """How a data set's prompts are drawn: uniform, each once an epoch; learnability, by the
     variance p (1 - p) of their pass rate so far; or FILE:CLASS, a
     maxrl_fast.training.schedule.Learnability with another rule."""
-    schedule: str | None = None
+    schedule: Code | None = None
     """FILE:CLASS, a maxrl_fast.training.schedule.Stopping with another rule."""
     dynamic_sampling: CountOrZero = 0
     """Most batches a step to replace groups of equal rewards (DAPO); 0: one."""

@@ -100,7 +100,7 @@ def test_the_tasks_response_limit_is_lowered_to_the_positions_with_a_warning(che
 @pytest.mark.parametrize(
     ("content", "place"),
     [
-        ("seed = 1\nlr = nan", "lr must be a finite number above 0, got nan (lr: {}, line 2)"),
+        ("seed = 1\nlr = nan", "{}, line 2: lr must be a finite number above 0, got nan"),
         ("k = 16", "got 16; --rollouts sets N (k: {}, line 1)"),
         (
             "objective = 'grpo'\nk = 4",

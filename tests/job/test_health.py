@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from maxrl_fast.job.launch import STEPS, Health, conditions, verdict
+from maxrl_fast.job.loop import STEPS, Health, conditions, verdict
 
 HEALTHY = {"reward_mean": 0.3, "pass_at_1": 0.3, "frac_groups_zero_variance": 0.4}
 HEALTHY |= {"truncated": 0.1, "entropy": 1.0, "logprob_diff": 1e-3, "grad_norm": 0.5}

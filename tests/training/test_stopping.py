@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from maxrl_fast.algorithms.estimators.max_at_k import stopped_maxrl
-from maxrl_fast.job.launch import rollout_records
+from maxrl_fast.job.loop import rollout_records
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine

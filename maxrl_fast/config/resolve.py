@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,10 +17,6 @@ from maxrl_fast.tasks import Task, held_out_sets
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.training.objectives.registry import objective_defaults
-
-# of the default evaluations between the first step and the last: their share of the training
-# samples, and the prompts below which pass@k is too noisy to be worth them
-EVALUATION_SHARE, FEWEST_EVALUATED = 0.05, 32
 
 
 def resolve(
@@ -89,10 +85,6 @@ def _wrong(c: View) -> Iterator[str]:
         yield "--dry-run {dry_run} is for GPUs, got --device {device}"
 
 
-def tensor_parallel(config: Config) -> int:
-    return int(config.parts["rollout"].get("vllm_tensor_parallel", 1))
-
-
 def response_limit(
     wanted: int | None, task: Task, directory: Path | None, warn: Callable[[str], None]
 ) -> int:
@@ -132,25 +124,6 @@ def num_held_out(wanted: int | None, task: Task) -> int:
         most = f"the {available} prompts that are held out"
         raise InputError(f"eval_prompts must be at most {most}, got {number}")
     return number
-
-
-class EvaluationSchedule(NamedTuple):
-    every: int  # steps; 0: never
-    num_prompts: int  # of each held-out set
-
-
-def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
-    """Between the first step and the last. A sample of training costs three of an evaluation,
-    because it is learned from."""
-    options, steps = config.evaluation, config.optimizer.steps
-    if options.eval_every is not None:
-        return EvaluationSchedule(options.eval_every, options.eval_prompts)
-    trained = steps * config.sampling.prompts * config.sampling.rollouts
-    samples = sum(n for _, n in held_out_sets(task, 1, options.eval_samples).values())
-    affordable = int(EVALUATION_SHARE * trained / (3 * samples))
-    if affordable < min(FEWEST_EVALUATED, options.eval_prompts):
-        return EvaluationSchedule(0, 0)
-    return EvaluationSchedule(math.ceil(steps / 4), min(affordable, options.eval_prompts))
 
 
 def place_of(place: Place) -> dict[str, str]:

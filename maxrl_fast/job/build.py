@@ -1,17 +1,19 @@
 """Builds what a run consists of, by its parts; describes it for its first lines, and estimates its
 memory for --dry-run."""
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from maxrl_fast.algorithms.losses import CLIPS
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.resolve import evaluation_schedule, resolve, tensor_parallel
-from maxrl_fast.config.rules import loss_options, objective_of, part
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.rules import objective_of, part
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build_parts import (
@@ -69,6 +71,10 @@ from maxrl_fast.training.passes import (
 )
 from maxrl_fast.training.schedule import Carried, Drawn, Schedule
 from maxrl_fast.training.trainer import Trainer, WarmStart
+
+# of the default evaluations between the first step and the last: their share of the training
+# samples, and the prompts below which pass@k is too noisy to be worth them
+EVALUATION_SHARE, FEWEST_EVALUATED = 0.05, 32
 
 
 def prepare(
@@ -305,22 +311,42 @@ class RunContext:
         }
 
 
+class EvaluationSchedule(NamedTuple):
+    every: int  # steps; 0: never
+    num_prompts: int  # of each held-out set
+
+
+def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
+    """Between the first step and the last. A sample of training costs three of an evaluation,
+    because it is learned from."""
+    options, steps = config.evaluation, config.optimizer.steps
+    if options.eval_every is not None:
+        return EvaluationSchedule(options.eval_every, options.eval_prompts)
+    trained = steps * config.sampling.prompts * config.sampling.rollouts
+    samples = sum(n for _, n in held_out_sets(task, 1, options.eval_samples).values())
+    affordable = int(EVALUATION_SHARE * trained / (3 * samples))
+    if affordable < min(FEWEST_EVALUATED, options.eval_prompts):
+        return EvaluationSchedule(0, 0)
+    return EvaluationSchedule(math.ceil(steps / 4), min(affordable, options.eval_prompts))
+
+
+def tensor_parallel(config: Config) -> int:
+    return int(config.parts["rollout"].get("vllm_tensor_parallel", 1))
+
+
 def build_loss_settings(config: Config) -> LossSettings:
     options, own = config.loss, config.parts["loss"]
-    others = "reference", "teacher_prompt", "jsd_beta"
-    values = {name: x for name, x in vars(options).items() if name not in others}
-    values |= {name: x for name, x in own.items() if name in ("clip_low", "clip_high")}
+    given = {**vars(config.run), **vars(config.sampling), **vars(options)}
+    given |= {name: own[name] for name in CLIPS if name in own}
+    values = {x.name: given[x.name] for x in fields(LossSettings) if x.name in given}
     if options.kl == "full":
         values |= {"kl": "k3", "kl_coef": 0.0, "divergence_coef": options.kl_coef}
     return LossSettings(
         **values,
         loss=part("loss", config.chosen.loss).function,
-        loss_options=loss_options(config),
+        loss_options={name: x for name, x in own.items() if name not in CLIPS},
         beta=options.jsd_beta,
         sequence_mask=config.parts["correction"].get("delta"),
-        temperature=config.sampling.temperature,
-        max_new_tokens=config.sampling.max_new_tokens,
-        seed=config.run.seed,
     )
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.estimators.of_training import has_teacher
-from maxrl_fast.config.resolve import evaluation_schedule
 from maxrl_fast.evaluation import PASS, label_of, score_of
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator, over_sets
 from maxrl_fast.evaluation.kept_samples import (
@@ -22,7 +21,7 @@ from maxrl_fast.evaluation.kept_samples import (
     sample_lines,
     sample_records,
 )
-from maxrl_fast.job.build import RunContext
+from maxrl_fast.job.build import RunContext, evaluation_schedule
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen

@@ -9,10 +9,10 @@ from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.changes import FREE, ROUNDING, changes
 from maxrl_fast.config.options import SHAPE, Config
 from maxrl_fast.config.read import ELSEWHERE, hint, parse, parse_options
-from maxrl_fast.config.resolve import evaluation_schedule, resolve, tensor_parallel
-from maxrl_fast.config.rules import SECTIONS, loss_options, owners_by_option, unused_options
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.rules import SECTIONS, owners_by_option, unused_options
 from maxrl_fast.evaluate import parse_evaluation
-from maxrl_fast.job.build import build_loss_settings
+from maxrl_fast.job.build import build_loss_settings, evaluation_schedule, tensor_parallel
 from maxrl_fast.job.run_files import free_folder
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.tasks.maze import MazeTask
@@ -64,7 +64,7 @@ def test_the_options_of_a_loss_reach_the_learner():
     }
     # as from the config.json of a run; a name that another part has is after the loss's
     assert parse_options(config.flat()).parts == config.parts
-    assert loss_options(parse_options({"loss": "dppo", "dppo_kl": 0}))["kl"] == 0.0
+    assert parse_options({"loss": "dppo", "dppo_kl": 0}).parts["loss"]["kl"] == 0.0
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progre
 
 def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
     """Sample the checkpoint on each held-out set, report, and compare with --against."""
-    options, seed = parsed.parts["task"], parsed.place.task_seed or 0
+    options, seed = {**parsed.parts["task"]}, parsed.place.task_seed or 0
     options |= dict.fromkeys({"sft_data"} & options.keys())
     given = options, seed, source.checkpoint, parsed.reward
     # with held-out sets that are given no other data is read

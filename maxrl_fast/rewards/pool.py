@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
-from threading import Lock, Thread
 from typing import Any
 
 from maxrl_fast.config.options import Reward
@@ -69,49 +68,45 @@ Calls = deque[tuple[int, str]]  # that are not made yet: numbers, and arguments 
 
 
 class RewardOutput:
-    """The standard output and error of workers, a pipe that a thread reads all the time, so that no
-    call waits for it. What comes before `open` is kept in memory; what the file has no room for is
+    """The standard output and error of workers, a pipe that is read while calls run, so that none
+    waits for it. What comes before `open` is kept in memory; what the file has no room for is
     dropped."""
 
+    reader = writer = -1  # until the first worker starts
+
     def __init__(self) -> None:
-        self._lock, self._pipe = Lock(), -1
         self._file: io.BytesIO | io.FileIO = io.BytesIO()
 
     def fileno(self) -> int:
-        """Return the descriptor to write to, which is there from the first call on."""
-        if self._pipe < 0:
-            reader, self._pipe = os.pipe()
-            self._thread = Thread(target=self._read, args=(reader,), daemon=True)
-            self._thread.start()
-        return self._pipe
+        if self.writer < 0:
+            self.reader, self.writer = os.pipe()
+            os.set_blocking(self.reader, False)
+        return self.writer
 
     def open(self, folder: Path, is_resumed: bool) -> None:
         """Write to a file in a run's folder, if there are workers; append if resumed."""
-        with self._lock:
-            if self._pipe >= 0 and isinstance(self._file, io.BytesIO):
-                kept = self._file.getvalue()
-                self._file = io.FileIO(folder / FILE_NAME, "ab" if is_resumed else "wb")
-                self._keep(kept)
+        if self.writer >= 0 and isinstance(self._file, io.BytesIO):
+            kept = self._file.getvalue()
+            self._file = io.FileIO(folder / FILE_NAME, "ab" if is_resumed else "wb")
+            self._keep(kept)
 
-    def _read(self, reader: int) -> None:
-        while data := os.read(reader, 1 << 16):
-            with self._lock:
-                self._keep(data)
-        os.close(reader)
+    def read(self) -> None:
+        """Keep what the pipe holds, and do not wait for more."""
+        with contextlib.suppress(BlockingIOError):
+            self._keep(os.read(self.reader, 1 << 20))
 
     def _keep(self, data: bytes) -> None:
-        # a full disk, of which the run's other files tell, or the file is closed
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError):  # a full disk, of which the run's other files tell
             if (left := MOST_BYTES - self._file.tell()) > 0:
                 self._file.write(data[:left] + FULL * (left <= len(data)))
 
     def close(self) -> None:
-        """End the thread once the worker processes have ended."""
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._thread.join(1.0)  # a program that left its process group may keep the pipe open
-            with self._lock:
-                self._file.close()
+        """Keep the last words of worker processes that have ended."""
+        if self.writer >= 0:
+            self.read()
+            os.close(self.writer)
+            os.close(self.reader)
+            self._file.close()
 
 
 class UserCode(RewardSource):
@@ -187,7 +182,7 @@ class Worker:
     def __init__(self, queue: Calls, seconds: float) -> None:
         self._queue, self._seconds = queue, seconds
 
-    def start(self, settings: dict[str, Any], variables: dict[str, str], output: int) -> None:
+    def start(self, settings: dict[str, Any], variables: dict[str, str], output: Any) -> None:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(self._seconds)
         given = {**settings, "connection": theirs.fileno(), "path": sys.path}
@@ -302,12 +297,14 @@ class RewardPool(UserCode):
             if worker.has_ended:
                 # the schemas of tools take long, and the first worker makes them for all
                 settings = {**self._settings, "with_schemas": not self.signature and i == 0}
-                output = self.output.fileno() if self.output else subprocess.DEVNULL
-                worker.start(settings, self._variables, output)
+                worker.start(settings, self._variables, self.output or subprocess.DEVNULL)
             worker.give()
         busy = [worker for worker in self._workers if worker.number is not None]
         longest = min([seconds, *(worker.left for worker in busy)])
-        ready = wait([worker.socket for worker in busy], max(0.0, longest))
+        printed = [self.output.reader] if self.output else []
+        ready = wait([*printed, *(worker.socket for worker in busy)], max(0.0, longest))
+        if self.output and self.output.reader in ready:
+            self.output.read()
         for worker in busy:
             number, outcomes = worker.number, worker.look(worker.socket in ready)
             if number == LOADING and outcomes:

@@ -146,10 +146,9 @@ class Caller:
 
 
 def _lists_of(rows: Rows) -> dict[str, Any]:
-    """Return `prompts`, `completions` and every column as lists. As in TRL, a completion of a chat
-    prompt is a list with the assistant's message."""
-    columns = dict.fromkeys(key for row in rows for key in row)
-    lists = {AS_LISTS.get(key, key): [row.get(key) for row in rows] for key in columns}
+    """Return `prompts`, `completions` and every column, which rows of one prompt share, as lists.
+    As in TRL, a completion of a chat prompt is a list with the assistant's message."""
+    lists = {AS_LISTS.get(key, key): [row[key] for row in rows] for key in rows[0]}
     lists["completions"] = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(lists["prompts"], lists["completions"], strict=True)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 from maxrl_fast.config.options import Reward
@@ -68,45 +69,49 @@ Calls = deque[tuple[int, str]]  # that are not made yet: numbers, and arguments 
 
 
 class RewardOutput:
-    """The standard output and error of workers, a pipe that is read while calls run, so that none
-    waits for it. What comes before `open` is kept in memory; what the file has no room for is
+    """The standard output and error of workers, a pipe that a thread reads all the time, so that no
+    call waits for it. What comes before `open` is kept in memory; what the file has no room for is
     dropped."""
 
-    reader = writer = -1  # until the first worker starts
-
     def __init__(self) -> None:
+        self._lock, self._pipe = Lock(), -1
         self._file: io.BytesIO | io.FileIO = io.BytesIO()
 
     def fileno(self) -> int:
-        if self.writer < 0:
-            self.reader, self.writer = os.pipe()
-            os.set_blocking(self.reader, False)
-        return self.writer
+        """Return the descriptor to write to, which is there from the first call on."""
+        if self._pipe < 0:
+            reader, self._pipe = os.pipe()
+            self._thread = Thread(target=self._read, args=(reader,), daemon=True)
+            self._thread.start()
+        return self._pipe
 
     def open(self, folder: Path, is_resumed: bool) -> None:
         """Write to a file in a run's folder, if there are workers; append if resumed."""
-        if self.writer >= 0 and isinstance(self._file, io.BytesIO):
-            kept = self._file.getvalue()
-            self._file = io.FileIO(folder / FILE_NAME, "ab" if is_resumed else "wb")
-            self._keep(kept)
+        with self._lock:
+            if self._pipe >= 0 and isinstance(self._file, io.BytesIO):
+                kept = self._file.getvalue()
+                self._file = io.FileIO(folder / FILE_NAME, "ab" if is_resumed else "wb")
+                self._keep(kept)
 
-    def read(self) -> None:
-        """Keep what the pipe holds, and do not wait for more."""
-        with contextlib.suppress(BlockingIOError):
-            self._keep(os.read(self.reader, 1 << 20))
+    def _read(self, reader: int) -> None:
+        while data := os.read(reader, 1 << 16):
+            with self._lock:
+                self._keep(data)
+        os.close(reader)
 
     def _keep(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # a full disk, of which the run's other files tell
+        # a full disk, of which the run's other files tell, or the file is closed
+        with contextlib.suppress(OSError, ValueError):
             if (left := MOST_BYTES - self._file.tell()) > 0:
                 self._file.write(data[:left] + FULL * (left <= len(data)))
 
     def close(self) -> None:
-        """Keep the last words of worker processes that have ended."""
-        if self.writer >= 0:
-            self.read()
-            os.close(self.writer)
-            os.close(self.reader)
-            self._file.close()
+        """End the thread once the worker processes have ended."""
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._thread.join(1.0)  # a program that left its process group may keep the pipe open
+            with self._lock:
+                self._file.close()
 
 
 class UserCode(RewardSource):
@@ -301,10 +306,7 @@ class RewardPool(UserCode):
             worker.give()
         busy = [worker for worker in self._workers if worker.number is not None]
         longest = min([seconds, *(worker.left for worker in busy)])
-        printed = [self.output.reader] if self.output else []
-        ready = wait([*printed, *(worker.socket for worker in busy)], max(0.0, longest))
-        if self.output and self.output.reader in ready:
-            self.output.read()
+        ready = wait([worker.socket for worker in busy], max(0.0, longest))
         for worker in busy:
             number, outcomes = worker.number, worker.look(worker.socket in ready)
             if number == LOADING and outcomes:

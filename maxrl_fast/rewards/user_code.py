@@ -217,8 +217,12 @@ class EnvironmentHost(Caller):
     def call(self, rows: Any) -> list[Outcome]:
         try:
             if self._seconds is not None:
-                signal.setitimer(signal.ITIMER_REAL, self._seconds)  # until `serve` ends it
-            return [self._operate(*rows)]
+                signal.setitimer(signal.ITIMER_REAL, self._seconds)
+            try:
+                return [self._operate(*rows)]
+            finally:
+                if self._seconds is not None:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
         except BaseException as error:  # also sys.exit
             self.live.pop(rows[0], None)
             return [outcome_of(error)]

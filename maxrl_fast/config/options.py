@@ -240,8 +240,11 @@ class Loss:
     """Reference policy or teacher: a checkpoint with the policy's tokenizer. By default the policy
     when reinforcement learning begins."""
     teacher_prompt: str | None = None
-    """What the reference policy, by default that of each step, reads in place of the prompt:
-    answer, the question with its answer; or FILE.py:f(prompt, **columns) -> text or messages."""
+    """What the reference policy, by default that of each step, reads in place of the prompt: the
+    question and its answer, a correct response of the group (sibling) or what the check of the
+    response said (feedback); or FILE.py:f(prompt, **columns) -> text or messages."""
+    teacher_template: str | None = None
+    """Text of answer, sibling or feedback, with {prompt} and {text}, in place of the default."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ from maxrl_fast.training.answers import (
     LIKELIHOODS,
     PROBABILITY,
     PolicyReward,
-    TeacherPrompts,
     check_answers,
 )
 from maxrl_fast.training.collect import LengthPenalty, RolloutCollector
@@ -69,6 +68,7 @@ from maxrl_fast.training.passes import (
     shard,
 )
 from maxrl_fast.training.schedule import Carried, Drawn, DynamicSampling, Schedule, StdFilter
+from maxrl_fast.training.teacher import TeacherPrompts, names_asked
 from maxrl_fast.training.trainer import Trainer, WarmStart
 
 
@@ -191,10 +191,12 @@ class RunContext:
 
     @cached_property
     def teacher_prompts(self) -> TeacherPrompts | None:
-        config, source = self.config, self.config.loss.teacher_prompt
+        config, loss = self.config, self.config.loss
+        if (source := loss.teacher_prompt) is None:
+            return None
         sizes = (self.teacher or self.policy).config
         limit = sizes.max_position_embeddings - config.sampling.max_new_tokens
-        return None if source is None else TeacherPrompts(self.task, source, limit)
+        return TeacherPrompts(self.task, source, limit, loss.teacher_template, config.run.seed)
 
     @cached_property
     def copies(self) -> tuple[PolicyModel | None, PolicyModel | None]:  # reference, critic
@@ -289,9 +291,11 @@ class RunContext:
             schedule = DynamicSampling(*sizes, options.dynamic_sampling, own)
         elif stopping is not None:
             state |= stopping.state
+        # of all ranks, for checkpoints and the teacher
+        if options.ahead or names_asked(config.loss.teacher_prompt):
+            needs = replace(needs, components=True)
         if options.ahead:  # its collective operations and its time are its own
             ranks, clock = ranks.copied(), Stopwatch(parent=clock)
-            needs = replace(needs, components=True)  # of all ranks, for checkpoints
         return RolloutCollector(
             self.task,
             self.engine,
@@ -324,7 +328,7 @@ class RunContext:
 
 def build_loss_settings(config: Config) -> LossSettings:
     options, own = config.loss, config.parts["loss"]
-    others = "reference", "teacher_prompt", "jsd_beta"
+    others = "reference", "teacher_prompt", "teacher_template", "jsd_beta"
     values = {name: x for name, x in vars(options).items() if name not in others}
     values |= {name: x for name, x in own.items() if name in ("clip_low", "clip_high")}
     if options.kl == "full":

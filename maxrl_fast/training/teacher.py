@@ -1,0 +1,176 @@
+"""What a teacher reads in place of the policy's prompts (--teacher-prompt): the reference answer,
+or what the group of a rollout has found (SDPO, Huebotter et al. 2026, arXiv:2601.20802)."""
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from maxrl_fast.errors import InputError
+from maxrl_fast.model.tokenizer import Prompt
+from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.rollout import sample_keys, uniforms
+from maxrl_fast.runtime.loading import describe_error, is_code, load_code
+from maxrl_fast.tasks import AnsweredTask, Task
+from maxrl_fast.tasks.sources import read_prompt
+from maxrl_fast.tasks.text_codec import TextTask, prompts_of
+from maxrl_fast.training.answers import check_answers
+from maxrl_fast.training.collect import RolloutBatch
+
+_AGAIN = "\n\nCorrectly solve the original question."
+TEMPLATES = {  # of --teacher-prompt by name; SDPO's, but for the answer's
+    "answer": "{prompt}\n\nThe reference answer is: {text}",
+    "sibling": "{prompt}\n\nCorrect solution:\n\n{text}" + _AGAIN,
+    "feedback": "{prompt}\n\nThe following is feedback from your unsuccessful earlier attempt:\n\n"
+    "{text}" + _AGAIN,
+}
+OF_GROUP = "sibling", "feedback"
+CORRECT = 0.5  # rewards above it, as in pass@k
+NUM_TRIED = 64  # prompts that are checked before the first step, of a task that makes them
+
+# of each rollout "response", "reward", "components" and "message", and "tokens" of its last turn
+Group = Sequence[dict[str, Any]]
+NOTHING = {"response": "", "reward": 0.0, "components": {}, "message": "", "tokens": []}
+
+
+@cache
+def names_asked(source: str | None) -> frozenset[str]:
+    """Return what a value of --teacher-prompt reads besides the columns of the prompt: `group`,
+    `index` or both."""
+    if source is None or source in TEMPLATES:
+        return frozenset(["group", "index"] if source in OF_GROUP else ())
+    if not is_code(source):
+        names = ", ".join(TEMPLATES)
+        raise InputError(
+            f"--teacher-prompt must be one of {names}, or FILE.py:FUNCTION, got {source!r:.80}"
+        )
+    function = load_code("teacher-prompt", source, "FUNCTION")
+    return frozenset(["group", "index"]).intersection(inspect.signature(function).parameters)
+
+
+@dataclass(frozen=True)
+class TeacherPrompts:
+    task: Task
+    source: str  # a key of TEMPLATES, or FILE.py:FUNCTION
+    limit: int  # the longest prompt in tokens, which leaves room for the response
+    template: str | None = None  # in place of the source's
+    seed: int = 0
+
+    @property
+    def _asked(self) -> frozenset[str]:
+        return names_asked(self.source)
+
+    def check(self) -> None:
+        is_text = isinstance(self.task, TextTask)
+        if self.source == "answer":
+            check_answers(self.task, "--teacher-prompt answer")
+        elif not is_text and (self.source != "sibling" or self.template is not None):
+            raise InputError(
+                "--teacher-prompt must be answer or sibling, without --teacher-template, for task "
+                f"{self.task.name}, whose prompts are not text, got {self.source}"
+            )
+        for i in range(getattr(self.task, "num_train_prompts", NUM_TRIED)):
+            self._made(i, self.task.prompts("train", i, 1), [NOTHING], 0, 0.0)
+
+    def __call__(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return the batch with what the teacher reads: a prompt for each rollout, if it depends on
+        the group. A rollout without one has the policy's, and the weight 0."""
+        ids, count, device = batch.prompts.ids.cpu(), batch.num_rollouts, batch.rewards.device
+        # the task's, because prompts from other ranks have no columns
+        prompts = [self.task.prompts("train", i, 1) for i in ids.tolist()]
+        if not self._asked:
+            pairs = zip(ids.tolist(), prompts, strict=True)
+            whole = [self._made(i, prompt, [], 0, 0.0) or [] for i, prompt in pairs]
+            read = prompts_of(whole, ids.tolist(), [{}] * len(ids))
+            return replace(batch, teacher_prompts=read.to(device))
+        ids = ids.repeat_interleave(count)  # [S]
+        keys = sample_keys(self.seed, batch.step, ids, torch.arange(len(ids)) % count)
+        draws = uniforms(keys, -1).tolist()  # those of tokens have the positions from 0 on
+        rollouts, tokens, found = self._rollouts(batch), list[list[int]](), list[float]()
+        for s, i in enumerate(ids.tolist()):
+            group, own = rollouts[s - s % count :][:count], prompts[s // count]
+            made = self._made(i, own, group, s % count, draws[s])
+            tokens.append(made or own.tokens.tolist())
+            found.append(float(made is not None))
+        read = prompts_of(tokens, ids.tolist(), [{}] * len(ids)).to(device)
+        weights = torch.tensor(found, device=device)
+        metrics = batch.metrics | {"frac_with_teacher": sum(found) / len(found)}
+        return replace(batch, teacher_prompts=read, teacher_weights=weights, metrics=metrics)
+
+    def _rollouts(self, batch: RolloutBatch) -> Group:
+        is_text, messages = isinstance(self.task, TextTask), batch.messages
+        turns = batch.raw_rollouts.turns()
+        ends = [x[-1] if is_text else [t for part in x for t in part] for x in turns]
+        rewards = batch.task_rewards.flatten().tolist()
+        return [
+            {
+                "response": self.task.decode(ends[s]),
+                "reward": rewards[s],
+                "components": batch.components[s],
+                "message": messages[s] if messages else "",
+                "tokens": ends[s],
+            }
+            for s in range(len(ends))
+        ]
+
+    def _made(
+        self, i: int, prompt: Prompts, group: Group, index: int, draw: float
+    ) -> list[int] | None:
+        """Return what the teacher reads for rollout `index` of prompt i; None if it has none."""
+        others = [x for j, x in enumerate(group) if j != index and x["reward"] > CORRECT]
+        sibling = others[int(draw * len(others))] if others else NOTHING
+        if isinstance(self.task, TextTask):
+            assert prompt.columns is not None
+            own = group[index] if group else NOTHING
+            said = "" if own["reward"] > CORRECT else own["message"]
+            hint = {"sibling": sibling["response"], "feedback": said}.get(self.source)
+            given = {"group": group, "index": index}
+            columns = dict(prompt.columns[0])
+            if self.source not in TEMPLATES:
+                columns |= {name: given[name] for name in self._asked}
+            made = None if hint == "" else self._text(i, columns, hint)
+            if made is None:
+                return None
+            tokens = self.task.encode_prompt(made, f"prompt {i}")
+        elif self.source == "answer":
+            assert isinstance(self.task, AnsweredTask)
+            (answer,) = self.task.reference_answers(prompt, Rollouts.given([[]]))
+            tokens = prompt.tokens.tolist() + answer.answer
+        elif sibling is NOTHING:
+            return None
+        else:
+            tokens = sibling["tokens"] + prompt.tokens.tolist()
+        if 0 < len(tokens) <= self.limit:
+            return tokens
+        if self._asked:  # responses differ in length
+            return None
+        raise InputError(
+            f"--teacher-prompt must give prompts of 1 to {self.limit} tokens, which leave room for "
+            f"the response, got {len(tokens)} for prompt {i}"
+        )
+
+    def _text(self, i: int, columns: dict[str, Any], hint: str | None) -> Prompt | None:
+        own, who = columns["prompt"], f"--teacher-prompt {self.source}"
+        if self.source in TEMPLATES:
+            assert isinstance(self.task, TextTask)
+            hint = str(columns["answer"]) if hint is None else self.task.conversation.as_text(hint)
+            asked = own if isinstance(own, str) else own[-1]["content"]
+            values = {"{prompt}": asked, "{text}": hint}
+            form = self.template or TEMPLATES[self.source]
+            text = re.sub("{prompt}|{text}", lambda found: values[found[0]], form)
+            return text if isinstance(own, str) else [*own[:-1], {**own[-1], "content": text}]
+        try:
+            made = load_code("teacher-prompt", self.source, "FUNCTION")(**columns)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(f"{who} fails for prompt {i}: {describe_error(error)}") from error
+        if made is None and self._asked:
+            return None
+        prompt = read_prompt(made, f"what {who} returns for prompt {i}")
+        is_turn = isinstance(prompt, str) and not isinstance(own, str)
+        return [{"role": "user", "content": prompt}] if is_turn else prompt

@@ -74,7 +74,7 @@ class TeacherPrompts:
                 f"{self.task.name}, whose prompts are not text, got {self.source}"
             )
         for i in range(getattr(self.task, "num_train_prompts", NUM_TRIED)):
-            self._made(i, self.task.prompts("train", i, 1), [NOTHING], 0, 0.0)
+            self._made(i, self.task.prompts("train", i, 1), [NOTHING] * 2, 0, 0.0)
 
     def __call__(self, batch: RolloutBatch) -> RolloutBatch:
         """Return the batch with what the teacher reads: a prompt for each rollout, if it depends on
@@ -92,8 +92,8 @@ class TeacherPrompts:
         draws = uniforms(keys, -1).tolist()  # those of tokens have the positions from 0 on
         rollouts, tokens, found = self._rollouts(batch), list[list[int]](), list[float]()
         for s, i in enumerate(ids.tolist()):
-            group, own = rollouts[s - s % count :][:count], prompts[s // count]
-            made = self._made(i, own, group, s % count, draws[s])
+            own, first = prompts[s // count], s - s % count
+            made = self._made(i, own, rollouts[first : first + count], s % count, draws[s])
             tokens.append(made or own.tokens.tolist())
             found.append(float(made is not None))
         read = prompts_of(tokens, ids.tolist(), [{}] * len(ids)).to(device)
@@ -102,16 +102,18 @@ class TeacherPrompts:
         return replace(batch, teacher_prompts=read, teacher_weights=weights, metrics=metrics)
 
     def _rollouts(self, batch: RolloutBatch) -> Group:
-        is_text, messages = isinstance(self.task, TextTask), batch.messages
-        turns = batch.raw_rollouts.turns()
+        task, messages, turns = self.task, batch.messages, batch.raw_rollouts.turns()
+        is_text = isinstance(task, TextTask)
+        # what looks like a control token is none
+        plain = task.conversation.as_text if isinstance(task, TextTask) else str
         ends = [x[-1] if is_text else [t for part in x for t in part] for x in turns]
         rewards = batch.task_rewards.flatten().tolist()
         return [
             {
-                "response": self.task.decode(ends[s]),
+                "response": plain(task.decode(ends[s])),
                 "reward": rewards[s],
                 "components": batch.components[s],
-                "message": messages[s] if messages else "",
+                "message": plain(messages[s] if messages else ""),
                 "tokens": ends[s],
             }
             for s in range(len(ends))
@@ -156,8 +158,7 @@ class TeacherPrompts:
     def _text(self, i: int, columns: dict[str, Any], hint: str | None) -> Prompt | None:
         own, who = columns["prompt"], f"--teacher-prompt {self.source}"
         if self.source in TEMPLATES:
-            assert isinstance(self.task, TextTask)
-            hint = str(columns["answer"]) if hint is None else self.task.conversation.as_text(hint)
+            hint = str(columns["answer"]) if hint is None else hint
             asked = own if isinstance(own, str) else own[-1]["content"]
             values = {"{prompt}": asked, "{text}": hint}
             form = self.template or TEMPLATES[self.source]

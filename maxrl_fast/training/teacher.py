@@ -12,12 +12,12 @@ import torch
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import Prompt
-from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.rollout import sample_keys, uniforms
 from maxrl_fast.runtime.loading import describe_error, is_code, load_code
 from maxrl_fast.tasks import AnsweredTask, Task
 from maxrl_fast.tasks.sources import read_prompt
-from maxrl_fast.tasks.text_codec import TextTask, prompts_of
+from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.training.answers import check_answers
 from maxrl_fast.training.collect import RolloutBatch
 
@@ -28,28 +28,24 @@ TEMPLATES = {  # of --teacher-prompt by name; SDPO's, but for the answer's
     "feedback": "{prompt}\n\nThe following is feedback from your unsuccessful earlier attempt:\n\n"
     "{text}" + _AGAIN,
 }
-OF_GROUP = "sibling", "feedback"
 CORRECT = 0.5  # rewards above it, as in pass@k
 NUM_TRIED = 64  # prompts that are checked before the first step, of a task that makes them
-
-# of each rollout "response", "reward", "components" and "message", and "tokens" of its last turn
+GROUP = frozenset(["group", "index"])
+# of each rollout: "response" is its last turn, of which "tokens" are the ids
 Group = Sequence[dict[str, Any]]
 NOTHING = {"response": "", "reward": 0.0, "components": {}, "message": "", "tokens": []}
 
 
 @cache
 def names_asked(source: str | None) -> frozenset[str]:
-    """Return what a value of --teacher-prompt reads besides the columns of the prompt: `group`,
-    `index` or both."""
+    """Return which of GROUP a value of --teacher-prompt reads besides the columns of the prompt."""
     if source is None or source in TEMPLATES:
-        return frozenset(["group", "index"] if source in OF_GROUP else ())
+        return GROUP if source in ("sibling", "feedback") else frozenset()
     if not is_code(source):
-        names = ", ".join(TEMPLATES)
-        raise InputError(
-            f"--teacher-prompt must be one of {names}, or FILE.py:FUNCTION, got {source!r:.80}"
-        )
+        names = f"{', '.join(TEMPLATES)}, or FILE.py:FUNCTION"
+        raise InputError(f"--teacher-prompt must be one of {names}, got {source!r:.80}")
     function = load_code("teacher-prompt", source, "FUNCTION")
-    return frozenset(["group", "index"]).intersection(inspect.signature(function).parameters)
+    return GROUP.intersection(inspect.signature(function).parameters)
 
 
 @dataclass(frozen=True)
@@ -60,15 +56,13 @@ class TeacherPrompts:
     template: str | None = None  # in place of the source's
     seed: int = 0
 
-    @property
-    def _asked(self) -> frozenset[str]:
-        return names_asked(self.source)
-
     def check(self) -> None:
-        is_text = isinstance(self.task, TextTask)
         if self.source == "answer":
             check_answers(self.task, "--teacher-prompt answer")
-        elif not is_text and (self.source != "sibling" or self.template is not None):
+        elif not isinstance(self.task, TextTask) and (self.source, self.template) != (
+            "sibling",
+            None,
+        ):
             raise InputError(
                 "--teacher-prompt must be answer or sibling, without --teacher-template, for task "
                 f"{self.task.name}, whose prompts are not text, got {self.source}"
@@ -79,45 +73,36 @@ class TeacherPrompts:
     def __call__(self, batch: RolloutBatch) -> RolloutBatch:
         """Return the batch with what the teacher reads: a prompt for each rollout, if it depends on
         the group. A rollout without one has the policy's, and the weight 0."""
-        ids, count, device = batch.prompts.ids.cpu(), batch.num_rollouts, batch.rewards.device
-        # the task's, because prompts from other ranks have no columns
-        prompts = [self.task.prompts("train", i, 1) for i in ids.tolist()]
-        if not self._asked:
-            pairs = zip(ids.tolist(), prompts, strict=True)
-            whole = [self._made(i, prompt, [], 0, 0.0) or [] for i, prompt in pairs]
-            read = prompts_of(whole, ids.tolist(), [{}] * len(ids))
-            return replace(batch, teacher_prompts=read.to(device))
-        ids = ids.repeat_interleave(count)  # [S]
+        asked, device = names_asked(self.source), batch.rewards.device
+        count, rollouts = (batch.num_rollouts, self._rollouts(batch)) if asked else (1, [])
+        ids = batch.prompts.ids.cpu().repeat_interleave(count)
         keys = sample_keys(self.seed, batch.step, ids, torch.arange(len(ids)) % count)
         draws = uniforms(keys, -1).tolist()  # those of tokens have the positions from 0 on
-        rollouts, tokens, found = self._rollouts(batch), list[list[int]](), list[float]()
+        tokens, weights = list[list[int]](), torch.ones(len(ids))
         for s, i in enumerate(ids.tolist()):
-            own, first = prompts[s // count], s - s % count
-            made = self._made(i, own, rollouts[first : first + count], s % count, draws[s])
+            if s % count == 0:  # the task's, because prompts from other ranks have no columns
+                own, group = self.task.prompts("train", i, 1), rollouts[s : s + count]
+            made = self._made(i, own, group, s % count, draws[s])
+            weights[s] = made is not None
             tokens.append(made or own.tokens.tolist())
-            found.append(float(made is not None))
-        read = prompts_of(tokens, ids.tolist(), [{}] * len(ids)).to(device)
-        weights = torch.tensor(found, device=device)
-        metrics = batch.metrics | {"frac_with_teacher": sum(found) / len(found)}
-        return replace(batch, teacher_prompts=read, teacher_weights=weights, metrics=metrics)
+        batch = replace(batch, teacher_prompts=Prompts(*pack(tokens), ids).to(device))
+        if not asked:
+            return batch
+        metrics = batch.metrics | {"frac_with_teacher": float(weights.mean())}
+        return replace(batch, teacher_weights=weights.to(device), metrics=metrics)
 
     def _rollouts(self, batch: RolloutBatch) -> Group:
-        task, messages, turns = self.task, batch.messages, batch.raw_rollouts.turns()
-        is_text = isinstance(task, TextTask)
-        # what looks like a control token is none
-        plain = task.conversation.as_text if isinstance(task, TextTask) else str
-        ends = [x[-1] if is_text else [t for part in x for t in part] for x in turns]
-        rewards = batch.task_rewards.flatten().tolist()
-        return [
-            {
-                "response": plain(task.decode(ends[s])),
-                "reward": rewards[s],
-                "components": batch.components[s],
-                "message": plain(messages[s] if messages else ""),
-                "tokens": ends[s],
-            }
-            for s in range(len(ends))
-        ]
+        task, turns, said = self.task, batch.raw_rollouts.turns(), batch.messages
+        rewards, components = batch.task_rewards.flatten().tolist(), batch.components
+        found = list[dict[str, Any]]()
+        for s, parts in enumerate(turns):
+            tokens = parts[-1] if isinstance(task, TextTask) else [i for x in parts for i in x]
+            texts = [task.decode(tokens), said[s] if said else ""]
+            if isinstance(task, TextTask):  # what looks like a control token is none
+                texts = [*map(task.conversation.as_text, texts)]
+            values = texts[0], rewards[s], components[s], texts[1], tokens
+            found.append(dict(zip(NOTHING, values, strict=True)))
+        return found
 
     def _made(
         self, i: int, prompt: Prompts, group: Group, index: int, draw: float
@@ -133,7 +118,7 @@ class TeacherPrompts:
             given = {"group": group, "index": index}
             columns = dict(prompt.columns[0])
             if self.source not in TEMPLATES:
-                columns |= {name: given[name] for name in self._asked}
+                columns |= {name: given[name] for name in names_asked(self.source)}
             made = None if hint == "" else self._text(i, columns, hint)
             if made is None:
                 return None
@@ -148,7 +133,7 @@ class TeacherPrompts:
             tokens = sibling["tokens"] + prompt.tokens.tolist()
         if 0 < len(tokens) <= self.limit:
             return tokens
-        if self._asked:  # responses differ in length
+        if names_asked(self.source):  # responses differ in length
             return None
         raise InputError(
             f"--teacher-prompt must give prompts of 1 to {self.limit} tokens, which leave room for "
@@ -170,7 +155,7 @@ class TeacherPrompts:
             raise
         except Exception as error:
             raise InputError(f"{who} fails for prompt {i}: {describe_error(error)}") from error
-        if made is None and self._asked:
+        if made is None and names_asked(self.source):
             return None
         prompt = read_prompt(made, f"what {who} returns for prompt {i}")
         is_turn = isinstance(prompt, str) and not isinstance(own, str)

@@ -245,6 +245,9 @@ class Loss:
     response said (feedback); or FILE.py:f(prompt, **columns) -> text or messages."""
     teacher_template: str | None = None
     """Text of answer, sibling or feedback, with {prompt} and {text}, in place of the default."""
+    teacher_ema: BelowOne = 0.0
+    """With --teacher-prompt the teacher is a copy that moves this share towards the policy in each
+    update (SDPO: 0.05); 0: the policy itself."""
 
 
 @dataclass(frozen=True)

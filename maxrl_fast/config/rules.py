@@ -144,6 +144,8 @@ def _needs(c: View) -> Iterator[tuple[str, Any, str]]:
     yield "std_filter", (c.dynamic_sampling or 0) > 1, "needs --dynamic-sampling of 2 or more"
     yield "kl teacher_prompt", c.kl_coef, "needs --kl-coef"
     yield "teacher_template", c.teacher_prompt in TEMPLATES, f"needs --teacher-prompt {_NAMED}"
+    has_own = c.teacher_prompt and not c.reference
+    yield "teacher_ema", has_own, "needs --teacher-prompt, and no --reference"
     yield "divergence", c.kl_coef and c.kl == "full", "needs --kl full"
     yield "jsd_beta", c.kl_coef and c.divergence == "jsd", "needs --divergence jsd"
     has_reference = c.kl_coef or c.objective == "pacs_paper"

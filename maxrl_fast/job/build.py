@@ -204,7 +204,8 @@ class RunContext:
         make: Change = (lambda x: x) if self.config.run.sharding == "full" else None
         reference = self.teacher
         # with another prompt the policy itself, as it is at each step, is the teacher
-        is_copy = (loss.kl_coef or needs.reference) and loss.teacher_prompt is None
+        is_self = loss.teacher_prompt is not None and not loss.teacher_ema
+        is_copy = (loss.kl_coef or needs.reference) and not is_self
         if reference is None and is_copy:
             reference = policy.copied(make).requires_grad_(False)
         return reference, critic_model(policy, make) if needs.critic else None
@@ -232,6 +233,7 @@ class RunContext:
             module=distribute(self.policy, self.ranks, self.dtype),
             reference=reference,
             copies_policy=self.teacher is None,
+            teacher_ema=config.loss.teacher_ema,
             objective_state=state,
             critic=critic,
         )
@@ -328,8 +330,9 @@ class RunContext:
 
 def build_loss_settings(config: Config) -> LossSettings:
     options, own = config.loss, config.parts["loss"]
-    others = "reference", "teacher_prompt", "teacher_template", "jsd_beta"
-    values = {name: x for name, x in vars(options).items() if name not in others}
+    others = "reference", "jsd_beta"
+    is_other = {x: x in others or x.startswith("teacher") for x in vars(options)}
+    values = {name: x for name, x in vars(options).items() if not is_other[name]}
     values |= {name: x for name, x in own.items() if name in ("clip_low", "clip_high")}
     if options.kl == "full":
         values |= {"kl": "k3", "kl_coef": 0.0, "divergence_coef": options.kl_coef}
@@ -448,7 +451,8 @@ def estimate_memory(run: RunContext, machine: Machine) -> dict[str, float]:
     loss, sampling, tokens = config.loss, config.sampling, config.optimizer.token_budget
     part = 1 / machine.processes if config.run.sharding == "full" else 1.0
     trained, width = count(model, is_trained=True) * part, run.dtype.itemsize
-    is_copied = not (loss.reference or loss.teacher_prompt) and (loss.kl_coef or needs.reference)
+    is_self = loss.teacher_prompt and not loss.teacher_ema
+    is_copied = not (loss.reference or is_self) and (loss.kl_coef or needs.reference)
     responses = sampling.prompts * sampling.rollouts * max(sampling.dynamic_sampling, 1)
     # of each token a layer keeps: 5 numbers of H, 4 of the feed-forward size, 4 of the heads
     keys = sizes.num_key_value_heads * sizes.head_dim

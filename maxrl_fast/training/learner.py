@@ -217,6 +217,7 @@ class Learner:
     objective_state: dict[str, Tensor] = field(default_factory=dict)
     critic: Critic | None = None
     copies_policy: bool = True  # the reference is the policy at an earlier time, not a teacher
+    teacher_ema: float = 0.0  # by which the reference follows the policy in each update
 
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module
@@ -261,6 +262,11 @@ class Learner:
         of_loss, refuse = plans[-1].own, partial(self._refuse, plans, when)
         how = self.model, self.optimizer, lr, self.clip_grad, refuse
         grad_norm, (found, *read) = take_step(*how, sums, *of_loss.values())
+        if self.teacher_ema and self.reference is not None:
+            copies = zip(self.reference.parameters(), self.model.parameters(), strict=True)
+            with torch.no_grad():
+                for own, new in copies:
+                    own.add_(new - own, alpha=self.teacher_ema)
         *of_tokens, num_tokens = found.tolist()
         own = {name: value.item() for name, value in zip(of_loss, read, strict=True)}
         if "siren_anchor" in own:

@@ -59,10 +59,8 @@ class TeacherPrompts:
     def check(self) -> None:
         if self.source == "answer":
             check_answers(self.task, "--teacher-prompt answer")
-        elif not isinstance(self.task, TextTask) and (self.source, self.template) != (
-            "sibling",
-            None,
-        ):
+        is_fine = isinstance(self.task, TextTask) or self.source == "answer"
+        if not is_fine and (self.source != "sibling" or self.template):
             raise InputError(
                 "--teacher-prompt must be answer or sibling, without --teacher-template, for task "
                 f"{self.task.name}, whose prompts are not text, got {self.source}"
@@ -110,47 +108,44 @@ class TeacherPrompts:
         """Return what the teacher reads for rollout `index` of prompt i; None if it has none."""
         others = [x for j, x in enumerate(group) if j != index and x["reward"] > CORRECT]
         sibling = others[int(draw * len(others))] if others else NOTHING
-        if isinstance(self.task, TextTask):
+        asked, task = names_asked(self.source), self.task
+        if isinstance(task, TextTask):
             assert prompt.columns is not None
-            own = group[index] if group else NOTHING
+            own, columns = group[index] if group else NOTHING, dict(prompt.columns[0])
             said = "" if own["reward"] > CORRECT else own["message"]
-            hint = {"sibling": sibling["response"], "feedback": said}.get(self.source)
-            given = {"group": group, "index": index}
-            columns = dict(prompt.columns[0])
-            if self.source not in TEMPLATES:
-                columns |= {name: given[name] for name in names_asked(self.source)}
-            made = None if hint == "" else self._text(i, columns, hint)
-            if made is None:
-                return None
-            tokens = self.task.encode_prompt(made, f"prompt {i}")
+            hints = {"sibling": sibling["response"], "feedback": said}
+            if self.source in TEMPLATES:
+                hint = str(hints.get(self.source, columns.get("answer")))
+                made = self._filled(columns["prompt"], hint) if hint else None
+            else:
+                given = {"group": group, "index": index}
+                made = self._called(i, columns | {name: given[name] for name in asked})
+            tokens = [] if made is None else task.encode_prompt(made, f"prompt {i}")
         elif self.source == "answer":
-            assert isinstance(self.task, AnsweredTask)
-            (answer,) = self.task.reference_answers(prompt, Rollouts.given([[]]))
+            assert isinstance(task, AnsweredTask)
+            (answer,) = task.reference_answers(prompt, Rollouts.given([[]]))
             tokens = prompt.tokens.tolist() + answer.answer
-        elif sibling is NOTHING:
-            return None
         else:
-            tokens = sibling["tokens"] + prompt.tokens.tolist()
+            tokens = [] if sibling is NOTHING else sibling["tokens"] + prompt.tokens.tolist()
         if 0 < len(tokens) <= self.limit:
             return tokens
-        if names_asked(self.source):  # responses differ in length
+        if asked:  # no teacher, or a response that is too long for it
             return None
         raise InputError(
             f"--teacher-prompt must give prompts of 1 to {self.limit} tokens, which leave room for "
             f"the response, got {len(tokens)} for prompt {i}"
         )
 
-    def _text(self, i: int, columns: dict[str, Any], hint: str | None) -> Prompt | None:
-        own, who = columns["prompt"], f"--teacher-prompt {self.source}"
-        if self.source in TEMPLATES:
-            hint = str(columns["answer"]) if hint is None else hint
-            asked = own if isinstance(own, str) else own[-1]["content"]
-            values = {"{prompt}": asked, "{text}": hint}
-            form = self.template or TEMPLATES[self.source]
-            text = re.sub("{prompt}|{text}", lambda found: values[found[0]], form)
-            return text if isinstance(own, str) else [*own[:-1], {**own[-1], "content": text}]
+    def _filled(self, own: Prompt, hint: str) -> Prompt:
+        asked = own if isinstance(own, str) else own[-1]["content"]
+        values, form = {"{prompt}": asked, "{text}": hint}, self.template or TEMPLATES[self.source]
+        text = re.sub("{prompt}|{text}", lambda found: values[found[0]], form)
+        return text if isinstance(own, str) else [*own[:-1], {**own[-1], "content": text}]
+
+    def _called(self, i: int, arguments: dict[str, Any]) -> Prompt | None:
+        who = f"--teacher-prompt {self.source}"
         try:
-            made = load_code("teacher-prompt", self.source, "FUNCTION")(**columns)
+            made = load_code("teacher-prompt", self.source, "FUNCTION")(**arguments)
         except InputError:
             raise
         except Exception as error:
@@ -158,5 +153,5 @@ class TeacherPrompts:
         if made is None and names_asked(self.source):
             return None
         prompt = read_prompt(made, f"what {who} returns for prompt {i}")
-        is_turn = isinstance(prompt, str) and not isinstance(own, str)
+        is_turn = isinstance(prompt, str) and not isinstance(arguments["prompt"], str)
         return [{"role": "user", "content": prompt}] if is_turn else prompt

@@ -125,3 +125,24 @@ def test_the_trainer_reads_siblings_of_its_own_rollouts(flags, tmp_path):
         assert sibling in others if others else sibling is None
     assert 0 < record.metrics["frac_with_teacher"] <= 1
     assert record.metrics["kl"] > 0
+
+
+def test_the_teacher_follows_the_policy():
+    flags = "--task maze --maze-size 7 --prompts 2 --rollouts 2 --hidden-size 32 --layers 1 --lr .1"
+    flags += " --kl-coef 1 --teacher-prompt answer --teacher-ema .25 --sft-steps 0 --threads 1"
+    config = parse(flags.split() + "--objective maxrl --device cpu --dtype float32".split())
+    task = build_run_task(config)
+    config = resolve(config, task)
+    trainer = RunContext(config, task, build_policy(config, task)).trainer
+    learner = trainer.learner
+    learner.set_reference()
+    copies = [x.detach().clone() for x in learner.model.parameters()]
+    for n in (1, 2):
+        trainer.step(n, 2 * n)
+        copies = [
+            0.75 * x + 0.25 * y for x, y in zip(copies, learner.model.parameters(), strict=True)
+        ]
+    pairs = [*zip(learner.reference.parameters(), copies, learner.model.parameters(), strict=True)]
+    for own, expected, policy in pairs:
+        torch.testing.assert_close(own, expected.detach())
+        assert (own != policy).any()

@@ -134,15 +134,12 @@ def test_the_teacher_follows_the_policy():
     task = build_run_task(config)
     config = resolve(config, task)
     trainer = RunContext(config, task, build_policy(config, task)).trainer
-    learner = trainer.learner
-    learner.set_reference()
-    copies = [x.detach().clone() for x in learner.model.parameters()]
+    trainer.learner.set_reference()
+    policy = [*trainer.learner.model.parameters()]
+    copies = [x.detach().clone() for x in policy]
     for n in (1, 2):
         trainer.step(n, 2 * n)
-        copies = [
-            0.75 * x + 0.25 * y for x, y in zip(copies, learner.model.parameters(), strict=True)
-        ]
-    pairs = [*zip(learner.reference.parameters(), copies, learner.model.parameters(), strict=True)]
-    for own, expected, policy in pairs:
-        torch.testing.assert_close(own, expected.detach())
-        assert (own != policy).any()
+        copies = [(0.75 * x + 0.25 * y).detach() for x, y in zip(copies, policy, strict=True)]
+    for own, x, y in zip(trainer.learner.reference.parameters(), copies, policy, strict=True):
+        torch.testing.assert_close(own, x)
+        assert (own != y).any()

@@ -13,7 +13,6 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ from maxrl_fast.tasks.text_codec import prompts_of
 
 OBJECTIVES: dict[str, dict[str, Any]] = {"grpo": {}, "maxrl": {}, "maxpo": {"k": 4}}
 TEACHERS = ("none", "answer", "sibling")
-KS, SAMPLES, START = (1, 16, 64), 64, "warm start"
+KS, SAMPLES, START, COUNTS = (1, 16, 64), 64, "warm start", ("correct", "distinct")
 ACTIONS, CORRECT, ROLLOUTS = 5, 3, 4  # of the bandit
 
 
@@ -126,9 +125,9 @@ class SelfDistillationSettings(MazeSettings):
     """Cells along one side of a maze."""
     prompts: int = 16
     """Mazes of a step, of 16 rollouts each."""
-    tokens: int = 100_000
+    tokens: int = 50_000
     """Sampled tokens of a run, which ends with the step that reaches them."""
-    coefficient: float = 0.3
+    coefficient: float = 0.05
     """--kl-coef of the teacher's term."""
     eval_mazes: int = 64
     """Held-out mazes, of 64 samples each."""
@@ -194,87 +193,74 @@ def measure(one: TokenRun) -> dict[str, Any]:
     }
 
 
-def rates(runs: list[dict[str, Any]], method: str, k: int) -> Tensor:
-    """Return pass@k of each held-out maze of each seed."""
-    own = [one["correct"] for one in runs if one["method"] == method]
-    return pass_at_k(SAMPLES, torch.tensor(own).flatten(), k)
+def values(runs: list[dict[str, Any]], method: str) -> dict[str, Tensor]:
+    """Return pass@k and the distinct correct answers of each held-out maze of each seed."""
+    own = [one for one in runs if one["method"] == method]
+    correct, distinct = (torch.tensor([x[key] for x in own]).flatten() for key in COUNTS)
+    rates = {f"pass@{k}": pass_at_k(SAMPLES, correct, k) for k in KS}
+    return rates | {"distinct": distinct.double()}
 
 
 def show(runs: list[dict[str, Any]]) -> None:
-    """Print means with standard errors over mazes and seeds, and pass@k and distinct answers minus
-    those without a teacher, paired by maze."""
-    keys = [*(f"pass@{k}" for k in KS), "distinct"]
+    """Print means with standard errors over mazes and seeds, and the differences from the runs
+    without a teacher, paired by maze."""
+    keys = [*values(runs, START)]
     table = Table("", *keys, "entropy", "taught", *(f"{key} - none" for key in keys))
     for name in dict.fromkeys(one["method"] for one in runs):
-        own = [one for one in runs if one["method"] == name]
-        alone = f"{name.partition(',')[0]}, {TEACHERS[0]}"
-        pairs = [
-            [*(rates(runs, x, k) for k in KS), distinct(runs, x)]
-            for x in ([name] if name == START else [name, alone])
-        ]
-        means = [sum(one[key] for one in own) / len(own) for key in ("entropy", "taught")]
-        apart = [cell(a - b) for a, b in zip(*pairs, strict=True)] if len(pairs) > 1 else []
-        table.add_row(name, *map(cell, pairs[0]), *(f"{x:.3f}" for x in means), *apart)
+        own, apart = values(runs, name), list[str]()
+        of_name = [one for one in runs if one["method"] == name]
+        means = [sum(x[key] for x in of_name) / len(of_name) for key in ("entropy", "taught")]
+        if name != START:
+            alone = values(runs, f"{name.partition(',')[0]}, none")
+            apart = [cell(own[key] - alone[key]) for key in keys]
+        table.add_row(name, *map(cell, own.values()), *(f"{x:.3f}" for x in means), *apart)
     (Console() if sys.stdout.isatty() else Console(width=200)).print(table)
 
 
-def distinct(runs: list[dict[str, Any]], method: str) -> Tensor:
-    own = [one["distinct"] for one in runs if one["method"] == method]
-    return torch.tensor(own).flatten().double()
-
-
 def bandits(settings: SelfDistillationSettings) -> dict[str, Any]:
-    """Follow the exact gradient on bandits of five actions, three of them correct, with all groups
-    of four. A teacher copies its sibling, or has learned from it which actions are correct: its
-    logits are the policy's, and 1 more for these actions."""
-    actions = torch.arange(ACTIONS)
+    """Follow the exact gradient on bandits, with all groups. A teacher copies its sibling, or knows
+    which actions are correct: its logits are the policy's, and 1 more for these. Return how many
+    actions the correct ones are worth, e to their entropy, at a pass@1 of .9 and at the end."""
+    actions, one_hot = torch.arange(ACTIONS), torch.eye(ACTIONS, dtype=torch.float64)
     groups = torch.cartesian_prod(*[actions] * ROLLOUTS)
-    rewards, one_hot = (groups < CORRECT).float(), torch.eye(ACTIONS, dtype=torch.float64)
-    # of the first rollout of each group: the chance of each action as its sibling
+    rewards = (groups < CORRECT).float()
+    # the chance of each action as the sibling of a group's first rollout
     siblings = (one_hot[groups[:, 1:]] * rewards[:, 1:, None]).sum(1)
     siblings = siblings / siblings.sum(1, keepdim=True).clamp_min(1)
-    draws = torch.Generator().manual_seed(settings.seed)
+    teachers = {"none": 0 * one_hot, "copies": one_hot, "knows": (actions < CORRECT).double()}
+    found, draws = dict[str, list[list[float]]](), torch.Generator().manual_seed(settings.seed)
     start = torch.randn(5, ACTIONS, generator=draws, dtype=torch.float64)
-    teachers = {"none": None, "copies": one_hot, "knows": (actions < CORRECT).double()}
-    found = {START: describe(start)}
     for (name, own), (teacher, more) in product(OBJECTIVES.items(), teachers.items()):
-        own = own if name != "maxpo" else {"k": 2}
-        advantages = group_advantage(rewards, name, **own).double()
-        logits = start.clone().requires_grad_()
-        for _ in range(2000):
+        advantages = group_advantage(rewards, name, **({"k": 2} if own else {})).double()
+        logits, early = start.clone().requires_grad_(), torch.full((5,), torch.nan).double()
+        for _ in range(1000):
             log_p = logits.log_softmax(-1)
             chance = log_p.detach()[:, groups].sum(-1).exp()  # [bandits, groups]
             loss = -(chance * (advantages * log_p[:, groups]).mean(-1)).sum()
-            if more is not None:
-                log_q = (log_p.detach()[:, None] + more).log_softmax(-1)  # by the sibling
-                apart = (log_p.exp()[:, None] * (log_p[:, None] - log_q)).sum(-1)
-                loss = loss + settings.coefficient * (chance @ siblings * apart).sum()
+            log_q = (log_p.detach()[:, None] + more).log_softmax(-1)  # by the sibling
+            apart = (log_p.exp()[:, None] * (log_p[:, None] - log_q)).sum(-1)
+            loss = loss + settings.coefficient * (chance @ siblings * apart).sum()
             logits.data -= torch.autograd.grad(loss, logits)[0]
-        found[f"{name}, {teacher}"] = describe(logits.detach())
-    for name, row in found.items():
-        print(f"{name:15}", *(f"{key} {cell(torch.tensor(x))}" for key, x in row.items()))
+            correct = logits.detach()[:, :CORRECT].log_softmax(-1)
+            number = (-(correct.exp() * correct).sum(-1)).exp()
+            is_new = early.isnan() & (logits.softmax(-1)[:, :CORRECT].sum(-1) > 0.9)
+            early = torch.where(is_new, number, early)
+        found[f"{name}, {teacher}"] = [early.tolist(), number.tolist()]
+        print(f"{name}, {teacher:8}", *map(cell, (early, number)))
     return found
-
-
-def describe(logits: Tensor) -> dict[str, list[float]]:
-    """Return the chance of a correct action, and e to the entropy among these, of each bandit."""
-    correct = logits[:, :CORRECT].log_softmax(-1)
-    number = (-(correct.exp() * correct).sum(-1)).exp()
-    return {"correct": logits.softmax(-1)[:, :CORRECT].sum(-1).tolist(), "number": number.tolist()}
 
 
 def draw(record: dict[str, Any]) -> Figure:
     """Draw pass@1, pass@64 and the number of distinct correct answers."""
     runs, figure = record["results"]["runs"], Figure(figsize=(12, 4), layout="constrained")
-    panels = {"pass@1": partial(rates, k=1), "pass@64": partial(rates, k=64), "distinct": distinct}
-    for axes, (title, values) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        for i, teacher in enumerate(TEACHERS):
-            means = [float(values(runs, f"{name}, {teacher}").mean()) for name in OBJECTIVES]
-            axes.bar([x + 0.25 * i for x in range(len(means))], means, 0.25, label=teacher)
-        axes.axhline(float(values(runs, START).mean()), color="k", linestyle="--", label=START)
-        axes.set_xticks([x + 0.25 for x in range(len(OBJECTIVES))], list(OBJECTIVES))
-        axes.set(title=title)
-    axes.legend()
+    keys = "pass@1", f"pass@{SAMPLES}", "distinct"
+    for axes, key in zip(figure.subplots(1, 3), keys, strict=True):
+        for i, (name, teacher) in enumerate(product(OBJECTIVES, TEACHERS)):
+            mean = float(values(runs, f"{name}, {teacher}")[key].mean())
+            axes.bar(f"{name}\n{teacher}", mean, color=f"C{i % len(TEACHERS)}")
+        axes.axhline(float(values(runs, START)[key].mean()), color="k", linestyle="--")
+        axes.tick_params("x", rotation=90)
+        axes.set(title=f"{key} (line: {START})")
     return figure
 
 

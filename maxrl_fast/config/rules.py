@@ -116,9 +116,6 @@ class View(dict[str, Any]):
         return None
 
 
-_NAMED = ", ".join(TEMPLATES)
-
-
 def _needs(c: View) -> Iterator[tuple[str, Any, str]]:
     """Yield options, whether a run uses them, and what to say where they are given to one that does
     not; "": they are ignored."""
@@ -143,7 +140,7 @@ def _needs(c: View) -> Iterator[tuple[str, Any, str]]:
     yield "draw_prompts", c.task != "maze", "needs a task with a number of prompts, such as dataset"
     yield "std_filter", (c.dynamic_sampling or 0) > 1, "needs --dynamic-sampling of 2 or more"
     yield "kl teacher_prompt", c.kl_coef, "needs --kl-coef"
-    yield "teacher_template", c.teacher_prompt in TEMPLATES, f"needs --teacher-prompt {_NAMED}"
+    yield "teacher_template", c.teacher_prompt in TEMPLATES, "needs a --teacher-prompt by name"
     has_own = c.teacher_prompt and not c.reference
     yield "teacher_ema", has_own, "needs --teacher-prompt, and no --reference"
     yield "divergence", c.kl_coef and c.kl == "full", "needs --kl full"
@@ -271,9 +268,9 @@ def _wrong_parts(c: View) -> Iterator[str]:
         yield "kl full needs another teacher than the policy, --reference or --teacher-prompt"
     if names_asked(c.teacher_prompt) and (not is_full or needs.reference or c.rollouts < 2):
         yield (
-            "--teacher-prompt {teacher_prompt}, by which some rollouts have no teacher, needs --kl "
-            "full, --rollouts 2 or more and an objective without a reference policy of its own, "
-            "got --kl {kl}, --rollouts {rollouts} and {objective}"
+            "--teacher-prompt {teacher_prompt}, which reads the group, needs --kl full, "
+            "--rollouts 2 or more and an objective without a reference policy, got {kl}, "
+            "{rollouts} and {objective}"
         )
     if "{text}" not in (c.teacher_template or "{text}"):
         yield "teacher_template must have {{text}}, got {teacher_template}"

@@ -244,11 +244,10 @@ class RolloutCollector:
         if self.needs.texts:
             own["texts"] = tuple(response_texts(self.task, batch.raw_rollouts))
         if self.needs.components:
-            for name, values in (("components", batch.components), ("messages", batch.messages)):
-                of_rank = [(s, x) for s, x in enumerate(values or ()) if x]
-                known = dict(chain(*self.ranks.values(of_rank)))
-                none: Any = {} if name == "components" else ""
-                own[name] = tuple(known.get(s, none) for s in range(len(batch.components)))
+            said = zip(batch.components, batch.messages or (), strict=True)
+            known = dict(chain(*self.ranks.values([(s, x) for s, x in enumerate(said) if any(x)])))
+            of_all = [known.get(s, ({}, "")) for s in range(len(batch.components))]
+            own["components"], own["messages"] = zip(*of_all, strict=True)
         return replace(batch, **own)
 
     def _sample(

@@ -266,7 +266,8 @@ class Learner:
             copies = zip(self.reference.parameters(), self.model.parameters(), strict=True)
             with torch.no_grad():
                 for own, new in copies:
-                    own.add_(new - own, alpha=self.teacher_ema)
+                    if new.requires_grad:  # the others are the policy's own
+                        own.add_(new - own, alpha=self.teacher_ema)
         *of_tokens, num_tokens = found.tolist()
         own = {name: value.item() for name, value in zip(of_loss, read, strict=True)}
         if "siren_anchor" in own:

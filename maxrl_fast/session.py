@@ -48,7 +48,7 @@ from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 
 _GROUPS = Model, Optimizer, Loss, Decoding, Place, TextOptions, VllmOptions
 _OF_RUNS = "model teacher_prompt prompt_suffix max_prompt_tokens steps warmup_steps lr_schedule "
-_OF_RUNS += "updates_per_step"
+_OF_RUNS += "updates_per_step teacher_template teacher_ema"
 _OPTIONS = {x.name for group in _GROUPS for x in fields(group)} - {*_OF_RUNS.split()}
 _OPTIONS |= {"loss", "rollout", "seed", "sharding"}
 
@@ -121,6 +121,7 @@ class Session:
         _connect(resolve_device(config.run.device))
         if is_text := is_dataset(config.chosen.task):  # without data, or a teacher's
             config = config.replace(sft_steps=0, eval_prompts=None, teacher_prompt=None)
+            config = config.replace(teacher_template=None, teacher_ema=0.0)
 
         def make_task(found: Config) -> Any:
             folder = saved.directory if saved else found.model.directory

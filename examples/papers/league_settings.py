@@ -36,6 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     # PACS, Table 4: 8 rollouts; 1024 prompts, of which an update has 256
     "pacs_paper, 4 updates": {"prompts": 60, "rollouts": 8, "updates_per_step": 4},
     "pacs_paper, lr 1e-4": {"lr": 1e-4},
+    "pacs_paper, baseline": {"baseline": "rloo"},
     "riskpo": {},
     # the authors' script: 5 rollouts, two updates of a step, bundles of 5
     "riskpo, 5 rollouts": {"prompts": 90, "rollouts": 5},

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from maxrl_fast.job.launch import STEPS, Health, RunLoop, conditions, verdict
+from maxrl_fast.job.loop import STEPS, Health, RunLoop, conditions, verdict
 from maxrl_fast.records import Rollouts
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
 

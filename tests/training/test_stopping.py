@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from maxrl_fast.algorithms.estimators.max_at_k import stopped_maxrl
-from maxrl_fast.job.launch import RunLoop, rollout_records
+from maxrl_fast.job.loop import RunLoop, rollout_records
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
@@ -347,7 +347,8 @@ def test_a_loop_of_verbs_has_the_weights_of_a_run_with_carried_prompts(tmp_path,
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_run_with_carried_prompts_resumes_bitwise(ahead, tmp_path, monkeypatch):
     flags = [*base()[2:], *CHAIN, "--objective", "maxrl", "--steps", "6", "--rollouts", "4"]
-    flags += ["--carry", "3", "--ahead", str(ahead)]
+    flags += ["--carry", "3", "--ahead", str(ahead), "--lora-rank", str(2 * ahead)]
+    flags += "--kl full --kl-coef .1 --teacher-prompt sibling --teacher-ema .1".split() * ahead
     resumes_bitwise(monkeypatch, tmp_path, flags, "step 3")
     records = read(tmp_path / "whole" / "metrics.jsonl")
     assert any(record["carried"] for record in records), records

@@ -5,14 +5,13 @@ rollouts go, at an equal number of sampled tokens and in equal time.
     python examples/papers/never_give_up.py --part rounds  # R of --carry R
     python examples/papers/never_give_up.py --part draws --maze-size 11
 
-Each part needs its own --out. On a language model, with problems of two operations:
+Each part needs its own --out. A language model, on problems of two operations:
 
     python examples/language/prepare.py --hard runs/hard
     python examples/papers/language_objectives.py --problems runs/hard
         --objectives grpo-dynamic maxrl maxrl-stop maxrl-carry
 
-The rule "Never Giving Up" (Noukhovitch et al. 2026) is read from the
-paper's abstract: rollouts of a prompt until one succeeds, here in rounds.
+"Never Giving Up" (Noukhovitch et al. 2026) is read from its abstract: rollouts until one succeeds.
 """
 
 import sys
@@ -22,9 +21,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from matplotlib.figure import Figure
 from rich.table import Table
-from runner import TokenRun, check_methods, run, show_table
-from stopping import StoppingSettings, compare, draw, show
+from runner import TokenRun, check_methods, run, series, show_table, standard_error
+from stopping import KS, StoppingSettings, compare, show
 from torch import Tensor
 
 from maxrl_fast import group_advantage
@@ -56,8 +56,8 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class HardSettings(StoppingSettings):
-    """Rules for where rollouts go, from warm starts with pass@1 near .05: about a minute a run.
-    --threads is the number of simultaneous runs, each with one thread."""
+    """Rules for where rollouts go, from warm starts with pass@1 near .05. --threads is the number
+    of simultaneous runs, each with one thread."""
 
     part: Literal["methods", "rounds", "draws"] = "methods"
     """What is compared: methods, --carry 2 to 16, or --draw-prompts."""
@@ -128,12 +128,12 @@ class Mix(MazeTask):
 
 
 def experiment(settings: HardSettings) -> dict[str, Any]:
-    known, task = PARTS[settings.part], ""
+    known, start = PARTS[settings.part], list[str]()
     check_methods(settings.methods, known, settings)
     if settings.part == "draws":
-        settings, task = replace(settings, work=settings.work / "mix"), f"{FILE}:Mix"
+        settings, start = replace(settings, work=settings.work / "mix"), [f"--task={FILE}:Mix"]
     methods = {name: known[name] for name in settings.methods or known}
-    runs = compare(settings, methods, until_success, [f"--task={task}"] * bool(task))
+    runs = compare(settings, methods, until_success, start)
     show(runs)
     table = Table("mazes with a success in the end, by pass rate before", *map(str, BINS))
     for one in runs:
@@ -142,18 +142,31 @@ def experiment(settings: HardSettings) -> dict[str, Any]:
         one["solved_by_bin"] = [
             [int((after[bins == i] > 0).sum()), int((bins == i).sum())] for i in range(len(BINS))
         ]
+        one["steps"] = len(one["draws"])
+        for name in ("draws", "solved", "logprob_diff"):
+            one[name] = sum(one[name]) / one["steps"]
     for name in methods:
         counts = torch.tensor([x["solved_by_bin"] for x in runs if x["method"] == name]).sum(0)
         table.add_row(name, *(f"{solved} of {of}" for solved, of in counts.tolist()))
     show_table(table)
-    for one in runs:
-        one["steps"] = len(one["draws"])
-        for name in ("draws", "solved", "logprob_diff"):
-            one[name] = sum(one[name]) / one["steps"]
     return {"runs": runs}
 
 
-main = partial(run, "never_give_up", HardSettings, experiment, partial(draw, shown=(0, 3)))
+def draw(record: dict[str, Any]) -> Figure:
+    """Draw pass@1 and the last pass@k by sampled tokens; errors are over seeds."""
+    runs, figure = record["results"]["runs"], Figure(figsize=(8, 3.4), layout="constrained")
+    ks = KS[: len(runs[0]["passes"][0])]
+    for which, axes in zip((0, -1), figure.subplots(1, 2), strict=True):
+        for name in dict.fromkeys(one["method"] for one in runs):
+            values = series(runs, name, "passes")[..., which]
+            tokens = series(runs, name, "tokens").double().mean(0)
+            axes.errorbar(tokens, values.mean(0), standard_error(values), label=name)
+        axes.set(title=f"pass@{ks[which]}", xlabel="sampled tokens")
+    axes.legend(fontsize=7)
+    return figure
+
+
+main = partial(run, "never_give_up", HardSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -158,13 +158,13 @@ def show(runs: list[dict[str, Any]]) -> None:
     show_table(table)
 
 
-def draw(record: dict[str, Any], shown: Sequence[int] = (0, 1)) -> Figure:
+def draw(record: dict[str, Any]) -> Figure:
     """Draw pass@k of held-out mazes by sampled tokens and by seconds, a line for each run."""
     runs = record["results"]["runs"]
     figure = Figure(figsize=(11, 7), layout="constrained")
-    shown = [which for which in shown if which < len(runs[0]["passes"][0])]
-    rows = figure.subplots(len(shown), 2, sharey="row", squeeze=False)
-    for which, axes in zip(shown, rows, strict=True):
+    num_rows = min(2, len(runs[0]["passes"][0]))
+    rows = figure.subplots(num_rows, 2, sharey="row", squeeze=False)
+    for which, axes in enumerate(rows):
         for place, key in zip(axes, ("tokens", "seconds"), strict=True):
             for i, name in enumerate(dict.fromkeys(one["method"] for one in runs)):
                 own = [one for one in runs if one["method"] == name]

@@ -330,9 +330,8 @@ class RunContext:
 
 def build_loss_settings(config: Config) -> LossSettings:
     options, own = config.loss, config.parts["loss"]
-    others = "reference", "jsd_beta"
-    is_other = {x: x in others or x.startswith("teacher") for x in vars(options)}
-    values = {name: x for name, x in vars(options).items() if not is_other[name]}
+    others = "reference", "teacher_prompt", "teacher_template", "teacher_ema", "jsd_beta"
+    values = {name: x for name, x in vars(options).items() if name not in others}
     values |= {name: x for name, x in own.items() if name in ("clip_low", "clip_high")}
     if options.kl == "full":
         values |= {"kl": "k3", "kl_coef": 0.0, "divergence_coef": options.kl_coef}

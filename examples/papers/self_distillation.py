@@ -231,7 +231,8 @@ def bandits(settings: SelfDistillationSettings) -> dict[str, Any]:
     found, draws = dict[str, list[list[float]]](), torch.Generator().manual_seed(settings.seed)
     start = torch.randn(5, ACTIONS, generator=draws, dtype=torch.float64)
     for (name, own), (teacher, more) in product(OBJECTIVES.items(), teachers.items()):
-        advantages = group_advantage(rewards, name, **({"k": 2} if own else {})).double()
+        options: dict[str, Any] = {"k": 2} if own else {}
+        advantages = group_advantage(rewards, name, **options).double()
         logits, early = start.clone().requires_grad_(), torch.full((5,), torch.nan).double()
         for _ in range(1000):
             log_p = logits.log_softmax(-1)

@@ -43,6 +43,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "maxrl-stop": {"objective": "maxrl", "rollouts": 64, "stop_at": 4},
     "grpo-dynamic": {"objective": "grpo", "dynamic_sampling": 4},
 }
+SIBLING = {"kl": "full", "kl_coef": 0.05, "teacher_prompt": "sibling"}
+METHODS |= {f"{x}-sibling": METHODS[x] | SIBLING for x in ("grpo", "maxrl", "maxpo-4")}
 BEFORE = "before training"
 COMPARED = "grpo"  # the others' differences from it are paired by prompt
 
@@ -54,7 +56,8 @@ class LanguageSettings(Settings):
 
     objectives: tuple[str, ...] = tuple(METHODS)[:6]
     """Of grpo, maxrl, maxpo-4, rloo, pacs, maxpo-8, maxrl-stop (4 successes of at most 64
-    rollouts) and grpo-dynamic (dynamic sampling)."""
+    rollouts), grpo-dynamic (dynamic sampling), and grpo-sibling, maxrl-sibling and maxpo-4-sibling
+    (self-distillation)."""
     seeds: int = 2
     """Seeds from --seed on."""
     tokens: int = 24_000

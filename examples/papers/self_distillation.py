@@ -138,8 +138,8 @@ class SelfDistillationSettings(MazeSettings):
 def experiment(settings: SelfDistillationSettings) -> dict[str, Any]:
     task = {"task": f"{Path(__file__).resolve()}:OpenMazes", "maze_size": settings.maze_size}
     seeds = range(settings.seed, settings.seed + settings.seeds)
-    common = {**POLICY, "steps": 0, "sft-steps": settings.sft_steps, "sft-batch": 64}
-    common |= {"sft-lr": 3e-3, "eval-prompts": 16, "task": task["task"]}
+    common: dict[str, Any] = {**POLICY, "steps": 0, "sft-steps": settings.sft_steps}
+    common |= {"sft-batch": 64, "sft-lr": 3e-3, "eval-prompts": 16, "task": task["task"]}
     flags = {f"start-{x}": flags_of({**common, "seed": x}) for x in seeds}
     starts = train_all(flags, settings.work, settings.threads, "warm starts")
     methods: dict[str, dict[str, Any]] = {START: {}}

@@ -232,9 +232,6 @@ def _wrong_parts(c: View) -> Iterator[str]:
         yield "{objective} needs a --reward of 2 or more functions, got {reward}"
     if needs.binary and reads_policy:
         yield "{objective} needs rewards of 0 or 1, got --reward-source {reward_source}"
-    if c.objective == "hero" and c.reward_weights[:1] not in ((), (1.0,)):
-        what = "1 as the weight of the verifier, the first of --reward-weights"
-        yield f"hero needs {what}, got {{reward_weights}}"
     if (c.stop_at or c.carry) and c.order not in (None, c.rollouts - 1):
         what = "--stop-at is MaxRL of order --rollouts" if c.stop_at else "--carry sets the order"
         yield what + ", so order cannot be {order}"
@@ -290,22 +287,17 @@ def refuse(values: Mapping[str, Any], *rules: Callable[[View], Iterator[str]]) -
 def check(config: Config) -> None:
     """Refuse, before any work, what is wrong with options that are right by themselves."""
     try:
-        own = {"method": objective_of(config), "token_loss": part("loss", config.chosen.loss)}
+        loss: Any = part("loss", config.chosen.loss)
+        own = {"method": objective_of(config), "token_loss": loss}
         refuse({**config.values, **own}, _wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
-        config.sampling.stopping(), config.sampling.draw_rule()  # or an error
-        loss_options(config)
+        config.sampling.build(1, config.run.seed)  # or an error of a user's class
+        given = config.parts["loss"].items()
+        loss.resolve({x: y for x, y in given if x not in CLIPS})
     except InputError:
         raise
     except ValueError as error:  # of a part
         advice = "; --rollouts sets N" * ("rollouts" in str(error))
         raise InputError(f"{error}{advice}") from error
-
-
-def loss_options(config: Config) -> dict[str, Any]:
-    """Return the options of the loss besides its clips."""
-    own = {x: y for x, y in config.parts["loss"].items() if x not in CLIPS}
-    resolved: dict[str, Any] = part("loss", config.chosen.loss).resolve(own)
-    return resolved
 
 
 def objective_of(config: Config) -> Objective:

@@ -160,23 +160,18 @@ class RolloutCollector:
         means, seconds = MetricAccumulator(), -self.clock.total("rollout")
         if self.schedule is not None:
             batch = self._in_rounds(self.schedule, step, first_prompt, means)
-        elif self.chosen is not None:
-            batch = self._of_chosen(self.chosen, step, first_prompt, means)
+        elif chosen := self.chosen:
+            places, num_new = chosen.places(first_prompt, step)
+            prompts = Prompts.concatenate([self._prompts(index, 1) for index in places])
+            batch = self._sample(step, prompts, 0, self.num_rollouts, means)
+            metrics = batch.metrics | chosen.observe(batch.all_rewards)
+            batch = replace(batch, metrics=metrics, num_new=num_new)
         else:
             prompts = self._prompts(first_prompt, self.num_prompts)
             batch = self._sample(step, prompts, 0, self.num_rollouts, means)
         seconds += self.clock.total("rollout")
         metrics = batch.metrics | means.over(self.ranks)
         return self._finished(replace(batch, metrics=metrics, rollout_seconds=seconds))
-
-    def _of_chosen(
-        self, chosen: Carried | Drawn, step: int, first_prompt: int, means: MetricAccumulator
-    ) -> RolloutBatch:
-        places, num_new = chosen.places(first_prompt, step)
-        prompts = Prompts.concatenate([self._prompts(index, 1) for index in places])
-        batch = self._sample(step, prompts, 0, self.num_rollouts, means)
-        metrics = batch.metrics | chosen.observe(batch.all_rewards)
-        return replace(batch, metrics=metrics, num_new=num_new)
 
     def _prompts(self, first_prompt: int, count: int) -> Prompts:
         with self.clock("rollout"):

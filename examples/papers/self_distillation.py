@@ -138,8 +138,8 @@ class SelfDistillationSettings(MazeSettings):
 def experiment(settings: SelfDistillationSettings) -> dict[str, Any]:
     task = {"task": f"{Path(__file__).resolve()}:OpenMazes", "maze_size": settings.maze_size}
     seeds = range(settings.seed, settings.seed + settings.seeds)
-    common = {**POLICY, "steps": 0, "sft-steps": settings.sft_steps, "sft-batch": 64}
-    common |= {"sft-lr": 3e-3, "eval-prompts": 16, "task": task["task"]}
+    common: dict[str, Any] = {**POLICY, "steps": 0, "sft-steps": settings.sft_steps}
+    common |= {"sft-batch": 64, "sft-lr": 3e-3, "eval-prompts": 16, "task": task["task"]}
     flags = {f"start-{x}": flags_of({**common, "seed": x}) for x in seeds}
     starts = train_all(flags, settings.work, settings.threads, "warm starts")
     methods: dict[str, dict[str, Any]] = {START: {}}
@@ -231,7 +231,8 @@ def bandits(settings: SelfDistillationSettings) -> dict[str, Any]:
     found, draws = dict[str, list[list[float]]](), torch.Generator().manual_seed(settings.seed)
     start = torch.randn(5, ACTIONS, generator=draws, dtype=torch.float64)
     for (name, own), (teacher, more) in product(OBJECTIVES.items(), teachers.items()):
-        advantages = group_advantage(rewards, name, **({"k": 2} if own else {})).double()
+        options: dict[str, Any] = {"k": 2} if own else {}
+        advantages = group_advantage(rewards, name, **options).double()
         logits, early = start.clone().requires_grad_(), torch.full((5,), torch.nan).double()
         for _ in range(1000):
             log_p = logits.log_softmax(-1)

@@ -67,12 +67,9 @@ def outcome_of(value: Any) -> Outcome:
         if not isinstance(value, dict):
             return Outcome(_number(value, "a reward"))
         own, components = "reward" if "reward" in value else "score", dict[str, float]()
-        said = value.get("feedback")
-        if not isinstance(said, str):
-            said = None
-        else:  # half a surrogate pair cannot be encoded
-            value, said = {**value}, said[:LONGEST_FEEDBACK].encode(errors="replace").decode()
-            del value["feedback"]
+        value, said = {**value}, None
+        if isinstance(value.get("feedback"), str):  # half a surrogate pair cannot be encoded
+            said = value.pop("feedback")[:LONGEST_FEEDBACK].encode(errors="replace").decode()
         for name, part in value.items():
             if name == own or "score" not in value or hasattr(part, "__float__"):
                 number = _number(part, f"component {name!r}")

@@ -504,8 +504,8 @@ def sample_and_score(
                 rollouts = Rollouts.given([]).to(prompts.tokens.device)
         if scorer is None or not len(prompts):
             rewards = torch.full((len(rollouts),), torch.nan, device=rollouts.tokens.device)
-            none = ({},) * len(rollouts), ("",) * len(rollouts)
-            return ScoredSamples(prompts, rollouts, rewards, *none)
+            size = len(rollouts)
+            return ScoredSamples(prompts, rollouts, rewards, ({},) * size, ("",) * size)
         with clock("reward"):
             given = prompts, rollouts, request.environments, request.beat
             rewards = scorer.score(*given, zero_truncated)

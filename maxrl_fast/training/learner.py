@@ -265,9 +265,9 @@ class Learner:
         if self.teacher_ema and self.reference is not None:
             copies = zip(self.reference.parameters(), self.model.parameters(), strict=True)
             with torch.no_grad():
-                for own, new in copies:
+                for copy, new in copies:
                     if new.requires_grad:  # the others are the policy's own
-                        own.add_(new - own, alpha=self.teacher_ema)
+                        copy.add_(new - copy, alpha=self.teacher_ema)
         *of_tokens, num_tokens = found.tolist()
         own = {name: value.item() for name, value in zip(of_loss, read, strict=True)}
         if "siren_anchor" in own:

@@ -33,7 +33,7 @@ NUM_TRIED = 64  # prompts that are checked before the first step, of a task that
 GROUP = frozenset(["group", "index"])
 # of each rollout: "response" is its last turn, of which "tokens" are the ids
 Group = Sequence[dict[str, Any]]
-NOTHING = {"response": "", "reward": 0.0, "components": {}, "message": "", "tokens": []}
+NOTHING = dict[str, Any](response="", reward=0.0, components={}, message="", tokens=[])
 
 
 @cache
@@ -59,8 +59,9 @@ class TeacherPrompts:
     def check(self) -> None:
         if self.source == "answer":
             check_answers(self.task, "--teacher-prompt answer")
-        is_fine = isinstance(self.task, TextTask) or self.source == "answer"
-        if not is_fine and (self.source != "sibling" or self.template):
+        names = ("answer", "sibling")
+        is_text = isinstance(self.task, TextTask)
+        if not is_text and (self.source not in names or self.template):
             raise InputError(
                 "--teacher-prompt must be answer or sibling, without --teacher-template, for task "
                 f"{self.task.name}, whose prompts are not text, got {self.source}"
@@ -115,7 +116,7 @@ class TeacherPrompts:
             said = "" if own["reward"] > CORRECT else own["message"]
             hints = {"sibling": sibling["response"], "feedback": said}
             if self.source in TEMPLATES:
-                hint = str(hints.get(self.source, columns.get("answer")))
+                hint = str(hints.get(self.source, columns.get("answer", "")))
                 made = self._filled(columns["prompt"], hint) if hint else None
             else:
                 given = {"group": group, "index": index}

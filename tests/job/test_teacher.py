@@ -5,8 +5,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from maxrl_fast import train
-from tests.runs import CHAIN_TASK, without_timings
+from tests.runs import CHAIN_TASK, resumes_bitwise, without_timings
 from tests.tables import table
+from tests.tasks.test_dataset import save_byte_level_policy, written
 
 SMALL = "--maze-size 7 --prompts 4 --eval-prompts 4 --eval-samples 2 --threads 1 --steps 2"
 
@@ -73,3 +74,22 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path, teacher, capsys):
     (other / "tokenizer.json").write_text(json.dumps(fields))
     assert run(tmp_path / "run", "--objective", "distill", "--reference", other) == 2
     assert "must have the policy's tokenizer" in " ".join(capsys.readouterr().err.split())
+
+
+REWARD = """
+def score(prompt, response):
+    return {"reward": len(response) % 2, "feedback": f"{len(response)} letters"}
+"""
+
+
+@pytest.mark.slow
+def test_the_feedback_of_a_reward_reaches_the_teacher(tmp_path, monkeypatch):
+    (tmp_path / "reward.py").write_text(REWARD)
+    data = written(tmp_path / "data.jsonl", [{"prompt": f"{i}: say"} for i in range(40)])
+    flags = f"--task dataset --data {data} --model {save_byte_level_policy(tmp_path)} --steps 4"
+    flags += f" --objective rloo --reward {tmp_path}/reward.py:score --kl full --kl-coef .1"
+    flags += " --teacher-prompt feedback --ahead 1 --max-new-tokens 12 --prompts 4 --rollouts 4"
+    flags += " --eval-prompts 2 --eval-samples 2 --reward-workers 1 --threads 1 --dtype float32"
+    for step in resumes_bitwise(monkeypatch, tmp_path, flags.split(), "step 2"):
+        assert step["frac_with_teacher"] == pytest.approx(1 - step["reward_mean"])
+        assert step["kl"] > 0

@@ -284,6 +284,18 @@ void run_rank(unsigned rank, unsigned begin, unsigned end, ClusterBarrier& clust
   if (kFindsRaces) block.release();  // the stacks of unordered fibers must not get the same memory
 }
 
+void meet(ClusterBarrier& cluster) {
+  std::unique_lock lock(cluster.mutex);
+  const uint64_t number = cluster.number;
+  if (++cluster.came == cluster_size) {
+    cluster.came = 0;
+    ++cluster.number;
+    cluster.changed.notify_all();
+  } else if (!cluster.changed.wait_for(lock, kPatience, [&] { return cluster.number != number; })) {
+    stop("a barrier that not all blocks of the cluster reach");
+  }
+}
+
 void run_clusters(unsigned begin, unsigned end, size_t shared_bytes,
                   const std::function<void()>& kernel) {
   auto made = std::make_unique<ClusterBarrier>();
@@ -292,18 +304,8 @@ void run_clusters(unsigned begin, unsigned end, size_t shared_bytes,
   std::vector<std::thread> ranks;
   for (unsigned rank = 0; rank < cluster_size; ++rank)
     ranks.emplace_back([&, rank] {
-      {
-        std::unique_lock lock(cluster.mutex);  // wait until all have started
-        cluster.memory[rank] = maxrl::cuda::storage;
-        if (++cluster.came == cluster_size) {
-          cluster.came = 0;
-          ++cluster.number;
-          cluster.changed.notify_all();
-        } else {
-          const uint64_t number = cluster.number;
-          cluster.changed.wait(lock, [&] { return cluster.number != number; });
-        }
-      }
+      cluster.memory[rank] = maxrl::cuda::storage;
+      meet(cluster);
       run_rank(rank, begin, end, cluster, shared_bytes, kernel);
     });
   for (auto& rank : ranks) rank.join();
@@ -371,19 +373,7 @@ void finish_copies(size_t but) {
 
 void sync_cluster() {
   sync_block();
-  if (threadIdx.x == 0) {
-    ClusterBarrier& cluster = *here->cluster;
-    std::unique_lock lock(cluster.mutex);
-    const uint64_t number = cluster.number;
-    if (++cluster.came == cluster_size) {
-      cluster.came = 0;
-      ++cluster.number;
-      cluster.changed.notify_all();
-    } else if (!cluster.changed.wait_for(lock, kPatience,
-                                         [&] { return cluster.number != number; })) {
-      stop("a barrier that not all blocks of the cluster reach");
-    }
-  }
+  if (threadIdx.x == 0) meet(*here->cluster);
   sync_block();
 }
 

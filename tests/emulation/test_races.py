@@ -78,14 +78,14 @@ PLANTED = [
     ),
     Planted("token_loss_pipelined", "softmax_pipeline.cuh", "read(j + 1);", "wait_until_ready(j);"),
     *(
-        Planted(part, file, kernel, "wait_for_predecessor();")
+        Planted(part, f"{file}.cu", f"{kernel}(", "wait_for_predecessor();")
         for part, file, kernel in (
-            ("decode_attention", "decode_attention.cu", "attend_to_own("),
-            ("decode_attention", "decode_attention.cu", "merge_splits("),
-            ("decode_sample", "decode_sample.cu", "sample_rows("),
-            ("layer", "layer_norms.cu", "add_rms_norm_kernel("),
-            ("layer", "layer_heads.cu", "rotate_heads_kernel("),
-            ("layer", "layer_mlp.cu", "swiglu_kernel("),
+            ("decode_attention", "decode_attention", "attend_to_own"),
+            ("decode_attention", "decode_attention", "merge_splits"),
+            ("decode_sample", "decode_sample", "sample_rows"),
+            ("layer", "layer_norms", "add_rms_norm_kernel"),
+            ("layer", "layer_heads", "rotate_heads_kernel"),
+            ("layer", "layer_mlp", "swiglu_kernel"),
         )
     ),
     Planted("divergence", "divergence.cu", "teacher + kSize * c"),

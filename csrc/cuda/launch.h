@@ -82,18 +82,26 @@ class OncePerDevice {
   std::map<std::pair<int, int64_t>, int64_t> numbers_;
 };
 
+// The compute capability that a kernel was compiled for: the device's may be greater.
+template <typename... Parameters>
+int64_t compiled_capability(void (*kernel)(Parameters...)) {
+  static OncePerDevice capabilities;
+  const int of_device =
+      device_attribute(cudaDevAttrComputeCapabilityMajor);  // emulated ones change
+  return capabilities.get(reinterpret_cast<int64_t>(kernel) + of_device, [&] {
+    cudaFuncAttributes compiled;
+    MAXRL_CUDA_CHECK(cudaFuncGetAttributes(&compiled, kernel));
+    return compiled.ptxVersion / 10;
+  });
+}
+
 // A launch of a kernel that begins with wait_for_predecessor: its blocks may start while the kernel
-// before it ends. A kernel that was compiled for less than compute capability 9 does not wait.
+// before it ends.
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared_bytes,
                   cudaStream_t stream, const Arguments&... arguments) {
-  static OncePerDevice waits;
   LaunchShape shape(blocks, threads, shared_bytes, 0, stream);
-  if (waits.get(reinterpret_cast<int64_t>(kernel), [&] {
-        cudaFuncAttributes compiled;
-        MAXRL_CUDA_CHECK(cudaFuncGetAttributes(&compiled, kernel));
-        return compiled.ptxVersion >= 90;
-      })) {
+  if (compiled_capability(kernel) >= 9) {
     shape.attribute = {};
     shape.attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     shape.attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -20,6 +20,9 @@ namespace maxrl::cuda {
 namespace {
 
 constexpr int kKeysAtOnce = 4;  // keys that a slot loads at a time, to have several loads in flight
+// Where at most so many query heads share a key, the next keys come while the present ones are
+// used; 128 registers are enough for that, and leave room for 16 warps.
+constexpr int kMostAhead = 2;
 constexpr int kMaxWarps = 8;  // per block
 // query heads that share a key/value head: of other numbers up to 8 the next one's kernel runs
 constexpr int kQueryCounts[] = {1, 2, 4, 7, 8};
@@ -120,21 +123,35 @@ struct OwnAttention {
     return sum_over_lanes(sum, lanes_of_key);
   }
 
+  struct Loaded {
+    Chunk<Element> of[kKeysAtOnce];
+  };
+  // This lane's part of several keys or values, or zeros past `end`.
+  __device__ Loaded load_several(Element* cache, int first, int num_slots, int end) const {
+    Loaded loaded;
+#pragma unroll
+    for (int u = 0; u < kKeysAtOnce; ++u) {
+      const int position = first + u * num_slots + slot;
+      loaded.of[u] = load(cached(cache, position), position < end);
+    }
+    return loaded;
+  }
+
   __device__ void attend_to_cache() {
-    const int num_slots = blockDim.x / lanes_of_key;
+    const int num_slots = blockDim.x / lanes_of_key, step = num_slots * kKeysAtOnce;
     const int size = (newest + in.num_splits - 1) / in.num_splits, begin = split * size,
               end = min(newest, begin + size);
+    constexpr bool kIsAhead = kQueries <= kMostAhead;
+    Loaded next;
+    if (kIsAhead) next = load_several(in.k_cache, begin, num_slots, end);
     for (int first = begin; first < end;
-         first += num_slots * kKeysAtOnce) {  // the same number of times in all threads
-      Chunk<Element> keys[kKeysAtOnce], values[kKeysAtOnce];
+         first += step) {  // the same number of times in all threads
+      const auto [keys] = kIsAhead ? next : load_several(in.k_cache, first, num_slots, end);
+      const auto [values] = load_several(in.v_cache, first, num_slots, end);
+      if (kIsAhead) next = load_several(in.k_cache, first + step, num_slots, end);
       bool exists[kKeysAtOnce];
 #pragma unroll
-      for (int u = 0; u < kKeysAtOnce; ++u) {
-        const int position = first + u * num_slots + slot;
-        exists[u] = position < end;
-        keys[u] = load(cached(in.k_cache, position), exists[u]);
-        values[u] = load(cached(in.v_cache, position), exists[u]);
-      }
+      for (int u = 0; u < kKeysAtOnce; ++u) exists[u] = first + u * num_slots + slot < end;
 #pragma unroll
       for (int r = 0; r < kQueries; ++r) {
         float scores[kKeysAtOnce], greatest = attended.top[r];
@@ -248,8 +265,9 @@ struct OwnAttention {
 };
 
 template <typename Element, int kQueries>
-__global__ void __launch_bounds__(kMaxWarps* kWarp, 1)
+__global__ void __launch_bounds__(kMaxWarps* kWarp, kQueries <= kMostAhead ? 2 : 1)
     attend_to_own(const __grid_constant__ DecodeAttention<Element> in, int lanes_of_key) {
+  wait_for_predecessor();
   OwnAttention<Element, kQueries> own(in, lanes_of_key);
   own.attend_to_cache();
   if (own.split == 0) own.attend_to_newest();
@@ -263,6 +281,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, 1)
 template <typename Element>
 __global__ void __launch_bounds__(kMergingThreads)
     merge_splits(const __grid_constant__ DecodeAttention<Element> in, int lanes_of_key) {
+  wait_for_predecessor();
   constexpr int kSize = Chunk<Element>::kSize;
   const int64_t index =
       (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / lanes_of_key;  // of the row and the head
@@ -294,10 +313,10 @@ void launch_with(const DecodeAttention<Element>& in, cudaStream_t stream) {
       warps == 1 ? 0 : warps * kQueries * lanes * (kSize + 2) * int64_t{sizeof(float)};
   const auto kernel = attend_to_own<Element, kQueries>;
   if (shared > kUnaskedShared) allow_shared(kernel);
-  launch(kernel, blocks, warps * kWarp, shared, 0, stream, in, lanes);
+  launch_early(kernel, blocks, warps * kWarp, shared, stream, in, lanes);
   if (in.num_splits == 1) return;
   const int64_t merging = (in.num_rows * in.heads * lanes + kMergingThreads - 1) / kMergingThreads;
-  launch(merge_splits<Element>, merging, kMergingThreads, 0, 0, stream, in, lanes);
+  launch_early(merge_splits<Element>, merging, kMergingThreads, 0, stream, in, lanes);
 }
 
 template <typename Element, int which = 0>

@@ -78,6 +78,7 @@ __device__ Tile sum_of(const Logits& logits, int number, float rate) {
 
 __global__ void __launch_bounds__(kMaxWarps* kWarp)
     sample_rows(const __grid_constant__ DecodeSample in) {
+  wait_for_predecessor();
   auto* const tiles = reinterpret_cast<Tile*>(dynamic_shared());
   const int64_t row = in.rows ? in.rows[blockIdx.x] : blockIdx.x;
   if (in.done[row]) return;
@@ -170,8 +171,8 @@ void decode_sample(const DecodeSample& in, cudaStream_t stream) {
   const int64_t tiles = (in.vocab_size + kTile - 1) / kTile,
                 shared = tiles * static_cast<int64_t>(sizeof(Tile));
   if (shared > kUnaskedShared) throw std::invalid_argument("decode_sample: too many tokens");
-  launch(sample_rows, in.num_rows, std::min<int64_t>(kMaxWarps, tiles) * kWarp, shared, 0, stream,
-         in);
+  launch_early(sample_rows, in.num_rows, std::min<int64_t>(kMaxWarps, tiles) * kWarp, shared,
+               stream, in);
 }
 
 const bool defined = define_kernel("decode_sample", decode_sample);

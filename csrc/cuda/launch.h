@@ -28,21 +28,22 @@ inline void check_alignment(const char* kernel, std::initializer_list<const void
                                   " needs tensors and rows aligned to 16 bytes");
 }
 
-// The shape of a launch. cluster_size: blocks of a thread-block cluster, 0 on GPUs that have none.
+// The shape of a launch. cluster_size: blocks of a thread-block cluster, 0 on GPUs that have none,
+// and for a launch without one.
 struct LaunchShape {
-  cudaLaunchAttribute cluster{};
+  cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};
 
   LaunchShape(int64_t blocks, int threads, int64_t shared_bytes, int cluster_size,
               cudaStream_t stream) {
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = static_cast<unsigned>(cluster_size);
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(cluster_size);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = stream;
-    config.attrs = &cluster;
+    config.attrs = &attribute;
     config.numAttrs = cluster_size > 0 ? 1 : 0;
   }
   LaunchShape(const LaunchShape&) = delete;  // it has a pointer to its own member
@@ -80,6 +81,45 @@ class OncePerDevice {
   std::mutex mutex_;
   std::map<std::pair<int, int64_t>, int64_t> numbers_;
 };
+
+// The compute capability that a kernel was compiled for: the device's may be greater.
+template <typename... Parameters>
+int64_t compiled_capability(void (*kernel)(Parameters...)) {
+  static OncePerDevice capabilities;
+  const int of_device =
+      device_attribute(cudaDevAttrComputeCapabilityMajor);  // emulated ones change
+  return capabilities.get(reinterpret_cast<int64_t>(kernel) + of_device, [&] {
+    cudaFuncAttributes compiled;
+    MAXRL_CUDA_CHECK(cudaFuncGetAttributes(&compiled, kernel));
+    return compiled.ptxVersion / 10;
+  });
+}
+
+// A launch of a kernel that begins with wait_for_predecessor: its blocks may start while the kernel
+// before it ends.
+template <typename... Parameters, typename... Arguments>
+void launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared_bytes,
+                  cudaStream_t stream, const Arguments&... arguments) {
+  LaunchShape shape(blocks, threads, shared_bytes, 0, stream);
+  if (compiled_capability(kernel) >= 9) {
+    shape.attribute = {};
+    shape.attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    shape.attribute.val.programmaticStreamSerializationAllowed = 1;
+    shape.config.numAttrs = 1;
+  }
+  MAXRL_CUDA_CHECK(cudaLaunchKernelEx(&shape.config, kernel, arguments...));
+}
+
+// Lets the next kernel's blocks start, and waits until the kernels before this one have ended.
+// Every block must call it before it reads or writes anything, and before it ends: the next kernel
+// waits for this one only.
+__device__ inline void wait_for_predecessor() {
+#ifndef __CUDACC__
+  emulation::wait_for_predecessor();
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // Bytes of dynamic shared memory that a block may have; kernels have some of their own.
 constexpr int64_t kOwnShared = 4096, kUnaskedShared = (48 << 10) - kOwnShared;

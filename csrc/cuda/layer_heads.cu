@@ -55,6 +55,7 @@ struct HeadPart {
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
     rotate_heads_kernel(const __grid_constant__ RotateHeads<Element> in, int lanes) {
+  wait_for_predecessor();
   const int half = in.head_dim / 2,
             at = static_cast<int>(threadIdx.x) % lanes * Chunk<Element>::kSize;
   const unsigned slot = (blockIdx.x * kThreads + threadIdx.x) / lanes;
@@ -154,8 +155,8 @@ void rotate_heads(const RotateHeads<Element>& in, cudaStream_t stream) {
   const int64_t heads = in.from[0].count + in.from[1].count + in.from[2].count;
   if (in.num_rows == 0) return;
   const int lanes = lanes_of_head<Element>(in.head_dim);
-  launch(rotate_heads_kernel<Element>, blocks_for(in.num_rows * heads * lanes), kThreads, 0, 0,
-         stream, in, lanes);
+  launch_early(rotate_heads_kernel<Element>, blocks_for(in.num_rows * heads * lanes), kThreads, 0,
+               stream, in, lanes);
 }
 
 template <typename Element>

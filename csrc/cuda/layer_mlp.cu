@@ -24,6 +24,7 @@ struct Place {
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
     swiglu_kernel(const __grid_constant__ SwiGlu<Element> in) {
+  wait_for_predecessor();
   constexpr int kSize = Chunk<Element>::kSize;
   const Place<Element> place(in.size);
   if (place.row >= in.num_rows) return;
@@ -85,8 +86,8 @@ void swiglu(const SwiGlu<Element>& in, cudaStream_t stream) {
                   {in.gate, in.up, in.gate + in.gate_stride, in.up + in.up_stride, in.out});
   if (in.num_rows == 0) return;
   check_size("intermediate_size", in.size, Chunk<Element>::kSize, INT32_MAX);
-  launch(swiglu_kernel<Element>, blocks_for(in.num_rows * (in.size / Chunk<Element>::kSize)),
-         kThreads, 0, 0, stream, in);
+  launch_early(swiglu_kernel<Element>, blocks_for(in.num_rows * (in.size / Chunk<Element>::kSize)),
+               kThreads, 0, stream, in);
 }
 
 template <typename Element>

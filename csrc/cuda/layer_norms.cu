@@ -41,6 +41,7 @@ struct RowTeam {
 template <typename Element>
 __global__ void __launch_bounds__(kThreads)
     add_rms_norm_kernel(const __grid_constant__ AddRmsNorm<Element> in, int warps) {
+  wait_for_predecessor();
   constexpr int kSize = Chunk<Element>::kSize;
   __shared__ float of_warps[kWarps];
   const RowTeam team(warps);
@@ -141,8 +142,8 @@ void add_rms_norm(const AddRmsNorm<Element>& in, cudaStream_t stream) {
   check_alignment("add_rms_norm", {in.x, in.delta, in.weight, in.sum, in.normed});
   if (in.num_rows == 0) return;
   const int warps = warps_of_row<Element>(in.size);
-  launch(add_rms_norm_kernel<Element>, blocks_for(in.num_rows * warps * kWarp), kThreads, 0, 0,
-         stream, in, warps);
+  launch_early(add_rms_norm_kernel<Element>, blocks_for(in.num_rows * warps * kWarp), kThreads, 0,
+               stream, in, warps);
 }
 
 template <typename Element>

@@ -91,7 +91,8 @@ void launch_rows(Rows<const Element> logits, const TokenRows& in, Rows<Gradient>
   const int64_t row_bytes = in.vocab_size * static_cast<int64_t>(sizeof(Element)),
                 most = most_shared();
   const auto storage_of = [&](int size) { return (row_bytes / size / kAccess + 2) * kAccess; };
-  const int capability = device_attribute(cudaDevAttrComputeCapabilityMajor);
+  const int64_t capability =
+      compiled_capability(softmax_rows<Element, Gradient, kRowThreads, true, Work>);
   const RowLaunch plan{1, 0, capability >= 9};
   bool is_launched = false;
   if constexpr (MAXRL_PIPELINED && sizeof(RealOf<Element>) == 4)

@@ -23,6 +23,8 @@
 
 #ifdef MAXRL_RACES
 #include <sanitizer/tsan_interface.h>
+extern "C" void AnnotateIgnoreReadsBegin(const char* file, int line);
+extern "C" void AnnotateIgnoreReadsEnd(const char* file, int line);
 constexpr bool kFindsRaces = true;
 #else
 constexpr bool kFindsRaces = false;
@@ -53,6 +55,12 @@ namespace emulation {
 unsigned cluster_size;
 const int fault = std::getenv("MAXRL_FAULT") ? std::atoi(std::getenv("MAXRL_FAULT")) : -1;
 
+void ignore_reads([[maybe_unused]] bool are_ignored) {
+#ifdef MAXRL_RACES
+  (are_ignored ? AnnotateIgnoreReadsBegin : AnnotateIgnoreReadsEnd)(__FILE__, __LINE__);
+#endif
+}
+
 namespace {
 
 [[noreturn]] void stop(const char* what) {
@@ -67,12 +75,15 @@ struct Place {
   ucontext_t state;
   void* fiber = nullptr;  // ThreadSanitizer's
 };
+// Ordered after nothing that the host does.
+void* const outside = __tsan_create_fiber(0);
+void switch_to(void* fiber) { __tsan_switch_to_fiber(fiber, __tsan_switch_to_fiber_no_sync); }
 std::mutex of_fibers;
 std::vector<void*> fibers;  // of the present launch: without its fiber, ThreadSanitizer forgets
                             // what a thread has done
 void leave(Place& from, Place& to) {
   from.fiber = __tsan_get_current_fiber();
-  __tsan_switch_to_fiber(to.fiber, __tsan_switch_to_fiber_no_sync);
+  switch_to(to.fiber);
   swapcontext(&from.state, &to.state);
 }
 void start(Place& from, Place& to, unsigned char* stack, void (*function)()) {
@@ -88,9 +99,17 @@ void start(Place& from, Place& to, unsigned char* stack, void (*function)()) {
   }
   leave(from, to);
 }
+void* begin_launch() {
+  void* const host = __tsan_get_current_fiber();
+  switch_to(outside);
+  void* const launch = __tsan_create_fiber(0);
+  switch_to(launch);
+  fibers.push_back(launch);
+  return host;
+}
 void end_launch() {
   for (void* fiber : fibers) __tsan_destroy_fiber(fiber);
-  fibers.clear();
+  fibers = std::vector<void*>();
 }
 #else  // faster than swapcontext, which asks the kernel for the signal mask each time
 struct Place {
@@ -109,6 +128,8 @@ void start(Place& from, Place&, unsigned char* stack, void (*function)()) {
   makecontext(&context, function, 0);
   setcontext(&context);
 }
+void* begin_launch() { return nullptr; }
+void switch_to(void*) {}
 void end_launch() {}
 #endif
 
@@ -124,6 +145,7 @@ struct Fiber {
   Place place;
   std::unique_ptr<unsigned char[]> stack = std::make_unique<unsigned char[]>(kStack);
   bool is_started = false, is_done = false;
+  bool has_waited = false;  // for the kernels before
   bool has_fenced = false;  // so that its next atomics tell others what it wrote before
   std::vector<void*>
       has_changed;  // the atomics since its last fence, which tell it what others wrote
@@ -164,7 +186,9 @@ struct Block {
 };
 thread_local Block* here;
 thread_local const std::function<void()>* work;
-char end_of_launch;  // for ThreadSanitizer: orders all fibers before what the host does next
+// For ThreadSanitizer: they order the host before all fibers, and all fibers before the host.
+char begin_of_launch, end_of_launch;
+bool must_wait;  // for the kernels before
 
 void wait_for(Meeting& meeting, bool orders_memory) {
   const uint64_t number = meeting.number;
@@ -180,7 +204,9 @@ void wait_for(Meeting& meeting, bool orders_memory) {
 }
 
 void enter() {
+  ignore_reads(true);  // until the arguments are copied
   (*work)();
+  if (must_wait && !here->running->has_waited) stop("an early launch that does not wait");
   __tsan_release(&end_of_launch);
   here->running->is_done = true;
   ++here->steps;
@@ -207,7 +233,7 @@ void run_block(Block& block, size_t shared_bytes) {
     block.fibers[t].thread = dim3(t);
     block.fibers[t].is_started = block.fibers[t].is_done = false;
     block.fibers[t].copies.assign(1, {});
-    block.fibers[t].has_fenced = false;
+    block.fibers[t].has_waited = block.fibers[t].has_fenced = false;
     block.fibers[t].has_changed.clear();
   }
   const char* order = std::getenv("MAXRL_EMULATED_ORDER");
@@ -258,6 +284,18 @@ void run_rank(unsigned rank, unsigned begin, unsigned end, ClusterBarrier& clust
   if (kFindsRaces) block.release();  // the stacks of unordered fibers must not get the same memory
 }
 
+void meet(ClusterBarrier& cluster) {
+  std::unique_lock lock(cluster.mutex);
+  const uint64_t number = cluster.number;
+  if (++cluster.came == cluster_size) {
+    cluster.came = 0;
+    ++cluster.number;
+    cluster.changed.notify_all();
+  } else if (!cluster.changed.wait_for(lock, kPatience, [&] { return cluster.number != number; })) {
+    stop("a barrier that not all blocks of the cluster reach");
+  }
+}
+
 void run_clusters(unsigned begin, unsigned end, size_t shared_bytes,
                   const std::function<void()>& kernel) {
   auto made = std::make_unique<ClusterBarrier>();
@@ -266,18 +304,8 @@ void run_clusters(unsigned begin, unsigned end, size_t shared_bytes,
   std::vector<std::thread> ranks;
   for (unsigned rank = 0; rank < cluster_size; ++rank)
     ranks.emplace_back([&, rank] {
-      {
-        std::unique_lock lock(cluster.mutex);  // wait until all have started
-        cluster.memory[rank] = maxrl::cuda::storage;
-        if (++cluster.came == cluster_size) {
-          cluster.came = 0;
-          ++cluster.number;
-          cluster.changed.notify_all();
-        } else {
-          const uint64_t number = cluster.number;
-          cluster.changed.wait(lock, [&] { return cluster.number != number; });
-        }
-      }
+      cluster.memory[rank] = maxrl::cuda::storage;
+      meet(cluster);
       run_rank(rank, begin, end, cluster, shared_bytes, kernel);
     });
   for (auto& rank : ranks) rank.join();
@@ -311,6 +339,11 @@ void fence() {
   fiber.has_fenced = true;
 }
 
+void wait_for_predecessor() {
+  __tsan_acquire(&begin_of_launch);
+  here->running->has_waited = true;
+}
+
 unsigned long long add_atomically(unsigned long long* to, unsigned long long value) {
   Fiber& fiber = *here->running;
   if (fiber.has_fenced) __tsan_release(to);
@@ -340,19 +373,7 @@ void finish_copies(size_t but) {
 
 void sync_cluster() {
   sync_block();
-  if (threadIdx.x == 0) {
-    ClusterBarrier& cluster = *here->cluster;
-    std::unique_lock lock(cluster.mutex);
-    const uint64_t number = cluster.number;
-    if (++cluster.came == cluster_size) {
-      cluster.came = 0;
-      ++cluster.number;
-      cluster.changed.notify_all();
-    } else if (!cluster.changed.wait_for(lock, kPatience,
-                                         [&] { return cluster.number != number; })) {
-      stop("a barrier that not all blocks of the cluster reach");
-    }
-  }
+  if (threadIdx.x == 0) meet(*here->cluster);
   sync_block();
 }
 
@@ -396,18 +417,24 @@ void* of_rank(void* mine, unsigned rank) {
   return here->cluster->memory[rank] + (static_cast<unsigned char*>(mine) - maxrl::cuda::storage);
 }
 
-void run(dim3 grid, dim3 block, unsigned blocks_of_cluster, size_t shared_bytes,
+void run(dim3 grid, dim3 block, unsigned blocks_of_cluster, size_t shared_bytes, bool starts_early,
          const std::function<void()>& kernel) {
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
   gridDim = grid;
   blockDim = block;
   cluster_size = blocks_of_cluster;
+  must_wait = starts_early;
+  __tsan_release(&begin_of_launch);
+  void* const host = begin_launch();
+  if (!starts_early) __tsan_acquire(&begin_of_launch);
   // To find races, every cluster gets threads of its own, in whose shared memory no other block has
   // written.
   const unsigned at_once = kFindsRaces ? cluster_size : grid.x;
   for (unsigned begin = 0; begin < grid.x; begin += at_once)
     run_clusters(begin, begin + at_once, shared_bytes, kernel);
+  __tsan_release(&end_of_launch);
+  switch_to(host);
   __tsan_acquire(&end_of_launch);
   end_launch();
 }

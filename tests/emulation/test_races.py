@@ -77,6 +77,17 @@ PLANTED = [
         "token_loss_pipelined", "softmax_pipeline.cuh", "__syncwarp();", "wait_until_ready(j);"
     ),
     Planted("token_loss_pipelined", "softmax_pipeline.cuh", "read(j + 1);", "wait_until_ready(j);"),
+    *(
+        Planted(part, f"{file}.cu", f"{kernel}(", "wait_for_predecessor();")
+        for part, file, kernel in (
+            ("decode_attention", "decode_attention", "attend_to_own"),
+            ("decode_attention", "decode_attention", "merge_splits"),
+            ("decode_sample", "decode_sample", "sample_rows"),
+            ("layer", "layer_norms", "add_rms_norm_kernel"),
+            ("layer", "layer_heads", "rotate_heads_kernel"),
+            ("layer", "layer_mlp", "swiglu_kernel"),
+        )
+    ),
     Planted("divergence", "divergence.cu", "teacher + kSize * c"),
     Planted("divergence", "divergence.cu", "float last = 0.0f;"),
 ]

@@ -156,6 +156,30 @@ def test_chosen_rows(device, shape, dtype):
         assert (error <= max(TOLERANCE[dtype], 1e-5) * expected.abs() + 1e-4).all()
 
 
+@pytest.mark.gpu
+def test_kernels_that_start_early_read_what_was_written_before():
+    x, weight = (numbers(*n).to("cuda", torch.bfloat16) for n in ((4096, 1024), (1024,)))
+
+    def chain(wait=lambda: None):
+        total = delta = x
+        for _ in range(50):
+            total, normed = KERNELS.add_rms_norm(total, delta, weight, 1e-2)
+            wait()
+            half = KERNELS.swiglu(normed)
+            wait()
+            delta = torch.cat([half, half], 1)  # a kernel of PyTorch's
+            wait()
+        return total
+
+    expected, graph = chain(torch.cuda.synchronize), torch.cuda.CUDAGraph()
+    assert torch.equal(chain(), expected)
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
 def test_a_position_outside_the_table_gives_nan(device):
     table = (torch.ones(3, 1, 8), torch.ones(3, 1, 8), torch.tensor([0, 3, -1, 2]))
     with device.running():

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <tuple>
 
 #include "cuda_runtime_api.h"
 
@@ -58,13 +59,17 @@ void sync_block();
 void sync_warp();
 void sync_cluster();
 void fence();
+void wait_for_predecessor();
+void ignore_reads(bool are_ignored);  // by ThreadSanitizer
 unsigned long long add_atomically(unsigned long long* to, unsigned long long value);
 uint64_t exchange(
     uint64_t value,
     int from_lane);  // returns the value of a lane of the same warp; the whole warp must call it
 void* of_rank(void* mine,
               unsigned rank);  // the same shared variable of another block of the cluster
-void run(dim3 grid, dim3 block, unsigned cluster_size, size_t shared_bytes,
+// starts_early: what came before is not ordered before the kernel, but before what follows
+// wait_for_predecessor, which all of its threads must call.
+void run(dim3 grid, dim3 block, unsigned cluster_size, size_t shared_bytes, bool starts_early,
          const std::function<void()>& kernel);
 
 // A barrier in shared memory: threads that arrive, and bytes that come, end its phase.
@@ -163,11 +168,15 @@ enum cudaFuncAttribute {
   cudaFuncAttributePreferredSharedMemoryCarveout,
   cudaFuncAttributeNonPortableClusterSizeAllowed,
 };
-enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension,
+  cudaLaunchAttributeProgrammaticStreamSerialization,
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     dim3 clusterDim;
+    int programmaticStreamSerializationAllowed;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -176,6 +185,10 @@ struct cudaLaunchConfig_t {
   cudaStream_t stream;
   cudaLaunchAttribute* attrs;
   unsigned numAttrs;
+};
+
+struct cudaFuncAttributes {
+  int ptxVersion;  // ten times the compute capability
 };
 
 const char* cudaGetErrorString(cudaError_t error);
@@ -197,6 +210,12 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, in
   return emulation::allow_shared(of, bytes);
 }
 template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+  cudaDeviceGetAttribute(&attributes->ptxVersion, cudaDevAttrComputeCapabilityMajor, 0);
+  attributes->ptxVersion *= 10;
+  return cudaSuccess;
+}
+template <typename Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int, size_t) {
   *blocks = 2;
   return cudaSuccess;
@@ -214,7 +233,14 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const cudaError_t error = emulation::check(*config, reinterpret_cast<const void*>(kernel));
   if (error != cudaSuccess) return error;
   const unsigned cluster_size = config->numAttrs > 0 ? config->attrs[0].val.clusterDim.x : 1;
+  const bool starts_early =
+      config->numAttrs > 0 && config->attrs[0].val.programmaticStreamSerializationAllowed;
   emulation::run(config->gridDim, config->blockDim, cluster_size, config->dynamicSmemBytes,
-                 [&] { kernel(arguments...); });
+                 starts_early, [&] {
+                   const std::tuple<Parameters...> own(arguments...);
+                   auto* const function = kernel;
+                   emulation::ignore_reads(false);
+                   std::apply(function, own);
+                 });
   return cudaSuccess;
 }

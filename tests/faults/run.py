@@ -155,7 +155,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--file", type=Path, help="read this file and none of this folder")
+    parser.add_argument("--file", type=Path, help="read this file alone")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="plant the faults of these names")
     options = parser.parse_args()
     files = [options.file] if options.file else sorted(HERE.glob("*.toml"))

@@ -147,7 +147,7 @@ def forked(function):
 
 
 def exit_code(child, limit=300):
-    """Return the exit code of a forked process; -9 if it is killed."""
+    """Return the exit code; -9 if it is killed."""
     end = time.monotonic() + limit
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > end:

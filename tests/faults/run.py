@@ -156,11 +156,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--file", type=Path, help="read this file alone")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="plant the faults of these names")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="plant only these")
     options = parser.parse_args()
     files = [options.file] if options.file else sorted(HERE.glob("*.toml"))
     faults = read_faults(files, options.only)
-    # as at an interrupt, the copy is removed
+    # the copy is removed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         copy = copy_checkout(Path(folder))

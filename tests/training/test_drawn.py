@@ -120,7 +120,7 @@ def test_a_run_with_drawn_prompts_resumes_bitwise(rule, ahead, tmp_path, monkeyp
 def test_what_cannot_be_drawn_is_refused(tmp_path, capsys):
     for rule, prompts, message in (
         ("learnability", 16, "--prompts 16 as num_train_prompts, got 10 of task chain"),
-        ("Few", 4, "must be a class of maxrl_fast.training.schedule.Learnability, got"),
+        ("Few", 4, "a class of maxrl_fast.training.schedule.Learnability, got"),
         ("learnable", 4, "--draw-prompts must be uniform, learnability, FILE.py:CLASS or"),
     ):
         assert main([*flags(tmp_path, rule, prompts), "--out", str(tmp_path / "run")]) == 2

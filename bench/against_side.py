@@ -5,6 +5,7 @@ It imports nothing of `bench`, which differs at the other commit, and only names
 that both have. Weights, prompts and responses come from seeds, so that both sides compute the same.
 """
 
+import importlib
 import json
 import sys
 import time
@@ -18,7 +19,9 @@ from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.records import Prompts, Rollouts, Samples, cumulative
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.training.learner import Learner, LossSettings, make_optimizer
+from maxrl_fast.training.learner import Learner
+
+BUILD: Any = importlib.import_module("maxrl_fast.job.build")  # what it imports has moved
 
 
 def make_prompts(vocabulary: int, count: int, length: int) -> Prompts:
@@ -54,8 +57,8 @@ class Update:
         self.advantages = torch.randn(len(lengths), generator=generator)
         self.model = Decoder(DecoderConfig(**config))
         self.model.initialise(0)
-        optimizer = make_optimizer(self.model, beta2=0.99, weight_decay=0.01)
-        settings = LossSettings(loss="reinforce", aggregation="token_mean")
+        optimizer = BUILD.make_optimizer(self.model, beta2=0.99, weight_decay=0.01)
+        settings = BUILD.LossSettings(loss="reinforce", aggregation="token_mean")
         self.learner = Learner(self.model, optimizer, settings, 1.0, 4096, getattr(torch, dtype))
         self.metrics: Any = None
 

@@ -135,11 +135,19 @@ def copied(run, folder):
     return Path(shutil.copytree(run, folder / "run", symlinks=True))
 
 
-def in_a_fork(function, limit=300):
-    """Return the exit code of a process that calls the function; -9 if it is killed."""
+def forked(function):
     child = os.fork()
     if not child:
-        os._exit(function() or 0)  # no clean-up of pytest's
+        code = 99
+        try:
+            code = function() or 0
+        finally:
+            os._exit(code)  # no clean-up of pytest's
+    return child
+
+
+def exit_code(child, limit=300):
+    """Return the exit code; -9 if it is killed."""
     end = time.monotonic() + limit
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > end:
@@ -164,7 +172,7 @@ def killed_where(module, name, condition, arguments):
         setattr(module, name, killed)
         return train.main(arguments)
 
-    assert in_a_fork(main) == -signal.SIGKILL
+    assert exit_code(forked(main)) == -signal.SIGKILL
 
 
 def tiny_policy(family, directory, vocab_size):

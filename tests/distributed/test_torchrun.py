@@ -1,4 +1,5 @@
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -7,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from maxrl_fast.training.passes import gradients_fit, is_sharded
 from tests.job.test_resume import assert_same
 from tests.models import tiny_decoder
 from tests.ranks import RUNS, one_update
-from tests.runs import CHAIN_TASK, ROOT, SMALL, TIMINGS, WAITS
+from tests.runs import CHAIN_TASK, ROOT, SMALL, TIMINGS, WAITS, exit_code, forked
 from tests.tasks.test_dataset import save_byte_level_policy, written
 from tests.tool_episodes import calculator_job
 from tests.training.test_drawn import FEW
@@ -33,6 +36,11 @@ def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def meeting(num_ranks):
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return place | {"WORLD_SIZE": str(num_ranks)}
 
 
 def torchrun(num_ranks, *arguments, cwd=ROOT):
@@ -119,15 +127,28 @@ JOB += ["--dtype", "float32"]  # the tolerances below are for float32
 
 
 def run(num_ranks, *flags):
+    """Run the command here, or ranks of it in forks."""
     if num_ranks == 1:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             code = train.main([*flags])
         assert code == 0, printed.getvalue()
         return printed.getvalue()
-    process = torchrun(num_ranks, "-m", "maxrl_fast.train", *flags)
-    output = finished(process, 300)
-    assert process.returncode == 0, output
+    for module in ("fsdp", "checkpoint.hf_storage"):
+        importlib.import_module(f"torch.distributed.{module}")
+    shared = meeting(num_ranks)
+    with tempfile.TemporaryFile("a+", buffering=1) as printed:
+
+        def rank(number):
+            os.environ.update(shared, RANK=str(number))
+            sys.stdout = sys.stderr = printed
+            return train.main([*flags])
+
+        ranks = [forked(partial(rank, number)) for number in range(num_ranks)]
+        codes = [*map(exit_code, ranks)]
+        printed.seek(0)
+        output = printed.read()
+    assert not any(codes), (codes, output)
     return output
 
 
@@ -323,11 +344,10 @@ with ranks.connected(torch.device("cpu")), StallWatchdog(Stopwatch(), 3.0):
 
 @contextlib.contextmanager
 def ranks_apart(tmp_path, action):
-    """Two ranks as on two machines, so that no torchrun ends one when the other fails."""
+    """Two ranks without torchrun, which would end one when the other fails."""
     script = tmp_path / "apart.py"
     script.write_text(APART.format(action=action))
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    shared = os.environ | meeting(2) | {"PYTHONPATH": str(ROOT)}
     command, options = [sys.executable, str(script)], {"text": True, "stderr": subprocess.PIPE}
     both = [subprocess.Popen(command, env=shared | {"RANK": x}, **options) for x in "01"]
     try:

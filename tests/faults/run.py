@@ -62,16 +62,9 @@ def copy_checkout(folder: Path) -> Path:
     """Copy what git tracks, as it is now, and the built extension. A build folder cannot be moved:
     CMake keeps its path.
     """
-    root = Path(
-        subprocess.check_output(
-            ["git", "rev-parse", "--show-toplevel"], cwd=HERE, text=True
-        ).strip()
-    )
-    tracked = (
-        subprocess.check_output(["git", "ls-files", "-z"], cwd=root, text=True)
-        .rstrip("\0")
-        .split("\0")
-    )
+    root = HERE.parents[1]
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=root, text=True)
+    tracked = listed.rstrip("\0").split("\0")
     built = [str(path.relative_to(root)) for path in (root / "maxrl_fast").glob("_C.*")]
     for name in {*tracked, *built}:
         if (root / name).is_file():
@@ -141,44 +134,33 @@ def plant(copy: Path, fault: dict[str, Any]) -> tuple[str, str]:
     text, written = path.read_text(), path.stat()
     if (count := text.count(fault["old"])) != 1:
         return "", f"`old` must occur once in {fault['file']}, not {count} times"
-    try:
-        path.write_text(text.replace(fault["old"], fault["new"]))
+
+    def write(content: str) -> None:
+        path.write_text(content)
         if "compile" in fault:  # ninja compiles what is newer than its object
             os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
-            for source in fault["compile"]:
-                (copy / source).touch()
+        for source in fault.get("compile", []):
+            (copy / source).touch()
+
+    try:
+        write(text.replace(fault["old"], fault["new"]))
         if is_compiled and (problem := build(copy)):
             return "", problem
         return failing_test(copy, fault["tests"])
     finally:
-        path.write_text(text)  # the next build compiles it
-        for source in fault.get("compile", []):
-            (copy / source).touch()
-        if "compile" in fault:
-            os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
+        write(text)  # the next build compiles it
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--file", type=Path, help="read this file instead of those in this folder")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="plant the faults of these names alone"
-    )
-    parser.add_argument(
-        "--list",
-        action="store_true",
-        help="print names and files, and plant none",
-    )
+    parser.add_argument("--file", type=Path, help="read this file alone")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="plant only these")
     options = parser.parse_args()
-    faults = read_faults(
-        [options.file] if options.file else sorted(HERE.glob("*.toml")), options.only
-    )
-    if options.list:
-        print(*(f"{fault['name']}: {fault['file']}" for fault in faults), sep="\n")
-        return 0
-    # so that the copy is removed, as at an interrupt
+    files = [options.file] if options.file else sorted(HERE.glob("*.toml"))
+    faults = read_faults(files, options.only)
+    # the copy is removed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         copy = copy_checkout(Path(folder))
@@ -186,10 +168,8 @@ def main() -> int:
             sys.exit(problem)
         lists = [fault["tests"] for fault in faults]
         with_options = [tests for tests in lists if any(test.startswith("-") for test in tests)]
-        together = [
-            *dict.fromkeys(test for tests in lists if tests not in with_options for test in tests)
-        ]
-        for tests in [together, *with_options] if together else with_options:
+        together = dict.fromkeys(x for tests in lists if tests not in with_options for x in tests)
+        for tests in [[*together], *with_options] if together else with_options:
             failed, reason = failing_test(copy, tests, LIMIT * len(tests))
             if reason != "all tests passed":
                 sys.exit(f"without a fault {' '.join(tests)} must pass: {failed or reason}")

@@ -27,7 +27,8 @@ from tests.runs import (
     assert_same,
     base,
     copied,
-    in_a_fork,
+    exit_code,
+    forked,
     read,
     resumes_bitwise,
     stop_and_resume,
@@ -310,7 +311,7 @@ def test_options_of_a_resume_that_saved_nothing_are_forgotten(maze_run, tmp_path
     out = copied(maze_run, tmp_path)
     shutil.rmtree(out / "checkpoints" / "step-000006")
     monkeypatch.setattr(Learner, "optim_step", lambda *_, **__: os._exit(9))
-    assert in_a_fork(lambda: resume(out, "--lr", "0.5", "--allow-changes")) == 9
+    assert exit_code(forked(lambda: resume(out, "--lr", "0.5", "--allow-changes"))) == 9
     monkeypatch.undo()
     assert resume(out) == 0
     assert_same(maze_run, out)
@@ -437,7 +438,7 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_good_checkpoint(
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         return resume(out, "--save-every", "1")
 
-    assert in_a_fork(on_a_full_disk) == 1
+    assert exit_code(forked(on_a_full_disk)) == 1
     sentence, checkpoints = capfd.readouterr().err.splitlines()[-1], out / "checkpoints"
     assert f"error: cannot write the checkpoint {checkpoints / 'step-000004'}: " in sentence
     assert "File too large" in sentence
@@ -460,7 +461,7 @@ def test_a_second_process_in_one_folder_is_refused(maze_run, tmp_path, capsys, m
         with locked(out):
             os._exit(9)
 
-    assert in_a_fork(die) == 9  # the lock of a dead process blocks nobody
+    assert exit_code(forked(die)) == 9  # the lock of a dead process blocks nobody
     assert f"process {os.getpid()} on " not in (out / "lock").read_text()
     assert resume(out) == 0
 

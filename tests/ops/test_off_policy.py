@@ -36,16 +36,19 @@ def test_equal_ratios_scale_the_advantages_of_every_k():
 
 
 def test_ratios_are_clamped():
-    rewards = torch.tensor([[0.0, 1.0, 3.0, 2.0]], dtype=torch.float64)
+    rewards = torch.tensor([[0.0, 1, 3, 2, 0]]).double()
+    valid, exact = torch.arange(5)[None] < 4, [*map(Fraction, (0, 1, 3, 2))]
     for name, definition in OFF_POLICY.items():
-        far = advantages(name, rewards, torch.tensor([[0, torch.inf, -torch.inf, 50]]), 2)
-        assert torch.equal(far, advantages(name, rewards, torch.tensor([[0.0, 20, -20, 20]]), 2))
-        ratios = torch.tensor([[0.25, 1.125, 4.0, 1.0]]).double()
-        actual = advantages(name, rewards, ratios.log(), 2, clamp_delta=0.5)
-        expected = definition(
-            [Fraction(float(r)) for r in rewards[0]], 2, [Fraction(x, 8) for x in (4, 9, 12, 8)]
-        )
-        assert actual[0].tolist() == pytest.approx([*map(float, expected)], rel=1e-12, abs=1e-12)
+
+        def clamped(*ratios, name=name, **given):
+            ratios = torch.tensor([[*ratios, 0]], dtype=torch.float64)
+            return advantages(name, rewards, ratios, 2, valid=valid, **given)
+
+        assert torch.equal(clamped(0, torch.inf, -torch.inf, 50), clamped(0, 20, -20, 20))
+        actual = clamped(*map(math.log, (0.25, 1.125, 4, 1)), clamp_delta=0.5)
+        expected = definition(exact, 2, [Fraction(x, 8) for x in (4, 9, 12, 8)])
+        wanted = pytest.approx([*map(float, expected), 0], rel=1e-12, abs=1e-12)
+        assert actual[0].tolist() == wanted
 
 
 def test_equal_ids_take_memory_for_their_groups_alone():

@@ -72,7 +72,7 @@ SCRIPTS = """
     objectives_league | --maze-size 7 --sft-steps 40 --prompts 4 --tokens 300 --variance-steps 2
       --eval-mazes 4 --eval-samples 16 --seeds 1 --objectives pacs | --objectives gdpo | got gdpo
 """
-QUICK = ("bandit", "chain_maze", "pacs_bandit", "weights")
+QUICK = ("bandit", "chain_maze", "weights")
 
 
 def load(name):

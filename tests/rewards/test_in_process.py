@@ -1,4 +1,5 @@
 import asyncio
+import inspect
 import threading
 
 import pytest
@@ -27,8 +28,9 @@ async def of_one(prompt, response):
 
 
 @pytest.mark.parametrize("name", ["length", "of_lists", "of_one"])
-def test_the_rewards_are_those_of_worker_processes(name):
-    with pool(name, file=__name__) as workers:
+def test_the_rewards_are_those_of_worker_processes(name, tmp_path):
+    (own := tmp_path / "own.py").write_text(inspect.getsource(globals()[name]))
+    with pool(name, file=own) as workers:
         wanted = workers.score(ROWS, 2)
     assert source(globals()[name]).score(ROWS, 2) == wanted
 

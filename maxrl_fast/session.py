@@ -134,7 +134,6 @@ class Session:
         self._run = run = RunContext.begin(config, self.task, ranks, saved)
         run.place()
         self.config, self.engine, self.learner = run.config, run.engine, run.learner
-        self._device = run.config.run.where[0]
         self._positions = run.policy.config.max_position_embeddings
         self.learner.copy_policy()
         if saved:
@@ -175,7 +174,7 @@ class Session:
                 for text in row:
                     check_utf8(text, "responses")
                     given.append(task.encode_demonstration(prompt, text, "responses")[1])
-        parts = prompts.to(self._device), Rollouts.given(given).to(self._device), task
+        parts = prompts.to(self.learner.device), Rollouts.given(given).to(self.learner.device), task
         samples = SessionSamples(*parts, self._settings.temperature, is_given=True)
         lengths, most = samples.prompts.lengths, self._positions
         each = lengths.repeat_interleave(samples.num_rollouts) + samples.rollouts.lengths
@@ -240,7 +239,7 @@ class Session:
         samples, learner, settings = self._checked(samples), self.learner, self._settings
         values, shape = torch.empty(0), (len(samples.prompts), samples.num_rollouts)
         with suppress(TypeError, ValueError, RuntimeError):  # of what is no tensor
-            values = torch.as_tensor(advantages, device=self._device).detach().float()
+            values = torch.as_tensor(advantages, device=self.learner.device).detach().float()
         if values.shape != shape or not values.isfinite().all():
             raise InputError(f"advantages must be finite, {[*shape]}, got {advantages!r:.80}")
         if (found := samples.temperature) != settings.temperature:

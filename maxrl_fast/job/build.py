@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -311,23 +311,19 @@ class RunContext:
         }
 
 
-class EvaluationSchedule(NamedTuple):
-    every: int  # steps; 0: never
-    num_prompts: int  # of each held-out set
-
-
-def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
-    """Between the first step and the last. A sample of training costs three of an evaluation,
-    because it is learned from."""
+def evaluation_schedule(config: Config, task: Task) -> tuple[int, int]:
+    """Return after how many steps, 0: never, on how many prompts of each held-out set, between the
+    first step and the last. A sample of training costs three of an evaluation, because it is
+    learned from."""
     options, steps = config.evaluation, config.optimizer.steps
     if options.eval_every is not None:
-        return EvaluationSchedule(options.eval_every, options.eval_prompts)
+        return options.eval_every, options.eval_prompts
     trained = steps * config.sampling.prompts * config.sampling.rollouts
     samples = sum(n for _, n in held_out_sets(task, 1, options.eval_samples).values())
     affordable = int(EVALUATION_SHARE * trained / (3 * samples))
     if affordable < min(FEWEST_EVALUATED, options.eval_prompts):
-        return EvaluationSchedule(0, 0)
-    return EvaluationSchedule(math.ceil(steps / 4), min(affordable, options.eval_prompts))
+        return 0, 0
+    return math.ceil(steps / 4), min(affordable, options.eval_prompts)
 
 
 def tensor_parallel(config: Config) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.losses import find_loss
 from maxrl_fast.algorithms.options import REQUIRED, Count, NotNegative, make_option
-from maxrl_fast.config.options import Config, Decoding, Loss, Model, Optimizer, Place
+from maxrl_fast.config.options import Config, Decoding, Loss, Optimizer, Place
 from maxrl_fast.config.read import hint, parse_options
 from maxrl_fast.errors import InputError, warn
 from maxrl_fast.job.build import RunContext, prepare
@@ -32,6 +32,7 @@ from maxrl_fast.job.checkpoints import (
     write_checkpoint,
 )
 from maxrl_fast.job.run_files import Progress, Saved, find_saved
+from maxrl_fast.model.policy import Model
 from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
 from maxrl_fast.rollout import RolloutRequest, check_finite, sample_and_score
 from maxrl_fast.rollout.vllm import VllmOptions

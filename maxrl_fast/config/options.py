@@ -305,12 +305,7 @@ class Options:
         return {key: x for own in cls.groups().values() for key, x in options_of(own).items()}
 
     @classmethod
-    def of(
-        cls: type[AnyConfig],
-        values: Mapping[str, Any],
-        flags: Mapping[str, Mapping[str, str]],
-        **others: Any,
-    ) -> AnyConfig:
+    def of(cls: type[AnyConfig], values: Mapping[str, Any], flags: Any, **others: Any) -> AnyConfig:
         groups = cls.groups().items()
         made = {key: own(**{x.name: values[x.name] for x in fields(own)}) for key, own in groups}
         parts = {key: {x: values[flag] for x, flag in own.items()} for key, own in flags.items()}
@@ -324,7 +319,7 @@ class Options:
     def replace(self: AnyConfig, **options: Any) -> AnyConfig:
         """A copy with other values for those of these options that it has; the parts stay."""
         values = {name: options.get(name, x) for name, x in self.values.items()}
-        return self.of(values, flags=self.flags, unused=self.unused, places=self.places)
+        return self.of(values, self.flags, unused=self.unused, places=self.places)
 
 
 @dataclass(frozen=True, kw_only=True)

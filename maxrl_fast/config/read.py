@@ -230,7 +230,7 @@ def build(
         if said and key in by_user and by_user[key].value is not None:
             raise by_user[key].refused(said)
         values[key] = options[key].default
-    return command.of(values, flags=flags, unused=frozenset(unused))
+    return command.of(values, flags, unused=frozenset(unused))
 
 
 def _unknown(

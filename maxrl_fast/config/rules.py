@@ -34,13 +34,12 @@ from maxrl_fast.training.objectives.registry import (
 
 # in the order of choice: the default of a later one follows from earlier ones
 SECTIONS = ("objective", "rollout", "task", "loss", "correction")
-ENGINES: dict[str, Any] = {"native": None, "vllm": VllmOptions}
 _BUILT_IN: dict[str, Any] = {
     "objective": OBJECTIVES,
     "loss": LOSSES | ALIASES,
     "correction": CORRECTIONS,
     "task": {"maze": MazeOptions} | dict.fromkeys(DATASETS, DatasetOptions),
-    "rollout": ENGINES,
+    "rollout": {"native": None, "vllm": VllmOptions},
 }
 # arguments that a user's class may ask for, which are no options
 OFFERED = {

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from maxrl_fast.algorithms.losses import CLIPS
 from maxrl_fast.config.options import Config
@@ -69,7 +69,7 @@ from maxrl_fast.training.passes import (
     num_critic_weights,
     shard,
 )
-from maxrl_fast.training.schedule import Carried, Drawn, Schedule
+from maxrl_fast.training.schedule import Schedules
 from maxrl_fast.training.trainer import Trainer, WarmStart
 
 # of the default evaluations between the first step and the last: their share of the training
@@ -200,7 +200,7 @@ class RunContext:
         return None if source is None else TeacherPrompts(self.task, source, limit)
 
     @cached_property
-    def schedules(self) -> tuple[Schedule | None, Carried | Drawn | None, dict[str, Tensor]]:
+    def schedules(self) -> Schedules:
         size = getattr(self.task, "num_train_prompts", 0)  # `resolve` has checked it
         return self.config.sampling.build(size, self.config.run.seed)
 

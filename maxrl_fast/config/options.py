@@ -169,8 +169,14 @@ class Loss:
     """Reference policy or teacher: a checkpoint with the policy's tokenizer. By default the policy
     when reinforcement learning begins."""
     teacher_prompt: Code | None = None
-    """What the reference policy, by default that of each step, reads in place of the prompt:
-    answer, the question with its answer; or FILE.py:f(prompt, **columns) -> text or messages."""
+    """What the reference policy, by default that of each step, reads in place of the prompt: the
+    question and its answer, a correct response of the group (sibling) or what the check of the
+    response said (feedback); or FILE.py:f(prompt, **columns) -> text or messages."""
+    teacher_template: str | None = None
+    """Text of answer, sibling or feedback, with {prompt} and {text}, in place of the default."""
+    teacher_ema: BelowOne = 0.0
+    """With --teacher-prompt the teacher is a copy that moves this share towards the policy in each
+    update (SDPO: 0.05); 0: the policy itself."""
 
 
 # options that fix the shape of the policy and cannot change on resuming

@@ -31,6 +31,7 @@ from maxrl_fast.training.objectives.registry import (
     make_objective,
     method_hint,
 )
+from maxrl_fast.training.teacher import TEMPLATES, names_asked
 
 # in the order of choice: the default of a later one follows from earlier ones
 SECTIONS = ("objective", "rollout", "task", "loss", "correction")
@@ -138,6 +139,9 @@ def _needs(c: View) -> Iterator[tuple[str, Any, str]]:
     yield "draw_prompts", c.task != "maze", "needs a task with a number of prompts, such as dataset"
     yield "std_filter", (c.dynamic_sampling or 0) > 1, "needs --dynamic-sampling of 2 or more"
     yield "kl teacher_prompt", c.kl_coef, "needs --kl-coef"
+    yield "teacher_template", c.teacher_prompt in TEMPLATES, "needs a --teacher-prompt by name"
+    has_own = c.teacher_prompt and not c.reference
+    yield "teacher_ema", has_own, "needs --teacher-prompt, and no --reference"
     yield "divergence", c.kl_coef and c.kl == "full", "needs --kl full"
     yield "jsd_beta", c.kl_coef and c.divergence == "jsd", "needs --divergence jsd"
     has_reference = c.kl_coef or c.objective == "pacs_paper"
@@ -256,6 +260,14 @@ def _wrong_parts(c: View) -> Iterator[str]:
     is_full = c.kl_coef and c.kl == "full"
     if is_full and not has_teacher(c):
         yield "kl full needs another teacher than the policy, --reference or --teacher-prompt"
+    if names_asked(c.teacher_prompt) and (not is_full or needs.reference or c.rollouts < 2):
+        yield (
+            "--teacher-prompt {teacher_prompt}, which reads the group, needs --kl full, "
+            "--rollouts 2 or more and an objective without a reference policy, got {kl}, "
+            "{rollouts} and {objective}"
+        )
+    if "{text}" not in (c.teacher_template or "{text}"):
+        yield "teacher_template must have {{text}}, got {teacher_template}"
     if is_full and (loss.over_batch or c.top_entropy != 1 or c.siren or is_masked):
         yield (
             "kl full cannot be used where a token's loss depends on other responses, as with loss "

@@ -46,7 +46,6 @@ from maxrl_fast.training.answers import (
     LIKELIHOODS,
     PROBABILITY,
     PolicyReward,
-    TeacherPrompts,
     check_answers,
 )
 from maxrl_fast.training.collect import LengthPenalty, RolloutCollector
@@ -70,6 +69,7 @@ from maxrl_fast.training.passes import (
     shard,
 )
 from maxrl_fast.training.schedule import Schedules
+from maxrl_fast.training.teacher import TeacherPrompts, names_asked
 from maxrl_fast.training.trainer import Trainer, WarmStart
 
 # of the default evaluations between the first step and the last: their share of the training
@@ -194,10 +194,12 @@ class RunContext:
 
     @cached_property
     def teacher_prompts(self) -> TeacherPrompts | None:
-        config, source = self.config, self.config.loss.teacher_prompt
+        config, loss = self.config, self.config.loss
+        if (source := loss.teacher_prompt) is None:
+            return None
         sizes = (self.teacher or self.policy).config
         limit = sizes.max_position_embeddings - config.sampling.max_new_tokens
-        return None if source is None else TeacherPrompts(self.task, source, limit)
+        return TeacherPrompts(self.task, source, limit, loss.teacher_template, config.run.seed)
 
     @cached_property
     def schedules(self) -> Schedules:
@@ -210,7 +212,8 @@ class RunContext:
         make: Change = (lambda x: x) if self.config.run.sharding == "full" else None
         reference = self.teacher
         # with another prompt the policy itself, as it is at each step, is the teacher
-        is_copy = (loss.kl_coef or needs.reference) and loss.teacher_prompt is None
+        is_self = loss.teacher_prompt is not None and not loss.teacher_ema
+        is_copy = (loss.kl_coef or needs.reference) and not is_self
         if reference is None and is_copy:
             reference = policy.copied(make).requires_grad_(False)
         return reference, critic_model(policy, make) if needs.critic else None
@@ -232,6 +235,7 @@ class RunContext:
             module=distribute(self.policy, self.ranks, dtype),
             reference=reference,
             copies_policy=self.teacher is None,
+            teacher_ema=config.loss.teacher_ema,
             objective_state=state,
             critic=critic,
         )
@@ -278,9 +282,11 @@ class RunContext:
             scorer = Scorer(self.task, MajorityVote(self.task.answer))
         if buffer := reward.overlong_buffer:
             penalty = LengthPenalty(limit, buffer, reward.overlong_penalty)
+        # of all ranks, for checkpoints and the teacher
+        if options.ahead or names_asked(config.loss.teacher_prompt):
+            needs = replace(needs, components=True)
         if options.ahead:  # its collective operations and its time are its own
             ranks, clock = ranks.copied(), Stopwatch(parent=clock)
-            needs = replace(needs, components=True)  # of all ranks, for checkpoints
         return RolloutCollector(
             self.task,
             self.engine,
@@ -449,7 +455,8 @@ def estimate_memory(run: RunContext, machine: Machine) -> dict[str, float]:
     loss, sampling, tokens = config.loss, config.sampling, config.optimizer.token_budget
     part = 1 / machine.processes if config.run.sharding == "full" else 1.0
     trained, width = count(model, is_trained=True) * part, config.run.where[1].itemsize
-    is_copied = not (loss.reference or loss.teacher_prompt) and (loss.kl_coef or needs.reference)
+    is_self = loss.teacher_prompt and not loss.teacher_ema
+    is_copied = not (loss.reference or is_self) and (loss.kl_coef or needs.reference)
     responses = sampling.prompts * sampling.rollouts * max(sampling.dynamic_sampling, 1)
     # of each token a layer keeps: 5 numbers of H, 4 of the feed-forward size, 4 of the heads
     keys = sizes.num_key_value_heads * sizes.head_dim

@@ -38,6 +38,7 @@ from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.tasks.tools import ToolTask
+from maxrl_fast.training.teacher import names_asked
 
 PolicyFiles = tuple[dict[str, Any], dict[str, checkpoint.StoredTensor]]
 
@@ -177,7 +178,8 @@ def build_run_task(config: Config, environment: type | None = None) -> Task:
         config.reward,
         environment=environment,
         max_new_tokens=config.sampling.max_new_tokens,
-        needs_reward=config.chosen.objective != "distill",
+        needs_reward=config.chosen.objective != "distill"
+        or bool(names_asked(config.loss.teacher_prompt)),
     )
 
 

@@ -2,6 +2,7 @@
 warnings about training that goes wrong although all numbers are finite."""
 
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -28,7 +29,7 @@ from maxrl_fast.job.screen import Screen
 from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.runtime.files import RunFolder
 from maxrl_fast.runtime.ranks import Ranks
-from maxrl_fast.tasks import Task
+from maxrl_fast.tasks import Task, response_texts
 from maxrl_fast.training.collect import CPU, RolloutBatch
 from maxrl_fast.training.trainer import StepRecord, summary
 
@@ -158,6 +159,8 @@ class RunLoop:
         self.evaluators = run.evaluators
         self.health = Health(bool(loss.kl_coef) and has_teacher(loss), options.clip_grad)
         self.expects_binary = run.objective.needs.expects_binary
+        # a prompt's rollouts since a success; prompts that fail by form
+        self.failed, self.by_form = Counter[int](), set[int]()
 
     def run(self) -> None:
         for metrics in RunFolder(self.files.out).log("metrics") if self.ranks.is_first else ():
@@ -209,6 +212,8 @@ class RunLoop:
         warnings = self.health.observe(record.metrics)
         if self.expects_binary:
             warnings += self._not_binary(batch.all_rewards)
+        if self.trainer.collector.chosen and len(self.by_form) < 3:
+            warnings += self._by_form(batch)
         for warning in warnings:
             self.files.write("warnings", {"step": n, **warning})
             self.screen.warning(f"step {n}: {warning['message']}")
@@ -225,6 +230,23 @@ class RunLoop:
         said += "rewards of 0 or 1 and estimates something else with others: use maxrl or maxpo, "
         said += "or set --reward-threshold"
         return [{"kind": "not_binary", "value": value, "message": said}]
+
+    def _by_form(self, batch: RolloutBatch) -> Iterator[dict[str, Any]]:
+        """Yield a warning as soon as three prompts fail by form (docs/reliability.md)."""
+        task, rewards = self.context.task, batch.all_rewards.cpu()
+        for g, index in enumerate(batch.prompts.ids.tolist()):
+            self.failed[index] += int(rewards[g].isfinite().sum())
+            if (rewards[g] > 0.5).any():
+                del self.failed[index]
+            elif self.failed[index] >= 200:
+                own = batch.raw_rollouts.to(CPU).select(batch.sequences.view_as(rewards)[g])
+                texts = zip(own.truncated.tolist(), response_texts(task, own), strict=True)
+                if 2 * sum(not cut and bool(task.answer(x)) for cut, x in texts) < len(own):
+                    self.by_form.add(index)
+        if len(self.by_form) > 2:
+            said = f"prompts {sorted(self.by_form)[:3]} fail by form: no success in 200 rollouts, "
+            said += "and most of the last ones were truncated or had no answer"
+            yield {"kind": "fails_by_form", "value": 3, "message": said}
 
     def _evaluate_if_due(self) -> None:
         step, every = self.progress.step, self.every

@@ -71,8 +71,8 @@ class DynamicSampling:
         return torch.argsort(~mixed, stable=True)[: self.num_prompts].sort().values
 
     def metrics(self, step: int, rewards: Tensor, drawn: Tensor) -> dict[str, float]:
-        alive = float(self.is_mixed(step, rewards).float().mean())
-        return {"num_prompts_sampled": len(rewards), "frac_prompts_alive": alive}
+        alive = self.is_mixed(step, rewards).float().mean()
+        return {"num_prompts_sampled": len(rewards), "frac_prompts_alive": float(alive)}
 
 
 @dataclass
@@ -140,9 +140,8 @@ class Carried:
         solved = (rewards > 0.5).any(1).cpu()
         ends = solved | (rounds >= self.rounds)
         self.table[:, 1] = rounds.masked_fill(ends, 0)
-        numbers = {"carried": (~ends).sum(), "given_up": (ends & ~solved).sum()}
-        means = {"rounds_mean": rounds[ends].float().mean()} if ends.any() else {}
-        return {name: float(x) for name, x in (numbers | means).items()}
+        means = {"rounds_mean": float(rounds[ends].float().mean())} if ends.any() else {}
+        return {"carried": float((~ends).sum()), "given_up": float((ends & ~solved).sum()), **means}
 
 
 class Learnability:
@@ -193,9 +192,8 @@ class Drawn:
         counts = torch.stack([torch.ones_like(rewards), rewards > 0.5], 2).sum(1).cpu()
         seen, rates = self.table[:, 0] > 0, self.table[self.index, 1] / self.table[self.index, 0]
         self.table[self.index] += counts
-        means = {"drawn_pass_rate": rates.nanmean()} if not rates.isnan().all() else {}
-        numbers = {"prompts_seen": seen.double().mean()} | means
-        return {name: float(x) for name, x in numbers.items()}
+        means = {"drawn_pass_rate": float(rates.nanmean())} if not rates.isnan().all() else {}
+        return {"prompts_seen": float(seen.double().mean()), **means}
 
 
 def seed_of(*numbers: int) -> int:
@@ -272,16 +270,11 @@ def _class(flag: str, name: str, base: type[Rule], others: str = "") -> type[Rul
 
 def deviations(rewards: Tensor) -> Tensor:
     """Return the standard deviation [G] of groups' known rewards; inf of fewer than two."""
-    group = _known(rewards)
+    group = Group(rewards.double().nan_to_num(), ~rewards.isnan())  # 0 exactly where float32 agree
     return group.std(group.rewards, 1)[:, 0]
 
 
 def is_mixed(rewards: Tensor, bound: float = 0.0) -> Tensor:
     """Return the groups [G] whose known rewards [G, N] differ, with this standard deviation."""
-    group = _known(rewards)
-    mixed = (group.largest(group.rewards) > group.smallest(group.rewards))[:, 0]
-    return mixed & ~(deviations(rewards) < bound) if bound else mixed
-
-
-def _known(rewards: Tensor) -> Group:
-    return Group(rewards.double().nan_to_num(), ~rewards.isnan())
+    own = deviations(rewards)
+    return own.isfinite() & (own > 0) & (own >= bound)

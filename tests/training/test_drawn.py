@@ -28,7 +28,7 @@ def test_prompts_are_drawn_by_the_variance_of_their_rewards():
     table = torch.tensor([[16, 0], [16, 4], [8, 4], [0.5, 0.5], [32, 24]], dtype=torch.float64)
     weights = torch.tensor([0, 3 / 16, 1 / 4, 0, 3 / 16], dtype=torch.float64)
     shares = 0.9 * weights / weights.sum() + 0.1 / 5
-    draws = 20_000
+    draws = 5_000
     first, second = torch.zeros(2, 5, dtype=torch.float64)
     for _ in range(draws):
         one, two = Learnability().draw(table, 2, generator).tolist()

@@ -9,7 +9,7 @@ from typing import Any
 
 from maxrl_fast import Session
 from maxrl_fast.model.checkpoint import new_files, write_policy
-from maxrl_fast.model.policy import new_policy
+from maxrl_fast.model.policy import Model, new_policy
 from maxrl_fast.tasks import word_tokenizer_files
 
 
@@ -18,18 +18,8 @@ def tiny_session(**options: Any) -> Session:
     does not see other text.
     """
     words = ["<pad>", "<bos>", "<eos>", "<unk>", "after", *string.ascii_lowercase, *string.digits]
-    policy = new_policy(
-        vocab_size=len(words),
-        max_position_embeddings=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        rope_theta=100.0,
-        seed=0,
-    )
+    sizes = Model(hidden_size=64, intermediate_size=128, layers=2, heads=4)
+    policy = new_policy(sizes, len(words), max_position_embeddings=512, seed=0)
     files = word_tokenizer_files(words, len(words)) | new_files(policy.config, (2,))
     with tempfile.TemporaryDirectory() as folder:
         write_policy(Path(folder), "float32", policy.weights(), files)

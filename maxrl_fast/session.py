@@ -19,7 +19,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.losses import find_loss
 from maxrl_fast.algorithms.options import REQUIRED, Count, NotNegative, make_option
-from maxrl_fast.config.options import Config, Decoding, Loss, Model, Optimizer, Place
+from maxrl_fast.config.options import Config, Decoding, Loss, Optimizer, Place
 from maxrl_fast.config.read import hint, parse_options
 from maxrl_fast.errors import InputError, warn
 from maxrl_fast.job.build import RunContext, prepare
@@ -32,6 +32,7 @@ from maxrl_fast.job.checkpoints import (
     write_checkpoint,
 )
 from maxrl_fast.job.run_files import Progress, Saved, find_saved
+from maxrl_fast.model.policy import Model
 from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
 from maxrl_fast.rollout import RolloutRequest, check_finite, sample_and_score
 from maxrl_fast.rollout.vllm import VllmOptions
@@ -135,7 +136,6 @@ class Session:
         self._run = run = RunContext.begin(config, self.task, ranks, saved)
         run.place()
         self.config, self.engine, self.learner = run.config, run.engine, run.learner
-        self._device = run.config.run.where[0]
         self._positions = run.policy.config.max_position_embeddings
         self.learner.copy_policy()
         if saved:
@@ -172,7 +172,7 @@ class Session:
                 for text in row:
                     check_utf8(text, "responses")
                     given.append(task.encode_demonstration(prompt, text, "responses")[1])
-        parts = prompts.to(self._device), Rollouts.given(given).to(self._device), task
+        parts = prompts.to(self.learner.device), Rollouts.given(given).to(self.learner.device), task
         samples = SessionSamples(*parts, self._settings.temperature, is_given=True)
         lengths = samples.prompts.lengths
         each = lengths.repeat_interleave(samples.num_rollouts) + samples.rollouts.lengths
@@ -237,7 +237,7 @@ class Session:
         samples, learner, settings = self._checked(samples), self.learner, self._settings
         values, shape = torch.empty(0), (len(samples.prompts), samples.num_rollouts)
         with suppress(TypeError, ValueError, RuntimeError):  # of what is no tensor
-            values = torch.as_tensor(advantages, device=self._device).detach().float()
+            values = torch.as_tensor(advantages, device=self.learner.device).detach().float()
         if values.shape != shape or not values.isfinite().all():
             raise InputError(f"advantages must be finite, {[*shape]}, got {advantages!r:.80}")
         if (found := samples.temperature) != settings.temperature:

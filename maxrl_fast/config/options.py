@@ -24,7 +24,7 @@ from maxrl_fast.algorithms.options import (
     UnitInterval,
     options_of,
 )
-from maxrl_fast.model.checkpoint import directory_of
+from maxrl_fast.model.policy import Model
 from maxrl_fast.ops.divergence import BETA
 from maxrl_fast.ops.loss_kernel import Aggregation
 from maxrl_fast.rewards.options import Reward
@@ -179,39 +179,6 @@ class Loss:
     update (SDPO: 0.05); 0: the policy itself."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """The policy: a new decoder of Qwen2's architecture, or a checkpoint of transformers."""
-
-    model: str | None = None
-    """Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION. By default a new model."""
-    model_backend: Literal["auto", "native", "transformers"] = "auto"
-    """What runs the layers of --model; auto: native for Qwen2, Qwen3, Llama 3 and SmolLM2."""
-    hidden_size: Count = 128
-    """Size of the hidden states."""
-    intermediate_size: Count = 256
-    """Size of the feed-forward layers."""
-    layers: Count = 4
-    """Layers."""
-    heads: Count = 8
-    """Query heads, each of size hidden_size / heads."""
-    kv_heads: Count = 4
-    """Key/value heads."""
-    rope_theta: Positive = 100.0
-    """Base of the rotary embedding; the MaxRL paper has 1e6."""
-    lora_rank: CountOrZero = 0
-    """Train adapters of this rank (LoRA), merged in checkpoints; 0: the weights."""
-    lora_alpha: Positive = 32.0
-    """Adapters are scaled by lora_alpha / lora_rank."""
-    lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
-    """Linear layers that get adapters."""
-
-    @property
-    def directory(self) -> Path | None:
-        """Of --model; the hub's weights are downloaded when needed."""
-        return None if self.model is None else directory_of(self.model)
-
-
 # options that fix the shape of the policy and cannot change on resuming
 SHAPE = {x.name for x in fields(Model)} - {"model", "lora_alpha"}
 
@@ -344,12 +311,7 @@ class Options:
         return {key: x for own in cls.groups().values() for key, x in options_of(own).items()}
 
     @classmethod
-    def of(
-        cls: type[AnyConfig],
-        values: Mapping[str, Any],
-        flags: Mapping[str, Mapping[str, str]],
-        **others: Any,
-    ) -> AnyConfig:
+    def of(cls: type[AnyConfig], values: Mapping[str, Any], flags: Any, **others: Any) -> AnyConfig:
         groups = cls.groups().items()
         made = {key: own(**{x.name: values[x.name] for x in fields(own)}) for key, own in groups}
         parts = {key: {x: values[flag] for x, flag in own.items()} for key, own in flags.items()}
@@ -363,7 +325,7 @@ class Options:
     def replace(self: AnyConfig, **options: Any) -> AnyConfig:
         """A copy with other values for those of these options that it has; the parts stay."""
         values = {name: options.get(name, x) for name, x in self.values.items()}
-        return self.of(values, flags=self.flags, unused=self.unused, places=self.places)
+        return self.of(values, self.flags, unused=self.unused, places=self.places)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -19,7 +19,7 @@ from rich.text import Text
 from maxrl_fast.algorithms.method import Method
 from maxrl_fast.algorithms.options import REQUIRED, Option, absolute_path, options_of
 from maxrl_fast.config.changes import OF_ONE_START
-from maxrl_fast.config.options import Config, Options
+from maxrl_fast.config.options import AnyConfig, Config, Options
 from maxrl_fast.config.rules import (
     SECTIONS,
     check,
@@ -37,7 +37,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # the same code, before it came with Python
 
-AnyOptions = TypeVar("AnyOptions", bound=Options)
 TASK_IS_MISSING = (
     "requires --task: gsm8k, math, dataset with --data FILE, maze or another (--help lists them)"
 )
@@ -186,8 +185,8 @@ def read_run(out: Path) -> dict[str, Given]:
 
 
 def build(
-    command: type[AnyOptions], by_user: Mapping[str, Given], of_run: Mapping[str, Given]
-) -> AnyOptions:
+    command: type[AnyConfig], by_user: Mapping[str, Given], of_run: Mapping[str, Given]
+) -> AnyConfig:
     """Return the configuration. Where a user chooses another part, the run's options of that part
     go, and those that follow from it. What is not given is as the objective presets it, or has its
     default."""
@@ -231,7 +230,7 @@ def build(
         if said and key in by_user and by_user[key].value is not None:
             raise by_user[key].refused(said)
         values[key] = options[key].default
-    return command.of(values, flags=flags, unused=frozenset(unused))
+    return command.of(values, flags, unused=frozenset(unused))
 
 
 def _unknown(

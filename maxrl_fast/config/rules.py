@@ -35,13 +35,12 @@ from maxrl_fast.training.teacher import TEMPLATES, names_asked
 
 # in the order of choice: the default of a later one follows from earlier ones
 SECTIONS = ("objective", "rollout", "task", "loss", "correction")
-ENGINES: dict[str, Any] = {"native": None, "vllm": VllmOptions}
 _BUILT_IN: dict[str, Any] = {
     "objective": OBJECTIVES,
     "loss": LOSSES | ALIASES,
     "correction": CORRECTIONS,
     "task": {"maze": MazeOptions} | dict.fromkeys(DATASETS, DatasetOptions),
-    "rollout": ENGINES,
+    "rollout": {"native": None, "vllm": VllmOptions},
 }
 # arguments that a user's class may ask for, which are no options
 OFFERED = {
@@ -193,30 +192,28 @@ def _wrong_sizes(c: View) -> Iterator[str]:
         yield "--resume writes into the run's own folder, {resume}, got --out {out}"
 
 
-def _fixed(c: View) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    """Yield whether something is chosen, its name, and the only values that options then have."""
-    needs, given = c.method.needs, {"reward_source": "given"}
-    plain = {**given, "overlong_buffer": 0}
-    of_answers = "{objective}, which learns from the reference answer,"
-    yield needs.answers, of_answers, {**plain, "truncated": "keep"}
-    yield needs.parts, "{objective}, of several rewards,", {**plain, "reward_threshold": None}
-    yield needs.greedy, "{objective}", given
-    yield needs.binary, "{objective}, of rewards of 0 or 1,", {"overlong_buffer": 0}
-    own = {"loss": c.method.loss, "correction": "none", "top_entropy": 1}
-    yield c.method.owns_loss, "{objective}, which has a loss of its own,", own
-    alone = {"dynamic_sampling": 0, **given}
-    yield c.stop_at, "--stop-at", alone
-    chosen = {"dynamic_sampling": 0, "stop_at": 0, "carry": 0}
-    yield c.draw_prompts != "uniform", "--draw-prompts {draw_prompts}", chosen
-    yield c.carry, "--carry", {**alone, "stop_at": 0}
-    # it has no log-probs before top-p at another temperature
-    yield c.rollout == "vllm" and c.top_p < 1, "vllm with --top-p {top_p}", {"temperature": 1}
-    only = (c.method if c.method.owns_loss else c.token_loss).aggregation
-    yield only and c.aggregation, "{objective} with loss {loss}", {"aggregation": only}
-
-
 def _wrong_values(c: View) -> Iterator[str]:
-    for is_chosen, owner, values in _fixed(c):
+    needs, given = c.method.needs, {"reward_source": "given"}
+    plain, alone = {**given, "overlong_buffer": 0}, {**given, "dynamic_sampling": 0}
+    of_answers = "{objective}, which learns from the reference answer,"
+    own = {"loss": c.method.loss, "correction": "none", "top_entropy": 1}
+    drawn = {"dynamic_sampling": 0, "stop_at": 0, "carry": 0}
+    only = (c.method if c.method.owns_loss else c.token_loss).aggregation
+    # whether something is chosen, its name, and the only values that options then have
+    fixed: list[tuple[Any, str, dict[str, Any]]] = [
+        (needs.answers, of_answers, {**plain, "truncated": "keep"}),
+        (needs.parts, "{objective}, of several rewards,", {**plain, "reward_threshold": None}),
+        (needs.greedy, "{objective}", given),
+        (needs.binary, "{objective}, of rewards of 0 or 1,", {"overlong_buffer": 0}),
+        (c.method.owns_loss, "{objective}, which has a loss of its own,", own),
+        (c.stop_at, "--stop-at", alone),
+        (c.draw_prompts != "uniform", "--draw-prompts {draw_prompts}", drawn),
+        (c.carry, "--carry", {**alone, "stop_at": 0}),
+        # it has no log-probs before top-p at another temperature
+        (c.rollout == "vllm" and c.top_p < 1, "vllm with --top-p {top_p}", {"temperature": 1}),
+        (only and c.aggregation, "{objective} with loss {loss}", {"aggregation": only}),
+    ]
+    for is_chosen, owner, values in fixed:
         for name, value in values.items() if is_chosen else ():
             if c[name] != value:
                 flag = f"--{name.replace('_', '-')}"

@@ -5,10 +5,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from maxrl_fast.algorithms.losses import CLIPS
 from maxrl_fast.config.options import Config
@@ -68,7 +68,7 @@ from maxrl_fast.training.passes import (
     num_critic_weights,
     shard,
 )
-from maxrl_fast.training.schedule import Carried, Drawn, Schedule
+from maxrl_fast.training.schedule import Schedules
 from maxrl_fast.training.teacher import TeacherPrompts, names_asked
 from maxrl_fast.training.trainer import Trainer, WarmStart
 
@@ -202,7 +202,7 @@ class RunContext:
         return TeacherPrompts(self.task, source, limit, loss.teacher_template, config.run.seed)
 
     @cached_property
-    def schedules(self) -> tuple[Schedule | None, Carried | Drawn | None, dict[str, Tensor]]:
+    def schedules(self) -> Schedules:
         size = getattr(self.task, "num_train_prompts", 0)  # `resolve` has checked it
         return self.config.sampling.build(size, self.config.run.seed)
 
@@ -317,23 +317,19 @@ class RunContext:
         }
 
 
-class EvaluationSchedule(NamedTuple):
-    every: int  # steps; 0: never
-    num_prompts: int  # of each held-out set
-
-
-def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
-    """Between the first step and the last. A sample of training costs three of an evaluation,
-    because it is learned from."""
+def evaluation_schedule(config: Config, task: Task) -> tuple[int, int]:
+    """Return after how many steps, 0: never, on how many prompts of each held-out set, between the
+    first step and the last. A sample of training costs three of an evaluation, because it is
+    learned from."""
     options, steps = config.evaluation, config.optimizer.steps
     if options.eval_every is not None:
-        return EvaluationSchedule(options.eval_every, options.eval_prompts)
+        return options.eval_every, options.eval_prompts
     trained = steps * config.sampling.prompts * config.sampling.rollouts
     samples = sum(n for _, n in held_out_sets(task, 1, options.eval_samples).values())
     affordable = int(EVALUATION_SHARE * trained / (3 * samples))
     if affordable < min(FEWEST_EVALUATED, options.eval_prompts):
-        return EvaluationSchedule(0, 0)
-    return EvaluationSchedule(math.ceil(steps / 4), min(affordable, options.eval_prompts))
+        return 0, 0
+    return math.ceil(steps / 4), min(affordable, options.eval_prompts)
 
 
 def tensor_parallel(config: Config) -> int:

@@ -68,19 +68,8 @@ def build_policy(
     start = saved.directory if saved else options.directory
     model: PolicyModel
     if start is None:
-        model = new_policy(
-            vocab_size=task.vocab_size,
-            max_position_embeddings=max(512, task.prompt_length + limit),
-            hidden_size=options.hidden_size,
-            intermediate_size=options.intermediate_size,
-            num_hidden_layers=options.layers,
-            num_attention_heads=options.heads,
-            num_key_value_heads=options.kv_heads,
-            head_dim=options.hidden_size // options.heads,
-            rope_theta=options.rope_theta,
-            seed=config.run.seed,
-            is_empty=is_empty,
-        )
+        positions = max(512, task.prompt_length + limit)
+        model = new_policy(options, task.vocab_size, positions, config.run.seed, is_empty)
     elif saved and backend_of(start, options.model_backend) == "native":
         model = Decoder.empty(checkpoint.read_config(start / "config.json"))
         check_positions(model, start, task.prompt_length, limit)

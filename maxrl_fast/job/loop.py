@@ -143,8 +143,8 @@ def first_groups(prompts: Prompts) -> list[int]:
 
 @dataclass
 class RunLoop:
-    """Does what `progress` says is left. It evaluates before the first step, after the last, and as
-    `schedule` says between them."""
+    """Does what `progress` says is left. It evaluates before the first step, after the last, and
+    every `every` steps between them, on at most `most` prompts of a set."""
 
     context: RunContext
     checkpoints: Checkpoints
@@ -155,7 +155,8 @@ class RunLoop:
         run, options, loss = self.context, self.context.config.optimizer, self.context.config.loss
         self.clock, self.ranks, self.trainer = run.clock, run.ranks, run.trainer
         self.progress, self.num_steps = self.checkpoints.progress, options.steps
-        self.schedule, self.evaluators = evaluation_schedule(run.config, run.task), run.evaluators
+        self.every, self.most = evaluation_schedule(run.config, run.task)
+        self.evaluators = run.evaluators
         self.health = Health(bool(loss.kl_coef) and has_teacher(loss), options.clip_grad)
         self.expects_binary = run.objective.needs.expects_binary
         # a prompt's rollouts since a success; prompts that fail by form
@@ -248,7 +249,7 @@ class RunLoop:
             yield {"kind": "fails_by_form", "value": 3, "message": said}
 
     def _evaluate_if_due(self) -> None:
-        step, every, most = self.progress.step, self.schedule.every, self.schedule.num_prompts
+        step, every = self.progress.step, self.every
         is_end = step in (0, self.num_steps)
         if step in self.progress.evaluations or not (is_end or (every and step % every == 0)):
             return
@@ -256,8 +257,8 @@ class RunLoop:
             self.trainer.load_engine()
         done, rates, samples = dict[str, Evaluation](), dict[str, Any](), list[dict[str, Any]]()
         for name, evaluator in self.evaluators.items():
-            if not is_end and most < evaluator.num_prompts:
-                evaluator = replace(evaluator, num_prompts=most)
+            if not is_end and self.most < evaluator.num_prompts:
+                evaluator = replace(evaluator, num_prompts=self.most)
             kept = KeptSamples(evaluator.task, step)
             done[name], rates[name] = self._evaluate(evaluator, kept)
             samples += kept.records
@@ -300,10 +301,10 @@ class RunLoop:
     def _show(self, step: int, done: dict[str, Evaluation], samples: list[dict[str, Any]]) -> None:
         """Print an evaluation, one at an end also on the prompts of those between, and a sample."""
         score, screen = score_of(self.progress.evaluations.values()), self.screen
-        most, between = max(len(x.rewards) for x in done.values()), self.schedule
-        is_part = between.every and between.num_prompts < most
+        most = max(len(x.rewards) for x in done.values())
+        is_part = self.every and self.most < most
         total = sum(x.num_prompts for x in self.evaluators.values())
-        for limit in (most, between.num_prompts) if is_part else (most,):
+        for limit in (most, self.most) if is_part else (most,):
             records = {name: x.first(limit).record() for name, x in done.items()}
             size = sum(record["num_prompts"] for record in records.values())
             which = f"  ({size} of {total} prompts)" if size < total else ""

@@ -336,9 +336,13 @@ def free_folder(out: Path | None, parent: str, name: str, is_first: bool = True)
             return out
     except OSError as error:  # of what is no folder, or cannot be read
         raise InputError(f"--out must be a folder that can be read: {error}") from error
+    raise _taken(out)
+
+
+def _taken(out: Path) -> InputError:
     is_run = (out / "config.json").exists()
     what = f"another run; --resume {out} resumes it" if is_run else "something else"
-    raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}")
+    return InputError(f"--out must be a new or empty folder, got {out}, which holds {what}")
 
 
 def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> bool:
@@ -378,10 +382,7 @@ class RunFiles:
             if not is_resumed and (out / "config.json").exists():
                 # another command, or one started at the same time
                 if not ended_before_first_step(out, options):
-                    raise InputError(
-                        f"--out must be a new or empty folder, got {out}, which holds another run; "
-                        f"--resume {out} resumes it"
-                    )
+                    raise _taken(out)
                 for old in ("checkpoints", "tensorboard", "latest", "best", "timings.json"):
                     remove(out / old)
             if saved is None:

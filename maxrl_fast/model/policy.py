@@ -6,13 +6,16 @@ import contextlib
 import importlib.util
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from maxrl_fast.algorithms.options import Count, CountOrZero, Positive
 from maxrl_fast.errors import InputError, UnsupportedModelError, printable
 from maxrl_fast.model.checkpoint import (
+    directory_of,
     find_tensors,
     load_checkpoint,
     read_config,
@@ -214,10 +217,59 @@ def _reasons(config: Any, longest: int) -> Iterator[str]:
             )
 
 
-def new_policy(*, seed: int, is_empty: bool = False, **sizes: Any) -> Decoder:
+@dataclass(frozen=True)
+class Model:
+    """The policy: a new decoder of Qwen2's architecture, or a checkpoint of transformers."""
+
+    model: str | None = None
+    """Hugging Face directory, hf://ORG/NAME or hf://ORG/NAME@REVISION. By default a new model."""
+    model_backend: Literal["auto", "native", "transformers"] = "auto"
+    """What runs the layers of --model; auto: native for Qwen2, Qwen3, Llama 3 and SmolLM2."""
+    hidden_size: Count = 128
+    """Size of the hidden states."""
+    intermediate_size: Count = 256
+    """Size of the feed-forward layers."""
+    layers: Count = 4
+    """Layers."""
+    heads: Count = 8
+    """Query heads, each of size hidden_size / heads."""
+    kv_heads: Count = 4
+    """Key/value heads."""
+    rope_theta: Positive = 100.0
+    """Base of the rotary embedding; the MaxRL paper has 1e6."""
+    lora_rank: CountOrZero = 0
+    """Train adapters of this rank (LoRA), merged in checkpoints; 0: the weights."""
+    lora_alpha: Positive = 32.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    """Linear layers that get adapters."""
+
+    @property
+    def directory(self) -> Path | None:
+        """Of --model; the hub's weights are downloaded when needed."""
+        return None if self.model is None else directory_of(self.model)
+
+
+def new_policy(
+    options: Model,
+    vocab_size: int,
+    max_position_embeddings: int,
+    seed: int,
+    is_empty: bool = False,
+) -> Decoder:
     """Return a decoder of the Qwen2 architecture, on the CPU in float32, or the meta device."""
     try:
-        config = DecoderConfig(**sizes)
+        config = DecoderConfig(
+            vocab_size=vocab_size,
+            max_position_embeddings=max_position_embeddings,
+            hidden_size=options.hidden_size,
+            intermediate_size=options.intermediate_size,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.heads,
+            num_key_value_heads=options.kv_heads,
+            head_dim=options.hidden_size // options.heads,
+            rope_theta=options.rope_theta,
+        )
     except ValueError as error:
         raise InputError(str(error)) from error
     empty = Decoder.empty(config, "meta")

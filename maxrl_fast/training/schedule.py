@@ -203,6 +203,9 @@ def seed_of(*numbers: int) -> int:
 
 
 Schedule = DynamicSampling | Stopping
+# how many rollouts each prompt of a step gets, None: N; which prompts it has, None: the next ones;
+# and what checkpoints keep of both
+Schedules = tuple[Schedule | None, Carried | Drawn | None, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -233,11 +236,8 @@ class ScheduleOptions:
     """Replace groups too whose rewards' standard deviation is below this share of its average over
     steps (RLPR: 0.5)."""
 
-    def build(
-        self, num_prompts: int, seed: int
-    ) -> tuple[Schedule | None, Carried | Drawn | None, dict[str, Tensor]]:
-        """Return how many rollouts each prompt gets (None: N), which prompts a step has (None: the
-        next ones), and what checkpoints keep of both. `num_prompts`: of the task."""
+    def build(self, num_prompts: int, seed: int) -> Schedules:
+        """num_prompts: of the task."""
         if self.carry:
             table = torch.zeros(self.prompts, 2, dtype=torch.int64)
             return None, Carried(table, self.carry), {"carried": table}

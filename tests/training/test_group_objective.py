@@ -181,7 +181,7 @@ def sharp(
 """
 
 
-def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path):
+def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(OWN_OPTIONS)
     name, own = f"{tmp_path / 'mine.py'}:sharp", {"temperature": 5.0}
     (tmp_path / "run.toml").write_text(f'objective = "{name}"\nsharpness = 3\n')
@@ -195,7 +195,8 @@ def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path):
     resolved = resolve(parse(["--objective", name]), MazeTask(9))
     assert resolved.parts["objective"] == {"sharpness": 2.0, "side": "both", **own}
     (tmp_path / "config.json").write_text(json.dumps(config.flat()))
-    resumed = parse(["--resume", str(tmp_path), "--side", "both"])
+    monkeypatch.chdir(tmp_path)
+    resumed = parse("--resume . --objective mine.py:sharp --side both".split())
     assert resumed.parts["objective"] == {"sharpness": 3.0, "side": "both", **own}
     other = parse(["--resume", str(tmp_path), "--objective", "maxpo"])
     assert other.parts["objective"] == {"k": None}

@@ -30,7 +30,6 @@ from bench.whole_step import time_steps, warm_started
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.read import parse
 from maxrl_fast.errors import InputError
-from maxrl_fast.job.build_parts import dtype_of
 from maxrl_fast.model.decoder import Decoder
 from maxrl_fast.runtime.device import resolve_dtype
 
@@ -59,7 +58,7 @@ def sampling(config: Config, rounds: int, names: list[str]) -> dict[str, Any]:
     options = resolved.sampling
     *_, figures = rollout.measure(
         model, task, prompts, options.rollouts, options.max_new_tokens, names, False, rounds,
-        dtype_of(resolved),
+        resolved.run.where[1],
     )  # fmt: skip
     rollout.report("sampling", figures)
     return figures

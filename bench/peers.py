@@ -131,7 +131,7 @@ def measure(config: Config, steps: int, max_rows: int) -> dict[str, Any]:
     from transformers import TrainerCallback
 
     resolved, task, model = warm_started(config)
-    device = torch.device(resolved.run.device)
+    device = resolved.run.where[0]
     ours = timed_trainer(resolved, task, model)
     scorer = ours.trainer.collector.scorer
     times: dict[str, list[float]] = {"ours": [], "trl": []}

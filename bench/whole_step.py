@@ -77,7 +77,7 @@ def warm_started(config: Config) -> tuple[Config, Task, PolicyModel]:
     """
     task = build_run_task(config)
     resolved = resolve(config, task)
-    model = build_policy(resolved, task).to(torch.device(resolved.run.device))
+    model = build_policy(resolved, task).to(resolved.run.where[0])
     for _ in RunContext(resolved, task, model).warm_start.steps():
         pass
     return resolved, task, model
@@ -92,7 +92,7 @@ def timed_trainer(
     Args:
         trains: False: the learning rate is 0, so that every step starts from the same weights.
     """
-    clock = DeviceStopwatch(torch.device(config.run.device))
+    clock = DeviceStopwatch(config.run.where[0])
     trainer = RunContext(config, task, model, clock=clock).trainer
     timed_task = copy.copy(task)
 
@@ -129,9 +129,7 @@ def time_steps(config: Config, task: Task, model: PolicyModel, rounds: int) -> d
     timed.trainer.objective = RandomAdvantages("grpo", {})
     for _ in range(3):  # on a GPU the first steps capture graphs
         timed.step()
-    step_milliseconds = milliseconds({"step": timed.step}, rounds, torch.device(config.run.device))[
-        "step"
-    ]
+    step_milliseconds = milliseconds({"step": timed.step}, rounds, config.run.where[0])["step"]
     tokens = timed.tokens(rounds)
     return {
         "response_tokens": tokens,

@@ -77,12 +77,11 @@ class Run:
         return run(resume=self.out, **{**self._objects, **options})
 
     def __repr__(self) -> str:
-        records, shown = RunFolder(self.out).log("eval"), ""
-        if records:
+        shown = f", ended early with exit {self.exit}" * bool(self.exit)
+        if records := RunFolder(self.out).log("eval"):
             score = score_of(records)
             first, last = (records[i][score]["1"] for i in (0, -1))
-            shown = f", {label_of(score, 1)} {first:.3f} to {last:.3f}"
-        shown += f", ended early with exit {self.exit}" * bool(self.exit)
+            shown = f", {label_of(score, 1)} {first:.3f} to {last:.3f}{shown}"
         return f"Run({str(self.out)!r}: {len(self.metrics)} steps{shown})"
 
 

@@ -51,6 +51,7 @@ def padded_slots(lengths: Tensor, width: int) -> Tensor:
 
 # What the first dimension of a field counts. BOUNDS: where each item's tokens begin and end.
 PROMPT, SEQUENCE, TOKEN, INSERTED, BOUNDS = "prompt", "sequence", "token", "inserted", "bounds"
+TEACHER = "teacher"
 
 
 @cache
@@ -325,13 +326,17 @@ class Samples(Ragged):
 
     prompts: Annotated[Prompts, PROMPT]  # G
     rollouts: Annotated[Rollouts, SEQUENCE]  # S = G N
-    # [G], what the reference policy reads instead; None: the same
-    teacher_prompts: Annotated[Prompts | None, PROMPT] = field(default=None, kw_only=True)
+    # what the reference policy reads instead, [G] or of each rollout [S]; None: the same
+    teacher_prompts: Annotated[Prompts | None, TEACHER] = field(default=None, kw_only=True)
+    # [S], 0: the rollout has no divergence from the teacher; None: all 1
+    teacher_weights: Annotated[Tensor | None, SEQUENCE] = field(default=None, kw_only=True)
 
     def positions(self, items: Tensor) -> dict[str, Tensor]:
         rollouts = torch.arange(self.num_rollouts, device=items.device)
-        sequences = items[:, None] * self.num_rollouts + rollouts
-        return {PROMPT: items, SEQUENCE: sequences.flatten()}
+        sequences = (items[:, None] * self.num_rollouts + rollouts).flatten()
+        is_of_prompt = self.teacher_weights is None
+        teacher = items if is_of_prompt else sequences
+        return {PROMPT: items, SEQUENCE: sequences, TEACHER: teacher}
 
     def weighted(self, factors: Tensor) -> Self:
         if self.rollouts.importance_weights is not None:

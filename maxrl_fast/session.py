@@ -48,7 +48,7 @@ from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
 
 _GROUPS = Model, Optimizer, Loss, Decoding, Place, TextOptions, VllmOptions
 _OF_RUNS = "model teacher_prompt prompt_suffix max_prompt_tokens steps warmup_steps lr_schedule "
-_OF_RUNS += "updates_per_step"
+_OF_RUNS += "updates_per_step teacher_template teacher_ema"
 _OPTIONS = {x.name for group in _GROUPS for x in fields(group)} - {*_OF_RUNS.split()}
 _OPTIONS |= {"loss", "rollout", "seed", "sharding"}
 
@@ -121,6 +121,7 @@ class Session:
         _connect(resolve_device(config.run.device))
         if is_text := is_dataset(config.chosen.task):  # without data, or a teacher's
             config = config.replace(sft_steps=0, eval_prompts=None, teacher_prompt=None)
+            config = config.replace(teacher_template=None, teacher_ema=0.0)
 
         def make_task(found: Config) -> Any:
             folder = saved.directory if saved else found.model.directory
@@ -134,6 +135,7 @@ class Session:
         self._run = run = RunContext.begin(config, self.task, ranks, saved)
         run.place()
         self.config, self.engine, self.learner = run.config, run.engine, run.learner
+        self._device = run.config.run.where[0]
         self._positions = run.policy.config.max_position_embeddings
         self.learner.copy_policy()
         if saved:
@@ -149,14 +151,11 @@ class Session:
     ) -> SessionSamples:
         """Return texts [G][N] as samples, with log-probs of 0. prompts: G texts, or lists of
         messages; or `Prompts` of a task."""
-        task, given = self.task, list[list[int]]()
-        if isinstance(prompts, Prompts):
-            if responses is not None or not len(prompts):
-                raise InputError("prompts must be at least one, of text where responses are given")
-        elif not isinstance(task, TextTask):
-            raise InputError(f"prompts must be Prompts, as {task.name} returns them")
-        else:
-            read, ids = list[Any](), list[list[int]]()
+        task, most, read, given = self.task, self._positions, list[Any](), list[list[int]]()
+        if not isinstance(prompts, Prompts):
+            if not isinstance(task, TextTask):
+                raise InputError(f"prompts must be Prompts, as {task.name} returns them")
+            ids = list[list[int]]()
             for i, prompt in enumerate(_list("prompts", prompts)):
                 found = read_prompt(prompt, place := f"prompts[{i}]")
                 read.append(task.prompt(found) if isinstance(found, str) else found)
@@ -164,23 +163,22 @@ class Session:
                 if not ids[-1]:
                     raise InputError(f"{place} must be text that the tokenizer knows")
             prompts = prompts_of(ids, range(len(ids)), [{}] * len(ids))
-            rows: list[Any] = [()] * len(read)
-            if responses is not None:
-                rows = [_list("responses", row) for row in _list("responses", responses)]
+        if responses is not None:
+            rows = [_list("responses", row) for row in _list("responses", responses)]
             if len(rows) != len(read) or len({*map(len, rows)}) > 1:
-                wanted = f"as many to each of {len(read)} prompts"
+                wanted = f"as many to each of {len(read)} prompts of text"
                 raise InputError(f"responses must be {wanted}, got {responses!r:.80}")
             for prompt, row in zip(read, rows, strict=True):
                 for text in row:
                     check_utf8(text, "responses")
                     given.append(task.encode_demonstration(prompt, text, "responses")[1])
-        parts = prompts.to(self._run.device), Rollouts.given(given).to(self._run.device), task
+        parts = prompts.to(self._device), Rollouts.given(given).to(self._device), task
         samples = SessionSamples(*parts, self._settings.temperature, is_given=True)
-        lengths, most = samples.prompts.lengths, self._positions
+        lengths = samples.prompts.lengths
         each = lengths.repeat_interleave(samples.num_rollouts) + samples.rollouts.lengths
-        if (longest := int(torch.cat([lengths, each]).max())) > most:
-            wanted = f"at most {most} tokens, got {longest}"
-            raise InputError(f"a prompt with a response must have {wanted}")
+        if not 0 < (longest := max([0, *lengths.tolist(), *each.tolist()])) <= most:
+            wanted = f"from 1 to {most} tokens, got {longest}"
+            raise InputError(f"prompts, and each with a response, must have {wanted}")
         return samples
 
     def _checked(self, samples: Any) -> SessionSamples:
@@ -202,21 +200,21 @@ class Session:
         """Sample n responses to each prompt with the newest weights and new random numbers. None:
         the session's option, or as many tokens as the positions leave."""
         run, own, n = self._run, self.encode(prompts).prompts, _number("n", Count, n)
-        room, usual = self._positions - int(own.lengths.max()), run.sampling
-        sampling = replace(usual, max_new_tokens=max(1, min(usual.max_new_tokens, room)))
-        if temperature is not None:
-            heat = _number("temperature", NotNegative, temperature)
-            sampling = replace(sampling, temperature=heat)
-        if max_new_tokens is not None:
-            limit = _number("max_new_tokens", Count, max_new_tokens)
-            sampling = replace(sampling, max_new_tokens=limit)
+        usual, room = run.sampling, self._positions - int(own.lengths.max())
+        limit = max(1, min(usual.max_new_tokens, room))
+        sampling = replace(
+            usual,
+            temperature=_number("temperature", NotNegative, temperature, usual.temperature),
+            max_new_tokens=_number("max_new_tokens", Count, max_new_tokens, limit),
+        )
         if self._is_new:
             self.engine.load_weights(self.learner.model)
             self._is_new = False
         part, seed = own.take(*run.ranks.part(len(own))), run.config.run.seed
         request = RolloutRequest(part, n, sampling, seed, self._draws + 1)
-        found = sample_and_score(self.engine, self.task, None, request)
-        rollouts = run.ranks.gather(found.rollouts)
+        rollouts = run.ranks.gather(
+            sample_and_score(self.engine, self.task, None, request).rollouts
+        )
         self._draws += 1
         check_finite(rollouts, own, self._draws)
         return SessionSamples(own, rollouts, self.task, sampling.temperature)
@@ -239,7 +237,7 @@ class Session:
         samples, learner, settings = self._checked(samples), self.learner, self._settings
         values, shape = torch.empty(0), (len(samples.prompts), samples.num_rollouts)
         with suppress(TypeError, ValueError, RuntimeError):  # of what is no tensor
-            values = torch.as_tensor(advantages, device=self._run.device).detach().float()
+            values = torch.as_tensor(advantages, device=self._device).detach().float()
         if values.shape != shape or not values.isfinite().all():
             raise InputError(f"advantages must be finite, {[*shape]}, got {advantages!r:.80}")
         if (found := samples.temperature) != settings.temperature:
@@ -268,7 +266,7 @@ class Session:
         NonFiniteError: loss or gradient are not finite; the weights are unchanged."""
         if not self.learner.accumulated:
             raise InputError("optim_step needs a forward_backward since the last one, got none")
-        rate = self.config.optimizer.lr if lr is None else _number("lr", NotNegative, lr)
+        rate = _number("lr", NotNegative, lr, self.config.optimizer.lr)
         self._is_new = True
         found = self.learner.optim_step(when=f"draw {self._draws}", lr=rate)
         means = {x: getattr(found, x) / max(found.num_targets, 1) for x in TOKEN_METRICS}
@@ -278,8 +276,9 @@ class Session:
         """Write a Hugging Face folder that `from_run` continues, in place of an older save."""
         ranks, path, model = self._run.ranks, Path(out).expanduser().resolve(), self.config.model
         check_weights(self.learner, f"draw {self._draws}", ranks)
-        if wrong := ranks.values(ranks.is_first and _not_free(path))[0]:
-            raise InputError(f"out must be a new folder or one of save, got {path}, {wrong}")
+        if other := ranks.values(ranks.is_first and _other_file(path))[0]:
+            wanted = f"a new folder or one of save, got {path}, which has {other}: move it away"
+            raise InputError(f"out must be {wanted}")
         read_again = self.config.loss.reference, model.model if model.lora_rank else None
         if str(path) in read_again:
             raise InputError(f"out must not be the model that from_run will read, got {path}")
@@ -290,17 +289,13 @@ class Session:
         ranks.wait_for_all()
 
 
-def _not_free(path: Path) -> str:
-    """Return why a save may not stand in the place of what is there."""
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return ""
-    record = path / "progress.json"
-    if not record.exists() or read_json(record).get("progress", {}).get("phase") != "session":
-        return "which holds something else"
-    written = {CHECKSUMS, *read_json(path / CHECKSUMS)}
-    files = (str(x.relative_to(path)) for x in path.rglob("*") if not x.is_dir())
-    added = sorted(set(files) - written)
-    return f"to which {added[0]} was added: move it away" if added else ""
+def _other_file(path: Path) -> str:
+    """Return a file in the place of a save that no save has written, "" if there is none."""
+    record, written = path / "progress.json", set[str]()
+    if record.exists() and read_json(record).get("progress", {}).get("phase") == "session":
+        written = {CHECKSUMS, *read_json(path / CHECKSUMS)}
+    files = {str(x.relative_to(path)) for x in path.rglob("*") if x.is_symlink() or not x.is_dir()}
+    return path.name if path.is_file() else min(files - written, default="")
 
 
 @cache  # once in a program
@@ -321,7 +316,9 @@ def _parsed(options: dict[str, Any], **own: Any) -> Config:
     return parse_options({**own, **options})
 
 
-def _number(name: str, kind: Any, value: Any) -> Any:
+def _number(name: str, kind: Any, value: Any, usual: Any = None) -> Any:
+    if value is None and usual is not None:
+        return usual
     return make_option(name, kind, REQUIRED).convert(str(value), name)
 
 

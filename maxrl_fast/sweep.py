@@ -9,12 +9,11 @@ import itertools
 import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from rich.console import Console
@@ -37,17 +36,10 @@ such as --reward. The same command resumes a sweep.
 --out DIR    folder of the runs (default: runs/sweep)
 --dry-run    print the commands of the runs, and stop
 --quiet      print one line a run and the table, not what the runs print"""
+TRAIN = [sys.executable, "-m", "maxrl_fast.train"]
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 # 97.5% quantiles of Student's t distribution of 1 to 10 degrees of freedom; those of more are lower
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-
-
-@dataclass
-class Run:
-    folder: Path
-    command: list[str]
-    given: dict[str, Any]  # options; the others have their defaults
-    code: int = 0
 
 
 @command
@@ -66,27 +58,32 @@ def main(arguments: Sequence[str]) -> int:
     is_dry, is_quiet = (options.pop(x, None) is not None for x in ("dry_run", "quiet"))
     runs = sweep_grid(options, Path(*options.pop("out", ["runs/sweep"])))
     if is_dry:
-        print(*(shlex.join(run.command) for run in runs), sep="\n")
+        print(*(shlex.join([*TRAIN, *words]) for _, words in runs), sep="\n")
         return 0
-    for number, run in enumerate(runs, start=1):
-        done = RunFolder(run.folder)
-        if not (done.is_run and done.is_finished and not differing(done.options, run.given)):
-            print(f"run {number} of {len(runs)}: {run.folder.name}", flush=True)
-            run.code = train(run.command, is_quiet)
-        if run.code - 128 in SIGNALS:
+    done, failed = list[Path](), list[str]()
+    for number, (folder, words) in enumerate(runs, start=1):
+        run, code = RunFolder(folder), 0
+        if not run.is_finished or differing(run.options, parse(words).flat()):
+            print(f"run {number} of {len(runs)}: {folder.name}", flush=True)
+            code = train(words, is_quiet)
+        if code - 128 in SIGNALS:
             print("stopped; the same command resumes the sweep")
-            return run.code
-    if failed := [f"{run.folder.name} (exit code {run.code})" for run in runs if run.code]:
+            return code
+        if code:
+            failed.append(f"{folder.name} (exit code {code})")
+        else:
+            done.append(folder)
+    if failed:
         text = f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}"
         print(f"error: {text}", file=sys.stderr)
-    show_means([run.folder for run in runs if not run.code])
+    show_means(done)
     return int(bool(failed))
 
 
-def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
-    """Return the runs of all combinations of values, seeds last. What a run would refuse is refused
-    here, before the first run."""
-    several, runs = names_of_lists(), list[Run]()
+def sweep_grid(options: dict[str, list[str]], out: Path) -> list[tuple[Path, list[str]]]:
+    """Return folders and arguments of the runs, for all combinations of values, seeds last. What a
+    run would refuse is refused here, before the first run."""
+    several, runs = names_of_lists(), list[tuple[Path, list[str]]]()
     sides = [name for name, values in options.items() if len(values) > 1 and name not in several]
     sides.sort(key=lambda name: name == "seed")
     for values in itertools.product(*(options[name] for name in sides)):
@@ -95,20 +92,17 @@ def sweep_grid(options: dict[str, list[str]], out: Path) -> list[Run]:
             flag = f"--{name.replace('_', '-')}"
             # a separate word like "-- think" would be an option
             words += [f"{flag}={texts[0]}"] if len(texts) == 1 else [flag, *texts]
-        config = parse(words)
-        own.setdefault("seed", str(config.run.seed))
+        own.setdefault("seed", str(parse(words).run.seed))
         parts = (f"{name.replace('_', '-')}-{x.strip('/')}" for name, x in own.items())
         folder = out / re.sub(r"[^\w.+-]+", "-", "_".join(parts))
-        words += ["--out", str(folder), "--resume", "auto"]
-        given = {x: y for x, y in config.flat().items() if x in {*options, *config.places}}
-        runs.append(Run(folder, [sys.executable, "-m", "maxrl_fast.train", *words], given))
+        runs.append((folder, [*words, "--out", str(folder), "--resume", "auto"]))
     return runs
 
 
-def train(command: list[str], is_quiet: bool) -> int:
+def train(words: Sequence[str], is_quiet: bool) -> int:
     """Train in a process, to which signals are passed on; return its exit code, or a signal's, also
     where the process was ending already."""
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL if is_quiet else None)
+    child = subprocess.Popen([*TRAIN, *words], stdout=subprocess.DEVNULL if is_quiet else None)
     asked = list[int]()
 
     def pass_on(number: int, _: object) -> None:
@@ -127,11 +121,10 @@ def train(command: list[str], is_quiet: bool) -> int:
 
 def mean_over_seeds(values: Sequence[float]) -> dict[str, float]:
     """Return the mean with its 95% interval by Student's t distribution, if there are several."""
-    mean, free = statistics.fmean(values), len(values) - 1
+    mean, free = fmean(values), len(values) - 1
     if not free:
         return {"mean": mean}
-    t = T_QUANTILES[min(free, len(T_QUANTILES)) - 1]
-    half = t * statistics.stdev(values) / len(values) ** 0.5
+    half = T_QUANTILES[min(free, len(T_QUANTILES)) - 1] * stdev(values) / len(values) ** 0.5
     return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
@@ -149,7 +142,7 @@ def show_means(folders: Sequence[Path]) -> None:
         table.add_row(f"{name.strip('_')} {len(own)} seed{'s' * (len(own) > 1)}".strip())
         ks = [k for k in own[0][0][score] if all(k in x[score] for ends in own for x in ends)]
         pairs = {k: [[x[score][k] for x in ends] for ends in own] for k in ks}
-        means = [{k: statistics.fmean(x[i] for x in pairs[k]) for k in ks} for i in (0, 1)]
+        means = [{k: fmean(x[i] for x in pairs[k]) for k in ks} for i in (0, 1)]
         changes = {k: mean_over_seeds([y - x for x, y in pairs[k]]) for k in ks}
         add_scores(table, score, means, [changes])
     Console().print(table)

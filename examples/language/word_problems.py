@@ -17,6 +17,7 @@ EXAMPLE = [
     {"role": "assistant", "content": "8"},
 ]
 KINDS = ("sum", "product", "boxes", "lost")
+HARD = ("left",)
 HELD_OUT = 5  # the numbers of one problem of about this many are held out
 
 
@@ -31,11 +32,14 @@ def problem(kind: str, rng: random.Random) -> tuple[str, int, tuple[int, int]]:
     if kind == "boxes":
         question = f"{name} has {few} boxes of {more} {things}. How many {things} does {name} have?"
         return question, few * more, (few, more)
+    if kind == "left":
+        question = f"{name} has {few} boxes of {many} {things} and loses {more} {things}. How many "
+        return f"{question}are left?", few * many - more, (few, many)
     question = f"{name} had {many} {things} and lost {few}. How many {things} are left?"
     return question, many - few, (many, few)
 
 
-def problems(split: str, count: int) -> Iterator[dict[str, Any]]:
+def problems(split: str, count: int, kinds: tuple[str, ...] = KINDS) -> Iterator[dict[str, Any]]:
     """Yield `count` lines of `split`, "train" or "test": `prompt`, a conversation, and `answer`.
 
     A conversation begins with an answered problem, from which the model takes the form of an
@@ -43,7 +47,7 @@ def problems(split: str, count: int) -> Iterator[dict[str, Any]]:
     """
     rng, written = random.Random(split), 0
     while written < count:
-        kind = KINDS[written % len(KINDS)]
+        kind = kinds[written % len(kinds)]
         question, answer, numbers = problem(kind, rng)
         is_held_out = zlib.crc32(f"{kind} {numbers}".encode()) % HELD_OUT == 0
         if is_held_out == (split == "test"):

@@ -10,14 +10,14 @@ command continues with those that are missing. It measures what the lag costs, n
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
-from runner import check_methods, run, standard_error
+from runner import check_methods, run, show_table, standard_error
 from stopping import KS, StoppingSettings, compare
 from torch import Tensor
 
@@ -101,7 +101,7 @@ def show(runs: Sequence[dict[str, Any]]) -> None:
         own = [one for one in runs if (one["method"], one["lag"]) == (name, lag)]
         means = [sum(one[key] for one in own) / len(own) for key in ("logprob_diff", "steps")]
         table.add_row(name, str(lag), *cells, f"{means[0]:.4f}", f"{means[1]:.0f}")
-    (Console() if sys.stdout.isatty() else Console(width=160)).print(table)
+    show_table(table)
 
 
 def draw(record: dict[str, Any]) -> Figure:
@@ -128,9 +128,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("ahead", AheadSettings, experiment, draw, arguments)
-
+main = partial(run, "ahead", AheadSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

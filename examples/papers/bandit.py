@@ -17,14 +17,14 @@ sweep them.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from runner import Settings, rounded, run, tracked
+from runner import Settings, check_least, rounded, run, tracked
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -258,17 +258,7 @@ def crossings(ks: Sequence[int], ratio: Tensor) -> Tensor:
 
 def check(s: BanditSettings) -> None:
     """Raise InputError for settings that make no sense."""
-    for name, least in (
-        ("seeds", 2),
-        ("num_actions", 2),
-        ("k", 2),
-        ("bias_batches", 10),
-        ("variance_batches", 2),
-    ):
-        if getattr(s, name) < least:
-            raise InputError(
-                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(s, name)}"
-            )
+    check_least(s, seeds=2, num_actions=2, k=2, bias_batches=10, variance_batches=2)
     if not s.rollouts_swept or min(s.actions_swept, default=0) < 2:
         raise InputError(
             "--rollouts-swept and --actions-swept must name at least one number each, of actions "
@@ -461,9 +451,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("bandit", BanditSettings, experiment, draw, arguments)
-
+main = partial(run, "bandit", BanditSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,12 +16,13 @@ on separate mazes.
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from runner import Settings, rounded, run, tracked
+from runner import Settings, check_least, rounded, run, tracked
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
@@ -213,20 +214,8 @@ def train(
 
 
 def check(settings: ChainMaze) -> None:
-    limits = {
-        "length": 2,
-        "iterations": 1,
-        "search_seeds": 1,
-        "seeds": 2,
-        "records": 1,
-        "variance_batches": 2,
-    }
-    for name, least in limits.items():
-        if getattr(settings, name) < least:
-            raise InputError(
-                f"--{name.replace('_', '-')} must be at least {least}, got "
-                f"{getattr(settings, name)}"
-            )
+    check_least(settings, length=2, iterations=1, search_seeds=1, seeds=2, records=1)
+    check_least(settings, variance_batches=2)
     if not 0.5 <= settings.habit < 1:
         raise InputError(f"--habit must be at least 0.5 and below 1, got {settings.habit}")
     if (
@@ -402,9 +391,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("chain_maze", ChainMaze, experiment, draw, arguments)
-
+main = partial(run, "chain_maze", ChainMaze, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

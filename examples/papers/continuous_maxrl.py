@@ -18,13 +18,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from partial_credit import MazeSettings, check_mazes, draw_mazes, mazes, show_mazes, style
-from runner import rounded, run, standard_error, tracked
+from runner import check_least, rounded, run, standard_error, tracked
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
@@ -255,31 +256,9 @@ def learning(settings: ContinuousMaxRL) -> dict[str, Any]:
 
 
 def check(settings: ContinuousMaxRL) -> None:
-    least = {
-        "arms": 2,
-        "rollouts": 4,
-        "groups": 32,
-        "repeats": 1,
-        "prompts": 1,
-        "learned_arms": 2,
-        "learned": 2,
-        "updates": 1,
-    }
-    least |= {
-        "warm_steps": 1,
-        "maze_steps": 0,
-        "maze_prompts": 1,
-        "seeds": 2,
-        "eval_mazes": 1,
-        "eval_samples": 1,
-        "seed": 0,
-    }
-    for name, smallest in least.items():
-        if getattr(settings, name) < smallest:
-            raise InputError(
-                f"--{name.replace('_', '-')} must be at least {smallest}, got "
-                f"{getattr(settings, name)}"
-            )
+    check_least(settings, arms=2, rollouts=4, groups=32, repeats=1, prompts=1, learned_arms=2)
+    check_least(settings, learned=2, updates=1, warm_steps=1, maze_steps=0, maze_prompts=1)
+    check_least(settings, seeds=2, eval_mazes=1, eval_samples=1, seed=0)
     for name in ("rate", "maze_lr"):
         if not 0 < getattr(settings, name) < math.inf:
             raise InputError(
@@ -392,9 +371,7 @@ def draw_bandits(row: Sequence[Axes], results: dict[str, Any], rollouts: int) ->
     learned.set_title("Learned bandits, one policy for several prompts")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run("continuous_maxrl", ContinuousMaxRL, experiment, draw, arguments)
-
+main = partial(run, "continuous_maxrl", ContinuousMaxRL, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

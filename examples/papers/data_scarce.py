@@ -10,16 +10,24 @@ command continues with those that are missing.
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
-from runner import MazeSettings, cell, check_methods, draw_series, late, run, run_steps, series
+from runner import (
+    MazeSettings,
+    cell,
+    check_methods,
+    draw_series,
+    late,
+    run,
+    run_steps,
+    series,
+    show_table,
+)
 
 from maxrl_fast.errors import InputError
 
@@ -97,7 +105,7 @@ def show(runs: list[dict[str, Any]], epochs: int) -> None:
             *(cell(last(name, x)) for x in ("reward_mean", "frac_prompts_solved")),
             cell(last(name, "entropy"), 2),
         )
-    (Console() if sys.stdout.isatty() else Console(width=180)).print(table)
+    show_table(table)
 
 
 def draw(record: dict[str, Any]) -> Figure:
@@ -113,9 +121,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("data_scarce", ScarceSettings, experiment, draw, arguments)
-
+main = partial(run, "data_scarce", ScarceSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

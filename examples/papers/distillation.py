@@ -12,28 +12,28 @@ Finished runs are kept in --work, and the same command continues with those that
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 from runner import (
     Settings,
     TokenRun,
     build,
+    check_least,
     flags_of,
     measure_all,
     records,
     run,
+    show_table,
     standard_error,
     train_all,
 )
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -84,9 +84,9 @@ class DistillationSettings(Settings):
 
 
 def experiment(settings: DistillationSettings) -> dict[str, Any]:
-    for name in ("seeds", "tokens", "teacher_steps", "prompts", "evaluations", "eval_mazes"):
-        if (value := getattr(settings, name)) < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    check_least(
+        settings, seeds=1, tokens=1, teacher_steps=1, prompts=1, evaluations=1, eval_mazes=1
+    )
     shared = {"maze-size": settings.maze_size, "sft-steps": settings.sft_steps}
     shared |= {"eval-prompts": settings.eval_mazes, "prompts": settings.prompts}
     seeds = range(settings.seed, settings.seed + settings.seeds)
@@ -200,7 +200,7 @@ def show(results: dict[str, Any]) -> None:
     for name in dict.fromkeys(one["method"] for one in results["runs"]):
         steps = f"{of_method(results, name, 'step')[:, -1].mean():.0f}"
         add(name, [of_method(results, name, k)[:, -1] for k in keys], steps)
-    (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
+    show_table(table)
 
 
 def draw(record: dict[str, Any]) -> Figure:
@@ -239,9 +239,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("distillation", DistillationSettings, experiment, draw, arguments)
-
+main = partial(run, "distillation", DistillationSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,8 +12,8 @@ are missing.
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from runner import Settings, TokenRun, measure_all, rounded, run, standard_error
+from runner import Settings, TokenRun, check_least, measure_all, rounded, run, standard_error
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
@@ -245,13 +245,8 @@ def gradient_norms(model: nn.Module, inputs: Tensor, labels: Tensor, job: Job) -
 
 
 def check(settings: ExactLikelihood) -> None:
-    for name in ("steps", "batch", "classes", "test_images", "seeds"):
-        least = 2 if name in ("classes", "seeds") else 1  # one seed has no standard error
-        if getattr(settings, name) < least:
-            raise InputError(
-                f"--{name.replace('_', '-')} must be at least {least}, got "
-                f"{getattr(settings, name)}"
-            )
+    # one seed has no standard error
+    check_least(settings, steps=1, batch=1, classes=2, test_images=1, seeds=2)
     if not settings.rollouts or not all(2 <= n <= 10_000 for n in settings.rollouts):
         raise InputError(
             f"--rollouts must be one or more numbers from 2 to 10000, got {settings.rollouts}"
@@ -434,9 +429,7 @@ def draw_sweep(axes: Axes, rows: list[dict[str, Any]]) -> None:
     axes.set(xlabel="learning rate", ylabel="pass@1 after training", xscale="log")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("exact_likelihood", ExactLikelihood, experiment, draw, arguments)
-
+main = partial(run, "exact_likelihood", ExactLikelihood, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,8 +9,8 @@ Losses are sums over the tokens of a response, so that objectives differ in thei
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from runner import (
     TokenRun,
     build,
     cell,
+    check_least,
     check_methods,
     maze_options,
     measure_all,
@@ -29,7 +30,6 @@ from runner import (
     warm_starts,
 )
 
-from maxrl_fast.errors import InputError
 from maxrl_fast.training.learner import LearningRate
 
 METHODS = ("maxrl", "grpo", "rloo")
@@ -53,8 +53,7 @@ class NormSettings(MazeSettings):
 
 def experiment(settings: NormSettings) -> dict[str, Any]:
     check_methods(settings.methods, METHODS, settings)
-    if settings.mazes < 1:
-        raise InputError(f"--mazes must be at least 1, got {settings.mazes}")
+    check_least(settings, mazes=1)
     only = {"prompts": 1, "rollouts": settings.rollouts, "aggregation": "seq_mean_token_sum"}
     runs = [
         TokenRun(
@@ -111,9 +110,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("gradient_norms", NormSettings, experiment, draw, arguments)
-
+main = partial(run, "gradient_norms", NormSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

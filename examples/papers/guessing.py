@@ -17,18 +17,28 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
-from runner import Settings, TokenRun, build, flags_of, measure_all, run, standard_error, train_all
+from runner import (
+    Settings,
+    TokenRun,
+    build,
+    check_least,
+    flags_of,
+    measure_all,
+    run,
+    show_table,
+    standard_error,
+    train_all,
+)
 from torch import Tensor
 
 from maxrl_fast.config.read import parse_options
-from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import pass_at_k
 from maxrl_fast.evaluation.evaluator import Evaluator
 
@@ -68,9 +78,7 @@ class GuessingSettings(Settings):
 
 
 def experiment(settings: GuessingSettings) -> dict[str, Any]:
-    for name in ("seeds", "tokens", "evaluations", "eval_samples"):
-        if (value := getattr(settings, name)) < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    check_least(settings, seeds=1, tokens=1, evaluations=1, eval_samples=1)
     for objective in settings.objectives:
         parse_options(options_of(settings, objective))
     seeds = range(settings.seed, settings.seed + settings.seeds)
@@ -204,7 +212,7 @@ def show(results: dict[str, Any], num_samples: int) -> None:
         numbers = zip(values.mean(0).tolist(), standard_error(values).tolist(), strict=True)
         table.add_row(name, *(f"{mean:.3f} ± {error:.3f}" for mean, error in numbers))
     table.add_row("p(x) = 15/31", *(f"{bound:.3f}" for bound in BOUNDS))
-    (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
+    show_table(table)
 
 
 def draw(record: dict[str, Any]) -> Figure:
@@ -250,9 +258,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("guessing", GuessingSettings, experiment, draw, arguments)
-
+main = partial(run, "guessing", GuessingSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

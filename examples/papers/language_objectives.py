@@ -17,16 +17,25 @@ Few problems for many epochs, as in MaxRL's data-scarce regime (section 6.3), an
 
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
-from runner import Settings, TokenRun, build, measure_all, run, standard_error, thinned
+from runner import (
+    Settings,
+    TokenRun,
+    build,
+    check_least,
+    measure_all,
+    run,
+    show_table,
+    standard_error,
+    thinned,
+)
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
@@ -41,6 +50,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "pacs": {"objective": "pacs"},
     "maxpo-8": {"objective": "maxpo", "k": 8},
     "maxrl-stop": {"objective": "maxrl", "rollouts": 64, "stop_at": 4},
+    "maxrl-carry": {"objective": "maxrl", "carry": 8},
     "grpo-dynamic": {"objective": "grpo", "dynamic_sampling": 4},
 }
 BEFORE = "before training"
@@ -54,7 +64,7 @@ class LanguageSettings(Settings):
 
     objectives: tuple[str, ...] = tuple(METHODS)[:6]
     """Of grpo, maxrl, maxpo-4, rloo, pacs, maxpo-8, maxrl-stop (4 successes of at most 64
-    rollouts) and grpo-dynamic (dynamic sampling)."""
+    rollouts), maxrl-carry (--carry 8) and grpo-dynamic (dynamic sampling)."""
     seeds: int = 2
     """Seeds from --seed on."""
     tokens: int = 24_000
@@ -84,9 +94,7 @@ class LanguageSettings(Settings):
 def experiment(settings: LanguageSettings) -> dict[str, Any]:
     if unknown := set(settings.objectives) - set(METHODS):
         raise InputError(f"--objectives must be of {', '.join(METHODS)}, got {min(unknown)}")
-    for name in ("seeds", "tokens", "training_problems", "eval_samples", "evaluations"):
-        if (value := getattr(settings, name)) < 1:
-            raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    check_least(settings, seeds=1, tokens=1, training_problems=1, eval_samples=1, evaluations=1)
     lines = (settings.problems / "train.jsonl").read_text().splitlines(keepends=True)
     if len(lines) < settings.training_problems:
         raise InputError(
@@ -155,7 +163,7 @@ def measure(one: TokenRun) -> dict[str, Any]:
         next_prompt += record.batch.num_sampled
         tokens.append(tokens[-1] + record.batch.num_tokens)
         known = record.batch.all_rewards.isfinite().sum()
-        steps["rollouts"].append(float(known) / record.batch.num_sampled)
+        steps["rollouts"].append(float(known) / len(record.batch.all_rewards))
         for name in names:
             steps[name].append(record.metrics[name])
     return {
@@ -201,8 +209,7 @@ def show(results: dict[str, Any]) -> None:
             ]
         cells = (f"{x:.3f} ± {e:.3f}" for x, e in zip(over_prompts.mean(0), errors, strict=True))
         table.add_row(name, *cells, *trained)
-    console = Console() if sys.stdout.isatty() else Console(width=140)
-    console.print(table)
+    show_table(table)
     if COMPARED not in methods:
         return
     paired = Table(f"minus {COMPARED}", *(f"pass@{k}" for k in ks))
@@ -213,7 +220,7 @@ def show(results: dict[str, Any]) -> None:
             paired.add_row(
                 name, *(f"{x['mean']:+.3f} ({x['low']:+.3f}, {x['high']:+.3f})" for x in intervals)
             )
-    console.print(paired)
+    show_table(paired)
 
 
 def draw(record: dict[str, Any]) -> Figure:
@@ -255,9 +262,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("language_objectives", LanguageSettings, experiment, draw, arguments)
-
+main = partial(run, "language_objectives", LanguageSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

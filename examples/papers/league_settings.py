@@ -9,16 +9,24 @@ command continues with those that are missing.
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
-from runner import MazeSettings, cell, check_methods, draw_series, late, run, run_steps, series
+from runner import (
+    MazeSettings,
+    cell,
+    check_methods,
+    draw_series,
+    late,
+    run,
+    run_steps,
+    series,
+    show_table,
+)
 
 from maxrl_fast.errors import InputError
 
@@ -28,6 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     # PACS, Table 4: 8 rollouts; 1024 prompts, of which an update has 256
     "pacs_paper, 4 updates": {"prompts": 60, "rollouts": 8, "updates_per_step": 4},
     "pacs_paper, lr 1e-4": {"lr": 1e-4},
+    "pacs_paper, baseline": {"baseline": "rloo"},
     "riskpo": {},
     # the authors' script: 5 rollouts, two updates of a step, bundles of 5
     "riskpo, 5 rollouts": {"prompts": 90, "rollouts": 5},
@@ -82,7 +91,7 @@ def show(runs: list[dict[str, Any]]) -> None:
     last = partial(late, runs, share=0.5)
     for name in names:
         table.add_row(name, *(cell(last(name, key)) for key in keys))
-    (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
+    show_table(table)
 
 
 def draw(record: dict[str, Any]) -> Figure:
@@ -99,9 +108,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("league_settings", LeagueSettings, experiment, draw, arguments)
-
+main = partial(run, "league_settings", LeagueSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

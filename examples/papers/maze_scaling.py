@@ -15,13 +15,23 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
-from runner import Settings, flags_of, records, run, thinned, train_all, warm_start_flags
+from runner import (
+    Settings,
+    check_least,
+    flags_of,
+    records,
+    run,
+    show_table,
+    thinned,
+    train_all,
+    warm_start_flags,
+)
 
 from maxrl_fast.errors import InputError
 
@@ -88,12 +98,7 @@ def run_flags(
 
 
 def experiment(settings: ScalingSettings) -> dict[str, Any]:
-    for name, least in (("seeds", 1), ("steps", 1), ("eval_samples", 1)):
-        if getattr(settings, name) < least:
-            raise InputError(
-                f"--{name.replace('_', '-')} must be at least {least}, got "
-                f"{getattr(settings, name)}"
-            )
+    check_least(settings, seeds=1, steps=1, eval_samples=1)
     if min(settings.rollouts) < 4:
         raise InputError(f"--rollouts must be at least 4 each, got {min(settings.rollouts)}")
     warm = train_all(
@@ -162,7 +167,7 @@ def show(results: dict[str, Any], settings: ScalingSettings) -> None:
     for objective in settings.objectives:
         cells = (averages(chosen(results, objective, n), k) for n in settings.rollouts for k in ks)
         table.add_row(objective, *("{:.3f} ± {:.3f}".format(*cell) for cell in cells))
-    (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
+    show_table(table)
 
 
 def draw(record: dict[str, Any]) -> Figure:
@@ -216,9 +221,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("maze_scaling", ScalingSettings, experiment, draw, arguments)
-
+main = partial(run, "maze_scaling", ScalingSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

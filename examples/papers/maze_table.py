@@ -19,13 +19,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from runner import Settings, records, run
+from runner import Settings, check_least, records, run
 
 import maxrl_fast
 from maxrl_fast.errors import InputError
@@ -101,8 +102,7 @@ def experiment(settings: TableSettings) -> dict[str, Any]:
         raise InputError(
             f"--objectives must be of {', '.join(OBJECTIVES)}, got {', '.join(sorted(unknown))}"
         )
-    if settings.steps < 1:
-        raise InputError(f"--steps must be at least 1, got {settings.steps}")
+    check_least(settings, steps=1)
     if settings.minutes is not None and not settings.minutes > 0:
         raise InputError(f"--minutes must be above 0, got {settings.minutes:g}")
     # an exception: it stops the run below
@@ -339,9 +339,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("maze_table", TableSettings, experiment, draw, arguments)
-
+main = partial(run, "maze_table", TableSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,15 +11,23 @@ same command continues with those that are missing.
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
-from runner import MazeSettings, cell, check_methods, draw_series, run, run_steps, series
+from runner import (
+    MazeSettings,
+    cell,
+    check_methods,
+    draw_series,
+    run,
+    run_steps,
+    series,
+    show_table,
+)
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
@@ -83,7 +91,7 @@ def show(runs: list[dict[str, Any]]) -> None:
             ratios = [cell(x / y) for x, y in zip(proxies, of_reference, strict=True)]
         passes = [cell(x) for key in ("pass@1", "pass@16") for x in halves(runs, name, key)]
         table.add_row(name, *(cell(x, 4) for x in proxies), *ratios, *passes)
-    (Console() if sys.stdout.isatty() else Console(width=180)).print(table)
+    show_table(table)
 
 
 def draw(record: dict[str, Any]) -> Figure:
@@ -101,9 +109,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("moment_variance", MomentSettings, experiment, draw, arguments)
-
+main = partial(run, "moment_variance", MomentSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
-from rich.console import Console
 from rich.table import Table
 from runner import (
     Settings,
@@ -29,6 +28,7 @@ from runner import (
     maze_options,
     measure_all,
     run,
+    show_table,
     standard_error,
     warm_starts,
 )
@@ -259,7 +259,7 @@ def show(results: dict[str, Any], settings: dict[str, Any]) -> None:
         table.add_row(
             objective, *(cell(name, objective, runs) for name in names), str(len(runs)), tokens
         )
-    (Console() if sys.stdout.isatty() else Console(width=140)).print(table)
+    show_table(table)
 
 
 def draw(record: dict[str, Any]) -> Figure:
@@ -301,9 +301,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("objectives_league", LeagueSettings, experiment, draw, arguments)
-
+main = partial(run, "objectives_league", LeagueSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,16 +9,24 @@ command continues with those that are missing.
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
-from runner import MazeSettings, cell, check_methods, draw_series, late, run, run_steps, series
+from runner import (
+    MazeSettings,
+    cell,
+    check_methods,
+    draw_series,
+    late,
+    run,
+    run_steps,
+    series,
+    show_table,
+)
 
 from maxrl_fast.errors import InputError
 
@@ -83,7 +91,7 @@ def show(runs: list[dict[str, Any]]) -> None:
             apart = (last(name, x) - last(PACS, x) for x in ("pass@1", keys[-2], "entropy"))
             cells += map(cell, apart)
         table.add_row(name, *cells)
-    (Console() if sys.stdout.isatty() else Console(width=180)).print(table)
+    show_table(table)
 
 
 def draw(record: dict[str, Any]) -> Figure:
@@ -105,9 +113,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("pacs_ablations", AblationSettings, experiment, draw, arguments)
-
+main = partial(run, "pacs_ablations", AblationSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

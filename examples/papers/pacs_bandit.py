@@ -9,8 +9,8 @@ paper's code does, and over groups of the policy itself, as its expectations say
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations_with_replacement, product
 from typing import Any
 
@@ -134,9 +134,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("pacs_bandit", PacsBanditSettings, experiment, draw, arguments)
-
+main = partial(run, "pacs_bandit", PacsBanditSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

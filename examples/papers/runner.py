@@ -31,6 +31,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 from torch import Tensor
 
 from maxrl_fast import evaluate as evaluation
@@ -87,8 +88,7 @@ def run(
     start = time.perf_counter()
     try:
         settings = read_settings(name, settings_type, arguments)
-        if settings.threads < 1:
-            raise InputError(f"--threads must be at least 1, got {settings.threads}")
+        check_least(settings, threads=1)
         try:
             settings.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -128,6 +128,14 @@ def read_settings(
         if name not in options:
             raise InputError(f"unknown option {x.name:.80}{hint(name, options)}")
     return settings_type(**{key: x.read(options[key]) for key, x in flags.items()})
+
+
+def check_least(settings: Settings, **least: int) -> None:
+    """Raise InputError for a setting that is too small."""
+    for name, smallest in least.items():
+        if (value := getattr(settings, name)) < smallest:
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} must be at least {smallest}, got {value}")
 
 
 def rounded(value: Any) -> Any:
@@ -181,6 +189,10 @@ def in_few_colors(picture: Image.Image) -> Image.Image:
     palette = Image.new("P", (1, 1))
     palette.putpalette([x for _, color in counts[:COLORS] for x in color])
     return picture.quantize(palette=palette, dither=Image.Dither.NONE)
+
+
+def show_table(table: Table) -> None:
+    (Console() if sys.stdout.isatty() else Console(width=180)).print(table)
 
 
 def tracked(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
@@ -349,8 +361,7 @@ def check_methods(methods: Sequence[str], known: Iterable[str], settings: MazeSe
     """Raise InputError for a method that does not exist, or for no seeds."""
     if unknown := set(methods) - set(known):
         raise InputError(f"--methods must be of {', '.join(known)}, got {min(unknown)}")
-    if settings.seeds < 1:
-        raise InputError(f"--seeds must be at least 1, got {settings.seeds}")
+    check_least(settings, seeds=1)
 
 
 def warm_start_flags(maze_size: int, sft_steps: int, seed: int) -> list[str]:
@@ -360,11 +371,11 @@ def warm_start_flags(maze_size: int, sft_steps: int, seed: int) -> list[str]:
     return flags_of({**POLICY, **options})
 
 
-def warm_starts(settings: Any, work: Path) -> dict[int, str]:
-    """Train the warm start of each seed, and return their policies."""
+def warm_starts(settings: Any, work: Path, more: Sequence[str] = ()) -> dict[int, str]:
+    """Train the warm start of each seed, with more flags, and return their policies."""
     seeds = range(settings.seed, settings.seed + settings.seeds)
     flags = {
-        f"start-{seed}": warm_start_flags(settings.maze_size, settings.sft_steps, seed)
+        f"start-{seed}": [*warm_start_flags(settings.maze_size, settings.sft_steps, seed), *more]
         for seed in seeds
     }
     starts = train_all(flags, work, settings.threads, "warm starts")

@@ -10,7 +10,7 @@ command continues with those that are missing.
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,22 +18,23 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 from runner import (
     MazeSettings,
     TokenRun,
     build,
+    check_least,
     check_methods,
     maze_options,
     measure_all,
     repeat_prompts,
     run,
+    show_table,
     standard_error,
     warm_starts,
 )
 
-from maxrl_fast.errors import InputError
+from maxrl_fast.training.trainer import Trainer
 
 METHODS: dict[str, dict[str, Any]] = {
     "maxrl-16": {"objective": "maxrl", "rollouts": 16},
@@ -41,7 +42,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "maxrl-stop": {"objective": "maxrl", "rollouts": 128, "stop_at": 4},
     "grpo-dynamic": {"objective": "grpo", "rollouts": 16, "dynamic_sampling": 4},
 }
-KS = (1, 16, 64)
+KS = (1, 16, 64, 128)
+Change = Callable[[TokenRun, Trainer], None]
 
 
 @dataclass(frozen=True)
@@ -70,18 +72,20 @@ def experiment(settings: StoppingSettings) -> dict[str, Any]:
 
 
 def compare(
-    settings: StoppingSettings, methods: Mapping[str, Mapping[str, Any]]
+    settings: StoppingSettings,
+    methods: Mapping[str, Mapping[str, Any]],
+    change: Change | None = None,
+    start: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Train with the options of each method, for each seed from its warm start, and measure."""
-    for name in ("tokens", "evaluations"):
-        if (value := getattr(settings, name)) < 1:
-            raise InputError(f"--{name} must be at least 1, got {value}")
+    """Train with the options of each method, for each seed from its warm start, and measure.
+    `change` is of each run's trainer, `start` are flags of the warm starts."""
+    check_least(settings, tokens=1, evaluations=1)
     runs = [
-        maze_run(settings, name, {**method, **maze_options(settings, seed, policy)}, seed)
-        for seed, policy in warm_starts(settings, settings.work).items()
+        maze_run(settings, name, {**maze_options(settings, seed, policy), **method}, seed)
+        for seed, policy in warm_starts(settings, settings.work, start).items()
         for name, method in methods.items()
     ]
-    measured = partial(measure, settings.training_mazes)
+    measured = partial(measure, settings.training_mazes, change)
     found = measure_all(measured, runs, settings.threads)
     return [{"method": x.name, **outcome} for x, outcome in zip(runs, found, strict=True)]
 
@@ -91,20 +95,24 @@ def maze_run(settings: StoppingSettings, name: str, options: dict[str, Any], see
     return TokenRun(name, seed, options, settings.tokens, settings.evaluations, file)
 
 
-def measure(training_mazes: int, one: TokenRun) -> dict[str, Any]:
+def measure(training_mazes: int, change: Change | None, one: TokenRun) -> dict[str, Any]:
     trainer, evaluator = build(one.options)
+    if change:
+        change(one, trainer)
     if training_mazes:
         repeat_prompts(trainer, training_mazes)
-    outcome: dict[str, list[Any]] = {"tokens": [], "seconds": [], "passes": []}
+    outcome: dict[str, list[Any]] = {"tokens": [], "seconds": [], "passes": [], "correct": []}
     draws, solved, moved = list[float](), list[float](), list[float]()
     tokens, seconds, next_prompt = 0, 0.0, 0
     while True:
         if tokens >= len(outcome["tokens"]) * one.tokens / one.evaluations:
             trainer.load_engine()  # with --ahead it has older weights
-            passes = evaluator.evaluate().pass_at_k
+            evaluation = evaluator.evaluate()
             outcome["tokens"].append(tokens)
             outcome["seconds"].append(seconds)
+            passes = evaluation.pass_at_k
             outcome["passes"].append([passes[k] for k in KS if k in passes])
+            outcome["correct"][1:] = [evaluation.num_correct.tolist()]  # the first and the last
         if tokens >= one.tokens:
             return {**outcome, "draws": draws, "solved": solved, "logprob_diff": moved}
         start = time.process_time()  # of one thread, whatever else the machine does
@@ -112,8 +120,8 @@ def measure(training_mazes: int, one: TokenRun) -> dict[str, Any]:
         seconds += time.process_time() - start
         next_prompt += record.batch.num_sampled
         tokens += record.batch.num_tokens
-        known = record.batch.all_rewards.isfinite().sum()
-        draws.append(float(known) / record.batch.num_sampled)
+        rewards = record.batch.all_rewards
+        draws.append(float(rewards.isfinite().sum()) / len(rewards))
         solved.append(record.metrics["frac_prompts_solved"])
         moved.append(record.metrics["logprob_diff"])
 
@@ -147,16 +155,16 @@ def show(runs: list[dict[str, Any]]) -> None:
             f"{1 - sum(solved) / len(solved):.3f}",
             f"{sum(one['seconds'][-1] for one in own) / len(own):.0f}",
         )
-    (Console() if sys.stdout.isatty() else Console(width=180)).print(table)
+    show_table(table)
 
 
-def draw(record: dict[str, Any]) -> Figure:
+def draw(record: dict[str, Any], shown: Sequence[int] = (0, 1)) -> Figure:
     """Draw pass@k of held-out mazes by sampled tokens and by seconds, a line for each run."""
     runs = record["results"]["runs"]
     figure = Figure(figsize=(11, 7), layout="constrained")
-    num_rows = min(2, len(runs[0]["passes"][0]))
-    rows = figure.subplots(num_rows, 2, sharey="row", squeeze=False)
-    for which, axes in enumerate(rows):
+    shown = [which for which in shown if which < len(runs[0]["passes"][0])]
+    rows = figure.subplots(len(shown), 2, sharey="row", squeeze=False)
+    for which, axes in zip(shown, rows, strict=True):
         for place, key in zip(axes, ("tokens", "seconds"), strict=True):
             for i, name in enumerate(dict.fromkeys(one["method"] for one in runs)):
                 own = [one for one in runs if one["method"] == name]
@@ -169,9 +177,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("stopping", StoppingSettings, experiment, draw, arguments)
-
+main = partial(run, "stopping", StoppingSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

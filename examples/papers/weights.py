@@ -12,13 +12,13 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
-from runner import Settings, run
+from runner import Settings, run, show_table
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
@@ -119,7 +119,6 @@ def experiment(settings: WeightSettings) -> dict[str, Any]:
 
 def show(results: dict[str, Any]) -> None:
     """Print the tables."""
-    console = Console() if sys.stdout.isatty() else Console(width=120)
     tables = {"w(p), infinitely many rollouts": results["table_population"]}
     tables |= {f"W_N(p), N = {n}": rows for n, rows in results["table_estimators"].items()}
     for title, rows in tables.items():
@@ -127,7 +126,7 @@ def show(results: dict[str, Any]) -> None:
         for name, weights in rows.items():
             # + 0.0: no -0.000
             table.add_row(name, *(f"{round(weight, 3) + 0.0:.3f}" for weight in weights))
-        console.print(table)
+        show_table(table)
 
 
 def draw(record: dict[str, Any]) -> Figure:
@@ -159,9 +158,7 @@ def draw(record: dict[str, Any]) -> Figure:
     return figure
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return run("weights", WeightSettings, experiment, draw, arguments)
-
+main = partial(run, "weights", WeightSettings, experiment, draw)
 
 if __name__ == "__main__":
     sys.exit(main())

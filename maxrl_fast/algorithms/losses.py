@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.arguments import is_host_readable
-from maxrl_fast.algorithms.method import AnyFunction, Method, Registry, name_of
+from maxrl_fast.algorithms.method import AnyFunction, Method, Registry, check_options, name_of
 from maxrl_fast.algorithms.options import (
     BelowOne,
     Limit,
@@ -21,7 +21,6 @@ from maxrl_fast.algorithms.options import (
     Positive,
     Share,
     UnitInterval,
-    check_options,
     options_of,
     parameters_of,
 )

@@ -11,16 +11,12 @@ parameters are options."""
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from inspect import Parameter
+from inspect import Parameter, getdoc
 from typing import Any, ClassVar, Generic, TypeVar
 
-from maxrl_fast.algorithms.options import (
-    Option,
-    check_options,
-    formula_of,
-    options_of,
-    parameters_of,
-)
+from maxrl_fast.algorithms.arguments import check_choice, check_number
+from maxrl_fast.algorithms.options import FINITE, REQUIRED, Option, options_of, parameters_of
+from maxrl_fast.errors import nearest
 
 AnyMethod = TypeVar("AnyMethod", bound="Method")
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -117,3 +113,30 @@ def _of_user(kind: Any, function: Callable[..., Any]) -> Any:
 
 def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__)).rstrip("_")
+
+
+def formula_of(function: Callable[..., Any]) -> str:
+    """Return the docstring up to an empty line, as one line without a full stop."""
+    return " ".join((getdoc(function) or "").partition("\n\n")[0].split()).rstrip(".")
+
+
+def check_options(
+    owner: str, options: Mapping[str, Option], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return all options of `owner`: given values and defaults; numbers are floats."""
+    for name in (x for x in given if x not in options):
+        takes = f"the options {', '.join(options)}" if options else "no options"
+        raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{nearest(str(name), options)}")
+    checked = dict[str, Any]()
+    for name, option in options.items():
+        value, limit = given.get(name, option.default), option.limit or FINITE
+        if value is None and option.default is None:
+            continue
+        if value is REQUIRED or value is None:
+            raise ValueError(f"{owner} needs {name}, {limit.wanted}")
+        if option.choices:
+            check_choice(f"{name} of {owner}", value, option.choices)
+            checked[name] = value
+        else:
+            checked[name] = check_number(f"{name} of {owner}", value, limit.wanted, limit.holds)
+    return checked

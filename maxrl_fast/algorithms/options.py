@@ -16,15 +16,15 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from maxrl_fast.algorithms.arguments import check_choice, check_number
 from maxrl_fast.errors import InputError, nearest
+from maxrl_fast.runtime.loading import absolute_name
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,26 @@ class Limit:
 
 
 FINITE = Limit("a finite number", math.isfinite)
-Count = Annotated[int, Limit("from 1 to 2^31 - 1", lambda x: 1 <= x < 2**31)]
-CountOrZero = Annotated[int, Limit("from 0 to 2^31 - 1", lambda x: 0 <= x < 2**31)]
-Seed = Annotated[int, Limit("in [0, 2^63)", lambda x: 0 <= x < 2**63)]
+Count = Annotated[int, Limit("an integer from 1 to 2^31 - 1", lambda x: 1 <= x < 2**31)]
+CountOrZero = Annotated[int, Limit("an integer from 0 to 2^31 - 1", lambda x: 0 <= x < 2**31)]
+Seed = Annotated[int, Limit("an integer in [0, 2^63)", lambda x: 0 <= x < 2**63)]
 NotNegative = Annotated[float, Limit("a finite number of at least 0", lambda x: 0 <= x < math.inf)]
 Positive = Annotated[float, Limit("a finite number above 0", lambda x: 0 < x < math.inf)]
 Share = Annotated[float, Limit("a number above 0 and at most 1", lambda x: 0 < x <= 1)]
 UnitInterval = Annotated[float, Limit("a number from 0 to 1", lambda x: 0 <= x <= 1)]
-BetweenZeroAndOne = Annotated[float, Limit("above 0 and below 1", lambda x: 0 < x < 1)]
+BetweenZeroAndOne = Annotated[float, Limit("a number above 0 and below 1", lambda x: 0 < x < 1)]
 BelowOne = Annotated[float, Limit("a number of at least 0 and below 1", lambda x: 0 <= x < 1)]
 REQUIRED: Any = inspect.Parameter.empty
 _WANTED: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false"}
 _WANTED |= {str: "text without null bytes or half characters", Path: "a path", dict: "a JSON value"}
+Code = Annotated[str, absolute_name]  # of the user's: FILE.py:NAME or package.module:NAME
+Folder = Annotated[Path, Path]  # as it is given; other paths become absolute
 # as other libraries call a choice
 _SAME = {"bf16": "bfloat16", "fp32": "float32", "gpu": "cuda"}
+
+
+def absolute_path(text: str) -> Path:
+    return Path(text).absolute()
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Help:
 @dataclass(frozen=True)
 class Option:
     name: str
-    kind: Any  # int, float, bool, str, Path, or dict: a JSON value
+    kind: Any  # int, float, bool, str, dict: a JSON value, or what converts a text
     default: Any  # None: derived when the run starts, or nothing; REQUIRED: must be given
     help: str = ""  # on one line
     choices: tuple[str, ...] = ()
@@ -86,7 +92,7 @@ class Option:
     def wanted(self) -> str:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        return self.limit.wanted if self.limit else _WANTED[self.kind]
+        return self.limit.wanted if self.limit else _WANTED.get(self.kind, _WANTED[str])
 
     def convert(self, value: Any, name: str) -> Any:
         """Return a value of Python, TOML or JSON as the option's, or the list of words of a flag,
@@ -106,20 +112,19 @@ class Option:
     def _one(self, value: Any, name: str) -> Any:
         if value is None:
             return None
+        wanted, got = self.wanted, repr(value)
         try:
             found = self._converted(value)
+            if self.limit is None or self.limit.holds(found):
+                return found
+            got = str(found)
         except (ValueError, TypeError, RecursionError):
-            wanted = self.wanted if self.choices else _WANTED[self.kind]
             if callable(value):
                 wanted = "a name: put the function into a file and give FILE.py:NAME"
             if isinstance(value, dict):
                 wanted += "; keys stand at the top of a file, not in a table"
-            meant = nearest(str(value), self.choices)
-            raise InputError(f"{name} must be {wanted}, got {value!r:.80}{meant}") from None
-        if self.limit and not self.limit.holds(found):
-            wanted = f"{self.limit.wanted}, got {found!s:.80}"
-            raise InputError(f"{self.name} must be {wanted}")
-        return found
+        meant = nearest(str(value), self.choices)
+        raise InputError(f"{name} must be {wanted}, got {got:.80}{meant}")
 
     def _converted(self, value: Any) -> Any:
         if self.kind is dict:
@@ -148,11 +153,6 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return []
 
 
-def formula_of(function: Callable[..., Any]) -> str:
-    """Return the docstring up to an empty line, as one line without a full stop."""
-    return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()).rstrip(".")
-
-
 def notes_of(hint: Any) -> Iterator[Any]:
     """Yield the notes of a type hint, also those of the X in `X | None`."""
     if get_origin(hint) is Annotated:
@@ -174,7 +174,8 @@ def make_option(name: str, hint: Any, default: Any, text: str = "") -> Option:
             hint, several = get_args(hint)[0], True
         else:
             hint = dict
-    kind = hint if hint in _WANTED else dict
+    kind = absolute_path if hint is Path else hint if hint in _WANTED else dict
+    kind = next((note for note in notes if note in (absolute_name, Path)), kind)
     limit = limit or (FINITE if kind is float else None)
     return Option(name, kind, default, " ".join(text.split()), choices, limit, several)
 
@@ -208,25 +209,3 @@ def _helps(cls: Any) -> dict[str, str]:
                 if isinstance(field, ast.AnnAssign) and isinstance(text, str):
                     helps[ast.unparse(field.target)] = text
     return helps
-
-
-def check_options(
-    owner: str, options: Mapping[str, Option], given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return all options of `owner`: given values and defaults; numbers are floats."""
-    for name in (x for x in given if x not in options):
-        takes = f"the options {', '.join(options)}" if options else "no options"
-        raise ValueError(f"{owner} takes {takes}, got {name!r:.80}{nearest(str(name), options)}")
-    checked = dict[str, Any]()
-    for name, option in options.items():
-        value, limit = given.get(name, option.default), option.limit or FINITE
-        if value is None and option.default is None:
-            continue
-        if value is REQUIRED or value is None:
-            raise ValueError(f"{owner} needs {name}, {limit.wanted}")
-        if option.choices:
-            check_choice(f"{name} of {owner}", value, option.choices)
-            checked[name] = value
-        else:
-            checked[name] = check_number(f"{name} of {owner}", value, limit.wanted, limit.holds)
-    return checked

@@ -2,18 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-from maxrl_fast.runtime.files import RunFolder
 
 # of one start of a run, which do not belong to its configuration
 OF_ONE_START = ("resume", "out", "allow_changes", "config", "dry_run")
-# of the task: where prompts come from
-_OF_TASK = """task maze_size data hub test_data test_hub allow_overlap where prompt_key answer_key
-prompt_suffix system_prompt plain_prompts max_prompt_tokens allow_special_tokens chat_template
-chat_template_kwargs template_date stop environment max_turns"""
-OF_TASK = _OF_TASK.split()
 # at which weight.json has W_N(p): 60 for each power of ten
 PASS_RATES = [10.0 ** (i / 60 - 3) for i in range(181)]
 
@@ -56,17 +48,3 @@ def own_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     others = [x for name, x in differing(before, now).items() if name not in OF_ONE_START]
     but = f", but for {'; '.join(others)}" if others else ""
     return f"options: the run's own, from its config.json{but}"
-
-
-def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> bool:
-    """Return whether the same command may begin the run in this folder again: not after its first
-    step, in its warm start, which is resumed, or with a checkpoint if the options `now` compute
-    something else."""
-    folder, log = RunFolder(out), out / "metrics.jsonl"
-    has_begun = log.exists() and log.stat().st_size > 0
-    if has_begun or not folder.is_run or not folder.options.get("steps"):
-        return False
-    names = [path.name for path in folder.checkpoints]
-    # config.json has no option without a value
-    before = dict.fromkeys(now or ()) | folder.options
-    return not names or (names == ["step-000000"] and not (now and changes(before, now)))

@@ -6,11 +6,15 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import torch
+
 from maxrl_fast.algorithms.options import (
     BelowOne,
     BetweenZeroAndOne,
+    Code,
     Count,
     CountOrZero,
+    Folder,
     Limit,
     NotNegative,
     Option,
@@ -20,15 +24,13 @@ from maxrl_fast.algorithms.options import (
     UnitInterval,
     options_of,
 )
-from maxrl_fast.errors import InputError
 from maxrl_fast.model.checkpoint import directory_of
 from maxrl_fast.ops.divergence import BETA
 from maxrl_fast.ops.loss_kernel import Aggregation
-from maxrl_fast.runtime.loading import is_code, load_code
-from maxrl_fast.training.schedule import Learnability, Stopping
+from maxrl_fast.rewards.options import Reward
+from maxrl_fast.training.schedule import ScheduleOptions
 
 AnyConfig = TypeVar("AnyConfig", bound="Options")
-Rule = TypeVar("Rule")
 DERIVED: Any = None  # a default that resolving replaces
 
 
@@ -36,11 +38,11 @@ DERIVED: Any = None  # a default that resolving replaces
 class TaskAndEngine:
     """The parts, by name; each adds its options."""
 
-    task: str = "maze"
+    task: Code = "maze"
     """maze; gsm8k or math, of the hub or --data; code, Python programs run against tests; gym:NAME
     of reasoning-gym; dataset, prompts of --data scored by --reward; FILE.py:FUNCTION, dataset with
     this reward; or your own: FILE.py:CLASS or package.module:CLASS."""
-    rollout: str = "native"
+    rollout: Code = "native"
     """Rollout engine: native, vllm, FILE.py:CLASS or package.module:CLASS."""
 
 
@@ -48,40 +50,15 @@ class TaskAndEngine:
 class Chosen(TaskAndEngine):
     """The parts, by name; each adds its options."""
 
-    objective: str = "maxpo"
+    objective: Code = "maxpo"
     """maxpo, maxrl, grpo, ... (`python -m maxrl_fast.objectives` lists all), or your own advantage:
     FILE.py:FUNCTION or package.module:FUNCTION."""
-    loss: str = DERIVED
+    loss: Code = DERIVED
     """Token loss: ppo, reinforce, cispo, gspo, ..., or your own FILE.py:FUNCTION. By default the
     objective's, mostly ppo."""
     correction: Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"] = DERIVED
     """For an engine whose probabilities are not the trainer's. By default tis, or none with native
     or the objective's own loss."""
-
-
-@dataclass(frozen=True)
-class Reward:
-    """How responses are scored."""
-
-    reward: tuple[str, ...] = ()
-    """f(prompt, response, **columns) -> float, as FILE.py:f or package.module:f; or hf:DIR, a
-    sequence classifier. By default the task's own."""
-    reward_weights: tuple[float, ...] = ()
-    """Their weights in the sum. By default 1 each."""
-    reward_threshold: float | None = None
-    """Rewards above this become 1, others 0."""
-    reward_workers: Count = 2
-    """Processes that run each function."""
-    reward_concurrency: Count = 16
-    """Calls of an async function at a time in a process."""
-    reward_seconds: Positive = 5.0
-    """Seconds after which a call is killed and counts as failed."""
-    reward_memory_gb: Positive = 2.0
-    """Memory of a process beside the loaded function, in 1e9 bytes."""
-    reward_env: str = ""
-    """Environment variables that functions see, as NAME,NAME."""
-    max_reward_error_rate: UnitInterval = 0.1
-    """Stop when a larger share of a step's rewards fails; failed ones are left out."""
 
 
 @dataclass(frozen=True)
@@ -116,63 +93,15 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Sampling(Decoding):
+class Sampling(ScheduleOptions, Decoding):
     """How responses are sampled."""
 
-    prompts: Count = 32
-    """Prompts per step (G)."""
-    rollouts: Count = 16
-    """Rollouts per prompt (N)."""
-    stop_at: CountOrZero = 0
-    """Draw rollouts of a prompt until this many succeed, with the same gradient of MaxRL of order
-    N; 0: all."""
-    first_rollouts: Count = 8
-    """Rollouts of every prompt at first; then as many again, up to --rollouts."""
-    carry: CountOrZero = 0
-    """Keep a prompt without a success for the next step, up to this many steps (R), which is
-    MaxRL of order N R; 0: every step has new prompts."""
-    draw_prompts: str = "uniform"
-    """How a data set's prompts are drawn: uniform, each once an epoch; learnability, by the
-    variance p (1 - p) of their pass rate so far; or FILE:CLASS, a
-    maxrl_fast.training.schedule.Learnability with another rule."""
-    schedule: str | None = None
-    """FILE:CLASS, a maxrl_fast.training.schedule.Stopping with another rule."""
-    dynamic_sampling: CountOrZero = 0
-    """Most batches a step to replace groups of equal rewards (DAPO); 0: one."""
-    std_filter: NotNegative = 0.0
-    """Replace groups too whose rewards' standard deviation is below this share of its average over
-    steps (RLPR: 0.5)."""
-    ahead: Annotated[int, Limit("0 to 4", lambda x: 0 <= x <= 4)] = 0
+    ahead: Annotated[int, Limit("an integer from 0 to 4", lambda x: 0 <= x <= 4)] = 0
     """Sample while the policy trains, from weights this many updates old; 0: do not."""
 
     def samples_of_engine(self, processes: int, tensor_parallel: int) -> int:
         """The most samples of a step in one of the engines of these processes."""
         return -(-self.prompts // processes) * tensor_parallel * self.rollouts
-
-    def stopping(self) -> Stopping | None:
-        """The rule of --stop-at."""
-        if not self.stop_at:
-            return None
-        rule = self._class("schedule", Stopping) if self.schedule else Stopping
-        return rule(self.prompts, self.first_rollouts, self.rollouts, self.stop_at)
-
-    def draw_rule(self) -> Learnability | None:
-        """The rule of --draw-prompts; None: uniform."""
-        if self.draw_prompts in ("uniform", "learnability"):
-            return Learnability() if self.draw_prompts == "learnability" else None
-        return self._class("draw_prompts", Learnability)()
-
-    def _class(self, option: str, base: type[Rule]) -> type[Rule]:
-        name, flag = getattr(self, option), option.replace("_", "-")
-        if not is_code(name):
-            names = "uniform, learnability, " * (base is Learnability)
-            wanted = f"must be {names}FILE.py:CLASS or package.module:CLASS"
-            raise InputError(f"--{flag} {wanted}, got {name!r:.80}")
-        rule: Any = load_code(flag, name, "CLASS")
-        if not (isinstance(rule, type) and issubclass(rule, base)):
-            wanted = f"must be a class of {base.__module__}.{base.__name__}, got {rule!r:.80}"
-            raise InputError(f"--{flag} {name} {wanted}")
-        return rule
 
 
 @dataclass(frozen=True)
@@ -239,9 +168,15 @@ class Loss:
     reference: str | None = None
     """Reference policy or teacher: a checkpoint with the policy's tokenizer. By default the policy
     when reinforcement learning begins."""
-    teacher_prompt: str | None = None
-    """What the reference policy, by default that of each step, reads in place of the prompt:
-    answer, the question with its answer; or FILE.py:f(prompt, **columns) -> text or messages."""
+    teacher_prompt: Code | None = None
+    """What the reference policy, by default that of each step, reads in place of the prompt: the
+    question and its answer, a correct response of the group (sibling) or what the check of the
+    response said (feedback); or FILE.py:f(prompt, **columns) -> text or messages."""
+    teacher_template: str | None = None
+    """Text of answer, sibling or feedback, with {prompt} and {text}, in place of the default."""
+    teacher_ema: BelowOne = 0.0
+    """With --teacher-prompt the teacher is a copy that moves this share towards the policy in each
+    update (SDPO: 0.05); 0: the policy itself."""
 
 
 @dataclass(frozen=True)
@@ -306,22 +241,26 @@ class Place:
     """Device to compute on."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the computation; auto: bfloat16 on a GPU that has it, else float32."""
-    threads: Annotated[int, Limit("from 1 to 1024", lambda x: 1 <= x <= 1024)] = DERIVED
+    threads: Annotated[int, Limit("an integer from 1 to 1024", lambda x: 1 <= x <= 1024)] = DERIVED
     """CPU threads. By default those this process may use."""
+
+    @property
+    def where(self) -> tuple[torch.device, torch.dtype]:
+        return torch.device(self.device), getattr(torch, self.dtype)
 
 
 @dataclass(frozen=True)
 class Run(Place):
     """The run itself."""
 
-    out: Path = DERIVED
+    out: Folder = DERIVED
     """Folder of results, new or empty. By default runs/<objective>-<time>."""
-    resume: Path | None = None
+    resume: Folder | None = None
     """Folder of a run to resume, with its own options unless others are given; auto: that of --out,
     or a new one."""
     allow_changes: bool = False
     """Resume even if options or files change what is computed."""
-    config: Path | None = None
+    config: Folder | None = None
     """TOML file of options, as maze_size = 11; flags override it."""
     seed: Seed = 0
     """Of new weights, prompts and the sampling."""
@@ -351,7 +290,7 @@ class Measure:
     """Sizes of pass@k, max@k and maj@k. By default 1 2 4 ... up to --samples."""
     split: Literal["test", "train"] = "test"
     """Held-out or training prompts, which repeat where a file has fewer."""
-    against: tuple[Path, ...] = ()
+    against: Annotated[tuple[Path, ...], Path] = ()
     """Finished evaluations to compare with, by prompt where all settings are the same."""
     bootstrap: Count = 1000
     """Bootstrap resamples of the prompts, for intervals."""
@@ -377,7 +316,7 @@ class EvaluatedDecoding(Decoding):
 class EvaluationPlace(Place):
     """Where it is computed and written."""
 
-    out: Path = DERIVED
+    out: Folder = DERIVED
     """Folder of results, new or empty. By default evaluations/<name>-<time>."""
     task_seed: Seed = DERIVED
     """Of mazes and the order of training prompts. By default the run's, else 0."""
@@ -389,7 +328,9 @@ class Options:
 
     chosen: Any
     values: Mapping[str, Any]  # of every group and part, by flag
-    flags: Mapping[str, Mapping[str, str]]  # of each section's part, by the names in its signature
+    # of each section's part, by the names in its signature: the flags, and the values
+    flags: Mapping[str, Mapping[str, str]]
+    parts: Mapping[str, Mapping[str, Any]]
     unused: frozenset[str]  # which nothing reads, such as --kl without --kl-coef
     places: Mapping[str, str] = field(default_factory=dict)  # "FILE, line N" of a file's options
 
@@ -403,16 +344,16 @@ class Options:
         return {key: x for own in cls.groups().values() for key, x in options_of(own).items()}
 
     @classmethod
-    def of(cls: type[AnyConfig], values: Mapping[str, Any], **others: Any) -> AnyConfig:
+    def of(
+        cls: type[AnyConfig],
+        values: Mapping[str, Any],
+        flags: Mapping[str, Mapping[str, str]],
+        **others: Any,
+    ) -> AnyConfig:
         groups = cls.groups().items()
         made = {key: own(**{x.name: values[x.name] for x in fields(own)}) for key, own in groups}
-        return cls(values=values, **made, **others)
-
-    @property
-    def parts(self) -> dict[str, dict[str, Any]]:
-        """The options of each section's part, by the names in its signature."""
-        own = self.flags.items()
-        return {key: {x: self.values[flag] for x, flag in names.items()} for key, names in own}
+        parts = {key: {x: values[flag] for x, flag in own.items()} for key, own in flags.items()}
+        return cls(values=values, flags=flags, parts=parts, **made, **others)
 
     def flat(self) -> dict[str, Any]:
         """Those that are used and have a value, in the types of JSON."""

@@ -17,25 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from maxrl_fast.algorithms.method import Method
-from maxrl_fast.algorithms.options import REQUIRED, Option, options_of
+from maxrl_fast.algorithms.options import REQUIRED, Option, absolute_path, options_of
 from maxrl_fast.config.changes import OF_ONE_START
-from maxrl_fast.config.options import Config, EvaluationConfig, Options, Reward
+from maxrl_fast.config.options import Config, Options
 from maxrl_fast.config.rules import (
     SECTIONS,
     check,
     options_of_part,
     owners_by_option,
     part,
-    refuse,
     unused_options,
-    wrong_evaluation,
 )
 from maxrl_fast.errors import InputError, printable, warn
-from maxrl_fast.evaluation.outcome import RESULTS, Source, find_source
-from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.files import JSON_BYTES, RunFolder, check_regular
-from maxrl_fast.runtime.loading import is_file
-from maxrl_fast.tasks.dataset import DatasetOptions
 from maxrl_fast.training.objectives.registry import METHODS, objective_class
 
 if sys.version_info >= (3, 11):
@@ -75,7 +69,7 @@ ELSEWHERE = {name: option for option, names in _ELSEWHERE.items() for name in na
 _FOLLOWS = {"loss": {"aggregation"}}
 _FOLLOWS["objective"] = {"loss", "aggregation", "correction", "importance_cap"}
 WIDEST, FLAG_WIDTH = 110, 30  # of the page of --help and its column of flags
-_METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", dict: "JSON"}
+_METAVARS = {int: "INT", float: "FLOAT", Path: "PATH", absolute_path: "PATH", dict: "JSON"}
 
 
 class Given(NamedTuple):
@@ -131,48 +125,6 @@ def _parse(given: dict[str, Given], asks_for_help: bool = False) -> Config:
             show_help(config, "train")
         check(config)
     return replace(config, places=places)
-
-
-def parse_evaluation(arguments: Sequence[str]) -> tuple[EvaluationConfig, Source | Path]:
-    """Return the checked options, and the checkpoint or the folder of a finished evaluation; --help
-    prints those of the task, and exits."""
-    words, asks_for_help = split_help(arguments)
-    name = words.pop(0) if words and not words[0].startswith("--") else ""
-    flags, of_run = read_flags(words), dict[str, Given]()
-    if asks_for_help:
-        show_help(build(EvaluationConfig, flags, {}), "evaluate")
-    if not name:
-        raise InputError(
-            "CHECKPOINT is missing before the flags: a Hugging Face checkpoint directory, the "
-            "folder of a run, or that of a finished evaluation, which --against compares"
-        )
-    source: Source | Path = Path(name)
-    if not (Path(name) / RESULTS).exists():
-        source = found = find_source(name)
-        if found.run is not None:
-            of_run = _of_task(read_run(found.run), flags)
-        elif "task" not in flags:
-            raise InputError(f"a checkpoint that is not in the folder of a run {TASK_IS_MISSING}")
-    config = build(EvaluationConfig, flags, of_run)
-    refuse(config.values, wrong_evaluation)
-    return config, source
-
-
-def _of_task(of_run: dict[str, Given], flags: dict[str, Given]) -> dict[str, Given]:
-    """Return the run's options of its task and rewards; of another task only the seed."""
-    seed, task = of_run.get("seed", Given(0, "seed")), of_run.get("task", Given("maze", "")).value
-    seeds = {"seed": seed, "task_seed": seed}
-    if "task" in flags and absolute_function("".join(flags["task"].value)) != task:
-        return seeds
-    own = {*options_of_part("task", task)} - {"sft_data"}
-    kept = {"task", *own, *options_of(Reward)}
-    if not flags.keys() & (own - options_of(DatasetOptions).keys()):
-        kept.add("max_new_tokens")  # a task of another size has its own limit
-    if (sets := {"test_data", "test_hub"}) & flags.keys():  # in place of all of the run
-        kept -= sets
-    if {"data", "hub"} & flags.keys():  # the run's filter is about its own training sets
-        kept.discard("where")
-    return {name: x for name, x in of_run.items() if name in kept} | seeds
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Given]:
@@ -233,14 +185,6 @@ def read_run(out: Path) -> dict[str, Given]:
     return {x: Given(y, x, f"{file}: ") for x, y in options.items() if x not in OF_ONE_START}
 
 
-def absolute_function(name: str) -> str:
-    """Return the name of a function or classifier with the absolute path of its file."""
-    if name.startswith(CLASSIFIER):
-        return f"{CLASSIFIER}{Path(name.removeprefix(CLASSIFIER)).absolute()}"
-    file, _, function = name.rpartition(":")
-    return f"{Path(file).absolute()}:{function}" if is_file(name) else name
-
-
 def build(
     command: type[AnyOptions], by_user: Mapping[str, Given], of_run: Mapping[str, Given]
 ) -> AnyOptions:
@@ -261,8 +205,8 @@ def build(
             is_other = chosen["rollout"] != "native" or is_stale
             has_weights = "importance_cap" in given or (is_other and not objective.owns_loss)
             name = objective.loss if section == "loss" else "tis" if has_weights else "none"
-        before = of_run[section].value if section in of_run else name
-        if name not in (before, absolute_function(before)):
+        before = of_run[section].read(options[section]) if section in of_run else name
+        if name != before:
             gone = {*options_of_part(section, before), *_FOLLOWS.get(section, ())}
             given = {key: x for key, x in given.items() if key in by_user or key not in gone}
         chosen[section], own = name, options_of_part(section, name)

@@ -1,56 +1,36 @@
 """From a checked configuration and its task to one in which every default is worked out."""
 
-import itertools
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from maxrl_fast.config.changes import OF_ONE_START, ended_before_first_step
-from maxrl_fast.config.options import Config, EvaluationConfig, Place
-from maxrl_fast.config.read import absolute_function
+from maxrl_fast.config.options import Config, Place
 from maxrl_fast.config.rules import View, objective_of, part, refuse
 from maxrl_fast.errors import InputError
-from maxrl_fast.evaluation.coverage import powers_of_two
-from maxrl_fast.evaluation.outcome import Source
-from maxrl_fast.model.checkpoint import HUB
 from maxrl_fast.model.policy import backend_of, read_sizes
 from maxrl_fast.runtime.device import resolve_device, resolve_dtype
-from maxrl_fast.runtime.files import is_locked
-from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task, held_out_sets
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.training.objectives.registry import objective_defaults
 
-# of the default evaluations between the first step and the last: their share of the training
-# samples, and the prompts below which pass@k is too noisy to be worth them
-EVALUATION_SHARE, FEWEST_EVALUATED = 0.05, 32
-# options that may name a file of the user's
-NAMES_CODE = (
-    *("objective", "loss", "task", "rollout", "environment", "teacher_prompt"),
-    *("schedule", "reward"),
-)
-
 
 def resolve(
     config: Config,
     task: Task,
-    ranks: Ranks | None = None,
+    processes: int = 1,
     warn: Callable[[str], None] = warnings.warn,
 ) -> Config:
-    """Return the configuration with every default worked out, with --dry-run 8x80 for that machine,
-    whose GPUs compute in bfloat16."""
-    ranks = ranks or Ranks()
-    config = config.replace(**_absolute(config))
+    """Return the configuration with every default but --out worked out, with --dry-run 8x80 for
+    that machine, whose GPUs compute in bfloat16."""
     # a run that resumes has its own checkpoint and response limit
     directory = None if config.run.resume else config.model.directory
     limit = response_limit(config.sampling.max_new_tokens, task, directory, warn)
-    given: dict[str, Any] = {"max_new_tokens": limit, "processes": ranks.size}
+    given: dict[str, Any] = {"max_new_tokens": limit, "processes": processes}
     given |= {"size": getattr(task, "num_train_prompts", None), "task": task.name}
     refuse({**config.values, **given}, _wrong)
     objective, loss = objective_of(config), part("loss", config.chosen.loss)
@@ -71,13 +51,11 @@ def resolve(
         "aggregation": loss.aggregation or objective.aggregation,
         "threads": torch.get_num_threads(),  # what affinity and OMP_NUM_THREADS leave
     }
-    short = config.chosen.objective.rpartition(":")[2]  # of FILE.py:NAME
     derived = {name: x for name, x in defaults.items() if config.values.get(name) is None} | {
         "max_new_tokens": limit,
         "sft_steps": _sft_steps(config, task),
         "model_backend": backend.replace("auto", "native"),
         "eval_prompts": num_held_out(config.evaluation.eval_prompts, task),
-        "out": config.run.resume or free_folder(config.run.out, "runs", short, ranks.is_first),
     }
     if isinstance(task, TextTask):
         derived["template_date"] = task.conversation.clock
@@ -105,10 +83,6 @@ def _wrong(c: View) -> Iterator[str]:
         )
     if c.dry_run and c.device == "cpu":
         yield "--dry-run {dry_run} is for GPUs, got --device {device}"
-
-
-def tensor_parallel(config: Config) -> int:
-    return int(config.parts["rollout"].get("vllm_tensor_parallel", 1))
 
 
 def response_limit(
@@ -152,98 +126,7 @@ def num_held_out(wanted: int | None, task: Task) -> int:
     return number
 
 
-class EvaluationSchedule(NamedTuple):
-    every: int  # steps; 0: never
-    num_prompts: int  # of each held-out set
-
-
-def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
-    """Between the first step and the last. A sample of training costs three of an evaluation,
-    because it is learned from."""
-    options, steps = config.evaluation, config.optimizer.steps
-    if options.eval_every is not None:
-        return EvaluationSchedule(options.eval_every, options.eval_prompts)
-    trained = steps * config.sampling.prompts * config.sampling.rollouts
-    samples = sum(n for _, n in held_out_sets(task, 1, options.eval_samples).values())
-    affordable = int(EVALUATION_SHARE * trained / (3 * samples))
-    if affordable < min(FEWEST_EVALUATED, options.eval_prompts):
-        return EvaluationSchedule(0, 0)
-    return EvaluationSchedule(math.ceil(steps / 4), min(affordable, options.eval_prompts))
-
-
 def place_of(place: Place) -> dict[str, str]:
     device = resolve_device(place.device)
     dtype = str(resolve_dtype(place.dtype, device)).removeprefix("torch.")
     return {"device": device.type, "dtype": dtype}
-
-
-def _absolute(config: Config) -> dict[str, Any]:
-    """Return the options with absolute paths, for a run that is resumed from another folder."""
-
-    def absolute(name: str, value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(absolute(name, x) for x in value)
-        if isinstance(value, Path):
-            return value.absolute()
-        if name == "model" and value and not value.startswith(HUB):
-            return str(Path(value).absolute())
-        return absolute_function(value) if name in NAMES_CODE and value else value
-
-    values = config.values.items()
-    return {name: absolute(name, x) for name, x in values if name not in OF_ONE_START}
-
-
-def free_folder(out: Path | None, parent: str, name: str, is_first: bool = True) -> Path:
-    """Return --out, or a folder named after the time, in which nothing is overwritten: neither
-    another's files nor a run that has begun."""
-    name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # with a number where another of the same second has the folder
-    names = (Path(parent, f"{name}-{i}" if i else name) for i in itertools.count())
-    out = out or next(path for path in names if not path.exists())
-    if not is_first:  # other ranks may come after the first has begun to write
-        return out
-    try:
-        is_free = not out.exists() or (
-            parent == "runs" and ended_before_first_step(out) and not is_locked(out)
-        )
-        # what a kill leaves
-        if is_free or all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir()):
-            return out
-    except OSError as error:  # of what is no folder, or cannot be read
-        raise InputError(f"--out must be a folder that can be read: {error}") from error
-    is_run = (out / "config.json").exists()
-    what = f"another run; --resume {out} resumes it" if is_run else "something else"
-    raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}")
-
-
-def resolve_evaluation(
-    config: EvaluationConfig,
-    source: Source,
-    task: Task,
-    warn: Callable[[str], None] = warnings.warn,
-) -> EvaluationConfig:
-    sampling, place, wanted = config.sampling, config.place, config.measure.eval_prompts
-    is_test = config.measure.split == "test"
-    return config.replace(
-        eval_prompts=num_held_out(wanted, task) if is_test else wanted or 256,
-        max_new_tokens=response_limit(sampling.max_new_tokens, task, source.checkpoint, warn),
-        seed=sampling.seed or 0,
-        out=free_folder(place.out, "evaluations", source.name),
-        task_seed=place.task_seed or 0,
-        threads=place.threads or torch.get_num_threads(),
-        **place_of(place),
-    )
-
-
-def set_configs(config: EvaluationConfig, task: Task) -> list[EvaluationConfig]:
-    """Return that of each set; of several, with its name as a folder."""
-    measure, out = config.measure, config.place.out
-    sets = {"train": (measure.eval_prompts, measure.samples)}
-    if measure.split == "test":
-        sets = held_out_sets(task, *sets["train"])
-    made = []
-    for name, (number, n) in sets.items():
-        k = tuple(sorted({k for k in measure.k if k <= n})) or tuple(powers_of_two(n))
-        own = out / name if len(sets) > 1 else out
-        made.append(config.replace(split=name, eval_prompts=number, samples=n, k=k, out=own))
-    return made

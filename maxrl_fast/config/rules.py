@@ -31,6 +31,7 @@ from maxrl_fast.training.objectives.registry import (
     make_objective,
     method_hint,
 )
+from maxrl_fast.training.teacher import TEMPLATES, names_asked
 
 # in the order of choice: the default of a later one follows from earlier ones
 SECTIONS = ("objective", "rollout", "task", "loss", "correction")
@@ -139,6 +140,9 @@ def _needs(c: View) -> Iterator[tuple[str, Any, str]]:
     yield "draw_prompts", c.task != "maze", "needs a task with a number of prompts, such as dataset"
     yield "std_filter", (c.dynamic_sampling or 0) > 1, "needs --dynamic-sampling of 2 or more"
     yield "kl teacher_prompt", c.kl_coef, "needs --kl-coef"
+    yield "teacher_template", c.teacher_prompt in TEMPLATES, "needs a --teacher-prompt by name"
+    has_own = c.teacher_prompt and not c.reference
+    yield "teacher_ema", has_own, "needs --teacher-prompt, and no --reference"
     yield "divergence", c.kl_coef and c.kl == "full", "needs --kl full"
     yield "jsd_beta", c.kl_coef and c.divergence == "jsd", "needs --divergence jsd"
     has_reference = c.kl_coef or c.objective == "pacs_paper"
@@ -228,9 +232,6 @@ def _wrong_parts(c: View) -> Iterator[str]:
         yield "{objective} needs a --reward of 2 or more functions, got {reward}"
     if needs.binary and reads_policy:
         yield "{objective} needs rewards of 0 or 1, got --reward-source {reward_source}"
-    if c.objective == "hero" and c.reward_weights[:1] not in ((), (1.0,)):
-        what = "1 as the weight of the verifier, the first of --reward-weights"
-        yield f"hero needs {what}, got {{reward_weights}}"
     if (c.stop_at or c.carry) and c.order not in (None, c.rollouts - 1):
         what = "--stop-at is MaxRL of order --rollouts" if c.stop_at else "--carry sets the order"
         yield what + ", so order cannot be {order}"
@@ -262,6 +263,14 @@ def _wrong_parts(c: View) -> Iterator[str]:
     is_full = c.kl_coef and c.kl == "full"
     if is_full and not has_teacher(c):
         yield "kl full needs another teacher than the policy, --reference or --teacher-prompt"
+    if names_asked(c.teacher_prompt) and (not is_full or needs.reference or c.rollouts < 2):
+        yield (
+            "--teacher-prompt {teacher_prompt}, which reads the group, needs --kl full, "
+            "--rollouts 2 or more and an objective without a reference policy, got {kl}, "
+            "{rollouts} and {objective}"
+        )
+    if "{text}" not in (c.teacher_template or "{text}"):
+        yield "teacher_template must have {{text}}, got {teacher_template}"
     if is_full and (loss.over_batch or c.top_entropy != 1 or c.siren or is_masked):
         yield (
             "kl full cannot be used where a token's loss depends on other responses, as with loss "
@@ -278,22 +287,17 @@ def refuse(values: Mapping[str, Any], *rules: Callable[[View], Iterator[str]]) -
 def check(config: Config) -> None:
     """Refuse, before any work, what is wrong with options that are right by themselves."""
     try:
-        own = {"method": objective_of(config), "token_loss": part("loss", config.chosen.loss)}
+        loss: Any = part("loss", config.chosen.loss)
+        own = {"method": objective_of(config), "token_loss": loss}
         refuse({**config.values, **own}, _wrong_rewards, _wrong_sizes, _wrong_values, _wrong_parts)
-        config.sampling.stopping(), config.sampling.draw_rule()  # or an error
-        loss_options(config)
+        config.sampling.build(1, config.run.seed)  # or an error of a user's class
+        given = config.parts["loss"].items()
+        loss.resolve({x: y for x, y in given if x not in CLIPS})
     except InputError:
         raise
     except ValueError as error:  # of a part
         advice = "; --rollouts sets N" * ("rollouts" in str(error))
         raise InputError(f"{error}{advice}") from error
-
-
-def loss_options(config: Config) -> dict[str, Any]:
-    """Return the options of the loss besides its clips."""
-    own = {x: y for x, y in config.parts["loss"].items() if x not in CLIPS}
-    resolved: dict[str, Any] = part("loss", config.chosen.loss).resolve(own)
-    return resolved
 
 
 def objective_of(config: Config) -> Objective:

@@ -1,17 +1,19 @@
 """Builds what a run consists of, by its parts; describes it for its first lines, and estimates its
 memory for --dry-run."""
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from maxrl_fast.algorithms.losses import CLIPS
 from maxrl_fast.config.options import Config
-from maxrl_fast.config.resolve import evaluation_schedule, resolve, tensor_parallel
-from maxrl_fast.config.rules import loss_options, objective_of, part
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.rules import objective_of, part
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.job.build_parts import (
@@ -23,10 +25,9 @@ from maxrl_fast.job.build_parts import (
     build_run_task,
     build_scorer,
     closing_task,
-    dtype_of,
     find_policy,
 )
-from maxrl_fast.job.run_files import Saved
+from maxrl_fast.job.run_files import Saved, free_folder
 from maxrl_fast.model.attention import choose, kernel_name
 from maxrl_fast.model.policy_model import Change, PolicyModel
 from maxrl_fast.ops.dispatch import kernels_for
@@ -45,7 +46,6 @@ from maxrl_fast.training.answers import (
     LIKELIHOODS,
     PROBABILITY,
     PolicyReward,
-    TeacherPrompts,
     check_answers,
 )
 from maxrl_fast.training.collect import LengthPenalty, RolloutCollector
@@ -68,8 +68,13 @@ from maxrl_fast.training.passes import (
     num_critic_weights,
     shard,
 )
-from maxrl_fast.training.schedule import Carried, Drawn, DynamicSampling, Schedule, StdFilter
+from maxrl_fast.training.schedule import Carried, Drawn, Schedule
+from maxrl_fast.training.teacher import TeacherPrompts, names_asked
 from maxrl_fast.training.trainer import Trainer, WarmStart
+
+# of the default evaluations between the first step and the last: their share of the training
+# samples, and the prompts below which pass@k is too noisy to be worth them
+EVALUATION_SHARE, FEWEST_EVALUATED = 0.05, 32
 
 
 def prepare(
@@ -77,12 +82,17 @@ def prepare(
     ranks: Ranks,
     warn: Callable[[str], None],
     make_task: Callable[[Config], Task] = build_run_task,
+    processes: int | None = None,
 ) -> tuple[Config, Task]:
-    """Return the configuration with every default worked out, and its task."""
+    """Return the configuration with every default worked out, and its task; for so many processes,
+    or those of `ranks`."""
     config = find_policy(config, ranks, warn)
     task = make_task(config)
     try:
-        return resolve(config, task, ranks, warn=warn), task
+        config = resolve(config, task, processes or ranks.size, warn)
+        short = config.chosen.objective.rpartition(":")[2]  # of FILE.py:NAME
+        out = config.run.resume or free_folder(config.run.out, "runs", short, ranks.is_first)
+        return config.replace(out=out), task
     except BaseException:
         with closing_task(task):
             raise
@@ -119,7 +129,7 @@ class RunContext:
         is_empty = machine is not None
         policy = build_policy(config, task, saved, is_empty)
         teacher = build_reference(config, task, is_empty)
-        device, needs = torch.device(config.run.device), objective_of(config).needs
+        (device, _), needs = config.run.where, objective_of(config).needs
         machine = machine or Machine.here(device, ranks.size)
         is_full = is_sharded(config.run.sharding, policy, machine, needs.critic)
         config = config.replace(sharding="full" if ranks.any(is_full, device) else "none")
@@ -132,16 +142,17 @@ class RunContext:
         policy, saved, name = self.policy, self.saved, self.config.chosen.rollout
         if self.teacher_prompts is not None and not saved:
             self.teacher_prompts.check()
+        device, dtype = self.config.run.where
         if self.config.run.sharding == "full":
             # the copies are in the same memory until sharded
             for model in filter(None, (policy, *self.copies)):
-                shard(model, self.dtype, self.device)
+                shard(model, dtype, device)
         else:
             for model in filter(None, (policy, self.teacher)):
-                model.to(self.device)
+                model.to(device)
         # before the comparison, so that it uses the attention that will run
-        how = policy.head_sizes, lambda failed: self.ranks.any(failed, self.device)
-        lines = [*choose(self.device, self.dtype, *how), check_exact(policy)]
+        how = policy.head_sizes, lambda failed: self.ranks.any(failed, device)
+        lines = [*choose(device, dtype, *how), check_exact(policy)]
         if self.teacher is not None:
             check_exact(self.teacher)
         is_users, is_native = name not in ("native", "vllm"), policy.backend == "native"
@@ -158,14 +169,6 @@ class RunContext:
         start = self.saved.directory if self.saved else self.config.model.directory
         return build_policy_files(self.task, self.policy, start)
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.config.run.device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return dtype_of(self.config)
-
     @cached_property
     def objective(self) -> Objective:
         return objective_of(self.config)
@@ -180,21 +183,28 @@ class RunContext:
     def engine(self) -> Engine:
         config, ranks, own = self.config, self.ranks, self.config.parts["rollout"]
         batch = config.sampling.samples_of_engine(ranks.size, tensor_parallel(config))
-        given = config.sampling, self.policy, self.task, self.dtype, batch, ranks
+        given = config.sampling, self.policy, self.task, config.run.where[1], batch, ranks
         return build_engine(config.chosen.rollout, own, *given)
 
     @cached_property
     def scorer(self) -> Scorer:
         output = self.output if self.ranks.is_first else None
-        how = self.device, self.dtype, self.functions, self.ranks.size, output
+        how = *self.config.run.where, self.functions, self.ranks.size, output
         return build_scorer(self.config.reward, self.task, *how)
 
     @cached_property
     def teacher_prompts(self) -> TeacherPrompts | None:
-        config, source = self.config, self.config.loss.teacher_prompt
+        config, loss = self.config, self.config.loss
+        if (source := loss.teacher_prompt) is None:
+            return None
         sizes = (self.teacher or self.policy).config
         limit = sizes.max_position_embeddings - config.sampling.max_new_tokens
-        return None if source is None else TeacherPrompts(self.task, source, limit)
+        return TeacherPrompts(self.task, source, limit, loss.teacher_template, config.run.seed)
+
+    @cached_property
+    def schedules(self) -> tuple[Schedule | None, Carried | Drawn | None, dict[str, Tensor]]:
+        size = getattr(self.task, "num_train_prompts", 0)  # `resolve` has checked it
+        return self.config.sampling.build(size, self.config.run.seed)
 
     @cached_property
     def copies(self) -> tuple[PolicyModel | None, PolicyModel | None]:  # reference, critic
@@ -202,7 +212,8 @@ class RunContext:
         make: Change = (lambda x: x) if self.config.run.sharding == "full" else None
         reference = self.teacher
         # with another prompt the policy itself, as it is at each step, is the teacher
-        is_copy = (loss.kl_coef or needs.reference) and loss.teacher_prompt is None
+        is_self = loss.teacher_prompt is not None and not loss.teacher_ema
+        is_copy = (loss.kl_coef or needs.reference) and not is_self
         if reference is None and is_copy:
             reference = policy.copied(make).requires_grad_(False)
         return reference, critic_model(policy, make) if needs.critic else None
@@ -210,26 +221,21 @@ class RunContext:
     @cached_property
     def learner(self) -> Learner:
         config, (reference, trained), critic = self.config, self.copies, None
-        beta2 = config.optimizer.beta2
+        beta2, dtype = config.optimizer.beta2, config.run.where[1]
         if trained is not None:
             optimizer = make_optimizer(trained, beta2, config.optimizer.weight_decay)
-            own, module = config.parts["objective"], distribute(trained, self.ranks, self.dtype)
+            own, module = config.parts["objective"], distribute(trained, self.ranks, dtype)
             critic = Critic(trained, optimizer, own["critic_lr"], own["value_clip"], module)
-        state = dict(self.objective.state)
-        kept = {"siren_anchor": config.loss.siren, "reward_std": config.sampling.std_filter}
-        for name in filter(kept.get, kept):
-            state[name] = torch.full((1,), torch.nan, dtype=torch.float64)
-        if config.sampling.carry:
-            state["carried"] = torch.zeros(config.sampling.prompts, 2, dtype=torch.int64)
-        if config.sampling.draw_rule():
-            size = int(getattr(self.task, "num_train_prompts", 0))  # `resolve` has checked it
-            state["drawn"] = torch.zeros(size, 2, dtype=torch.float64)
+        state = {**self.objective.state, **self.schedules[2]}
+        if config.loss.siren:
+            state["siren_anchor"] = torch.full((1,), torch.nan, dtype=torch.float64)
         return self._learner(
             build_loss_settings(config),
             beta2,
-            module=distribute(self.policy, self.ranks, self.dtype),
+            module=distribute(self.policy, self.ranks, dtype),
             reference=reference,
             copies_policy=self.teacher is None,
+            teacher_ema=config.loss.teacher_ema,
             objective_state=state,
             critic=critic,
         )
@@ -237,7 +243,7 @@ class RunContext:
     def _learner(self, settings: LossSettings, beta2: float, **others: Any) -> Learner:
         options = self.config.optimizer
         optimizer = make_optimizer(self.policy, beta2, options.weight_decay)
-        how = settings, options.clip_grad, options.token_budget, self.dtype
+        how = settings, options.clip_grad, options.token_budget, self.config.run.where[1]
         return Learner(self.policy, optimizer, *how, ranks=self.ranks, **others)
 
     @cached_property
@@ -267,14 +273,7 @@ class RunContext:
     def _collector(self) -> RolloutCollector:
         config, needs, scorer, clock = self.config, self.objective.needs, self.scorer, self.clock
         options, reward, ranks = config.sampling, config.reward, self.ranks
-        limit, state = options.max_new_tokens, self.learner.objective_state
-        sizes, policy_reward, penalty = (options.prompts, options.rollouts), None, None
-        schedule: Schedule | None = (stopping := options.stopping())
-        chosen: Carried | Drawn | None = None
-        if options.carry:
-            chosen = Carried(state["carried"], options.carry)
-        elif rule := options.draw_rule():
-            chosen = Drawn(state["drawn"], rule, options.prompts, config.run.seed)
+        limit, policy_reward, penalty = options.max_new_tokens, None, None
         if answered := answered_task(config, self.task, self.objective):
             kind = PROBABILITY if needs.answers else reward.reward_source
             policy_reward = PolicyReward(kind, answered, self.learner, limit)
@@ -283,25 +282,21 @@ class RunContext:
             scorer = Scorer(self.task, MajorityVote(self.task.answer))
         if buffer := reward.overlong_buffer:
             penalty = LengthPenalty(limit, buffer, reward.overlong_penalty)
-        if options.dynamic_sampling > 1:
-            average = state.get("reward_std")
-            own = None if average is None else StdFilter(options.std_filter, average)
-            schedule = DynamicSampling(*sizes, options.dynamic_sampling, own)
-        elif stopping is not None:
-            state |= stopping.state
+        # of all ranks, for checkpoints and the teacher
+        if options.ahead or names_asked(config.loss.teacher_prompt):
+            needs = replace(needs, components=True)
         if options.ahead:  # its collective operations and its time are its own
             ranks, clock = ranks.copied(), Stopwatch(parent=clock)
-            needs = replace(needs, components=True)  # of all ranks, for checkpoints
         return RolloutCollector(
             self.task,
             self.engine,
             scorer,
             self.sampling,
-            *sizes,
+            options.prompts,
+            options.rollouts,
             config.run.seed,
-            self.device,
-            schedule,
-            chosen,
+            config.run.where[0],
+            *self.schedules[:2],
             needs,
             policy_reward,
             penalty,
@@ -312,32 +307,52 @@ class RunContext:
 
     @cached_property
     def evaluators(self) -> dict[str, Evaluator]:
-        options, seed = self.config.evaluation, self.config.run.seed
+        options, run = self.config.evaluation, self.config.run
         parts = self.engine, self.task, self.scorer, self.sampling
         how: dict[str, Any] = {"ranks": self.ranks, "beat": self.clock.beat}
         sets = held_out_sets(self.task, options.eval_prompts, options.eval_samples)
         return {
-            name: Evaluator(*parts, *sizes, seed, self.device, name, **how)
+            name: Evaluator(*parts, *sizes, run.seed, run.where[0], name, **how)
             for name, sizes in sets.items()  # prompts and samples
         }
 
 
+class EvaluationSchedule(NamedTuple):
+    every: int  # steps; 0: never
+    num_prompts: int  # of each held-out set
+
+
+def evaluation_schedule(config: Config, task: Task) -> EvaluationSchedule:
+    """Between the first step and the last. A sample of training costs three of an evaluation,
+    because it is learned from."""
+    options, steps = config.evaluation, config.optimizer.steps
+    if options.eval_every is not None:
+        return EvaluationSchedule(options.eval_every, options.eval_prompts)
+    trained = steps * config.sampling.prompts * config.sampling.rollouts
+    samples = sum(n for _, n in held_out_sets(task, 1, options.eval_samples).values())
+    affordable = int(EVALUATION_SHARE * trained / (3 * samples))
+    if affordable < min(FEWEST_EVALUATED, options.eval_prompts):
+        return EvaluationSchedule(0, 0)
+    return EvaluationSchedule(math.ceil(steps / 4), min(affordable, options.eval_prompts))
+
+
+def tensor_parallel(config: Config) -> int:
+    return int(config.parts["rollout"].get("vllm_tensor_parallel", 1))
+
+
 def build_loss_settings(config: Config) -> LossSettings:
     options, own = config.loss, config.parts["loss"]
-    others = "reference", "teacher_prompt", "jsd_beta"
-    values = {name: x for name, x in vars(options).items() if name not in others}
-    values |= {name: x for name, x in own.items() if name in ("clip_low", "clip_high")}
+    given = {**vars(config.run), **vars(config.sampling), **vars(options)}
+    given |= {name: own[name] for name in CLIPS if name in own}
+    values = {x.name: given[x.name] for x in fields(LossSettings) if x.name in given}
     if options.kl == "full":
         values |= {"kl": "k3", "kl_coef": 0.0, "divergence_coef": options.kl_coef}
     return LossSettings(
         **values,
         loss=part("loss", config.chosen.loss).function,
-        loss_options=loss_options(config),
+        loss_options={name: x for name, x in own.items() if name not in CLIPS},
         beta=options.jsd_beta,
         sequence_mask=config.parts["correction"].get("delta"),
-        temperature=config.sampling.temperature,
-        max_new_tokens=config.sampling.max_new_tokens,
-        seed=config.run.seed,
     )
 
 
@@ -355,7 +370,7 @@ def answered_task(config: Config, task: Task, objective: Objective) -> AnsweredT
 
 def describe_run(run: RunContext) -> list[str]:
     """Return what runs on what, for the start of a run."""
-    config, device, seed = run.config, run.device, run.config.run.seed
+    config, seed, (device, dtype) = run.config, run.config.run.seed, run.config.run.where
     chosen, sampling = config.chosen, config.sampling
     method, counts = explain_name(chosen.objective), f"{sampling.rollouts} rollouts a step"
     own = {} if sampling.stop_at or sampling.carry else config.parts["objective"]
@@ -369,7 +384,7 @@ def describe_run(run: RunContext) -> list[str]:
         where = torch.cuda.get_device_name(device)
     if run.ranks.size > 1:
         where += f", one of {run.ranks.size} processes, with --sharding {config.run.sharding},"
-    attention = kernel_name(device, run.dtype, run.policy.config.head_dim)
+    attention = kernel_name(device, dtype, run.policy.config.head_dim)
     how = f"ops: {kernels_for(device)}; attention: {attention}"
     how += "; checkpointed activations" * config.optimizer.checkpoint_activations
     what = f"{method}, loss {chosen.loss}, task {run.task.name}, seed {seed}"
@@ -443,8 +458,9 @@ def estimate_memory(run: RunContext, machine: Machine) -> dict[str, float]:
     config, model, sizes, needs = run.config, run.policy, run.policy.config, run.objective.needs
     loss, sampling, tokens = config.loss, config.sampling, config.optimizer.token_budget
     part = 1 / machine.processes if config.run.sharding == "full" else 1.0
-    trained, width = count(model, is_trained=True) * part, run.dtype.itemsize
-    is_copied = not (loss.reference or loss.teacher_prompt) and (loss.kl_coef or needs.reference)
+    trained, width = count(model, is_trained=True) * part, config.run.where[1].itemsize
+    is_self = loss.teacher_prompt and not loss.teacher_ema
+    is_copied = not (loss.reference or is_self) and (loss.kl_coef or needs.reference)
     responses = sampling.prompts * sampling.rollouts * max(sampling.dynamic_sampling, 1)
     # of each token a layer keeps: 5 numbers of H, 4 of the feed-forward size, 4 of the heads
     keys = sizes.num_key_value_heads * sizes.head_dim

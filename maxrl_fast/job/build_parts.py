@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from maxrl_fast.config.options import Config, Decoding, EvaluationConfig, Reward
+from maxrl_fast.config.options import Config, Decoding, EvaluationConfig
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.run_files import Saved
 from maxrl_fast.model import checkpoint
@@ -22,12 +22,13 @@ from maxrl_fast.model.policy import backend_of, check_positions, load_policy, ne
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.rewards import RewardSource, WeightedRewards
-from maxrl_fast.rewards.models import CLASSIFIER, Classifier
+from maxrl_fast.rewards.models import Classifier
+from maxrl_fast.rewards.options import Reward
 from maxrl_fast.rewards.pool import RewardOutput, RewardPool, UserCode
 from maxrl_fast.rollout import CheckedEngine, Engine
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.runtime.files import read_json
-from maxrl_fast.runtime.loading import build_from_code
+from maxrl_fast.runtime.loading import CLASSIFIER, build_from_code
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.dataset import DatasetTask
@@ -37,6 +38,7 @@ from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.tasks.tools import ToolTask
+from maxrl_fast.training.teacher import names_asked
 
 PolicyFiles = tuple[dict[str, Any], dict[str, checkpoint.StoredTensor]]
 
@@ -47,8 +49,9 @@ def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Co
     if not ranks.is_first:  # which alone shows a download's progress
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     found, model = dict[str, str](), config.model.model
-    if config.run.resume is not None and not str(model).startswith(HUB):
-        model = None  # a resumed run has its own checkpoints
+    if model and config.run.resume is not None and not model.startswith(HUB):
+        # a resumed run has its own checkpoints
+        found["model"], model = str(Path(model).absolute()), None
     for option, name in (("model", model), ("reference", config.loss.reference)):
         if name is not None:
             what = f"--{option} must be the folder of a checkpoint"
@@ -89,7 +92,7 @@ def build_policy(
         adapters = options.lora_rank, options.lora_alpha, options.lora_targets
         add_adapters(model, *adapters, config.run.seed)
     # checkpoints have the weights that were sampled from, not their rounding to a narrower dtype
-    dtype = torch.promote_types(checkpoint.DTYPES[model.config.dtype], dtype_of(config))
+    dtype = torch.promote_types(checkpoint.DTYPES[model.config.dtype], config.run.where[1])
     model.config = dataclasses.replace(model.config, dtype=str(dtype).removeprefix("torch."))
     model.checkpoint_activations = config.optimizer.checkpoint_activations
     return model
@@ -113,7 +116,7 @@ def build_reference(config: Config, task: Task, is_empty: bool = False) -> Polic
         raise InputError(f"--reference {wanted} {directory}")
     for weight in model.parameters():
         if weight.dim() == 2:  # matrices; norms are computed in float32
-            weight.data = weight.data.to(dtype_of(config))
+            weight.data = weight.data.to(config.run.where[1])
     return model.requires_grad_(False)
 
 
@@ -133,10 +136,6 @@ def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> Po
         return {**files, **checkpoint.new_files(model.config, task.stop_ids)}, {}
     files = {**files, **checkpoint.kept_files(start, task.stop_ids, model.config.dtype)}
     return files, checkpoint.carried_tensors(start, model) if model.backend != "native" else {}
-
-
-def dtype_of(config: Config) -> torch.dtype:
-    return getattr(torch, config.run.dtype)
 
 
 def build_engine(
@@ -190,7 +189,8 @@ def build_run_task(config: Config, environment: type | None = None) -> Task:
         config.reward,
         environment=environment,
         max_new_tokens=config.sampling.max_new_tokens,
-        needs_reward=config.chosen.objective != "distill",
+        needs_reward=config.chosen.objective != "distill"
+        or bool(names_asked(config.loss.teacher_prompt)),
     )
 
 

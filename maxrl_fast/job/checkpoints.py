@@ -376,7 +376,7 @@ class Checkpoints:
         if saved is None:
             return
         load_learner(saved.directory / "state", learner, self._run.ranks)
-        self._run.trainer.waiting += load_batches(saved.directory, self._run.device)
+        self._run.trainer.waiting += load_batches(saved.directory, self._run.config.run.where[0])
         set_random_states(saved.random)
         if self._run.ranks.is_first:
             with storing(str(saved.directory.parent)):

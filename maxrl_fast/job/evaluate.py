@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.config.options import EvaluationConfig
-from maxrl_fast.config.resolve import resolve_evaluation, set_configs
+from maxrl_fast.config.resolve import num_held_out, place_of, response_limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation import MAX, PASS
 from maxrl_fast.evaluation.coverage import (
@@ -40,12 +40,14 @@ from maxrl_fast.job.build_parts import (
     closing_task,
     load_model,
 )
+from maxrl_fast.job.run_files import free_folder
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.runtime.background import Stopwatch
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import atomic_file, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.tasks import Task, held_out_sets
 from maxrl_fast.tasks.text_codec import end_of
 from maxrl_fast.training.passes import check_exact
 
@@ -64,7 +66,7 @@ ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progre
 
 def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
     """Sample the checkpoint on each held-out set, report, and compare with --against."""
-    options, seed = parsed.parts["task"], parsed.place.task_seed or 0
+    options, seed = {**parsed.parts["task"]}, parsed.place.task_seed or 0
     options |= dict.fromkeys({"sft_data"} & options.keys())
     given = options, seed, source.checkpoint, parsed.reward
     # with held-out sets that are given no other data is read
@@ -75,7 +77,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     others, measures = [_read_others(own) for own in configs], [own.measure for own in configs]
     most, passes = ROLLOUTS[place.device], list[dict[int, Interval]]()
     batch = max(min(x.eval_prompts * x.samples, max(most, x.samples)) for x in measures)
-    device, dtype = torch.device(place.device), getattr(torch, place.dtype)
+    device, dtype = place.where
     model = load_model(source.checkpoint, config, task).to(device)
     check_exact(model)
     own_of_engine = config.parts["rollout"], config.sampling, model, task, dtype, batch
@@ -96,6 +98,39 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
             table.add_row(str(k), shown(mean_over_sets([x[k] for x in passes])))
         screen.console.print(table)
     return 0
+
+
+def resolve_evaluation(
+    config: EvaluationConfig,
+    source: Source,
+    task: Task,
+    warn: Callable[[str], None],
+) -> EvaluationConfig:
+    sampling, place, wanted = config.sampling, config.place, config.measure.eval_prompts
+    is_test = config.measure.split == "test"
+    return config.replace(
+        eval_prompts=num_held_out(wanted, task) if is_test else wanted or 256,
+        max_new_tokens=response_limit(sampling.max_new_tokens, task, source.checkpoint, warn),
+        seed=sampling.seed or 0,
+        out=free_folder(place.out, "evaluations", source.name),
+        task_seed=place.task_seed or 0,
+        threads=place.threads or torch.get_num_threads(),
+        **place_of(place),
+    )
+
+
+def set_configs(config: EvaluationConfig, task: Task) -> list[EvaluationConfig]:
+    """Return that of each set; of several, with its name as a folder."""
+    measure, out = config.measure, config.place.out
+    sets = {"train": (measure.eval_prompts, measure.samples)}
+    if measure.split == "test":
+        sets = held_out_sets(task, *sets["train"])
+    made = []
+    for name, (number, n) in sets.items():
+        k = tuple(sorted({k for k in measure.k if k <= n})) or tuple(powers_of_two(n))
+        own = out / name if len(sets) > 1 else out
+        made.append(config.replace(split=name, eval_prompts=number, samples=n, k=k, out=own))
+    return made
 
 
 def compare_evaluations(config: EvaluationConfig, folder: Path, screen: Screen) -> int:

@@ -5,9 +5,11 @@ what a resumed run finds: its newest intact checkpoint, and whether options and 
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import sys
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
@@ -17,19 +19,12 @@ from statistics import fmean
 from typing import Any, Literal
 
 from maxrl_fast.algorithms.options import as_list
-from maxrl_fast.config.changes import (
-    PASS_RATES,
-    ROUNDING,
-    changes,
-    differing,
-    ended_before_first_step,
-)
+from maxrl_fast.config.changes import PASS_RATES, ROUNDING, changes, differing
 from maxrl_fast.config.options import SHAPE, Config
-from maxrl_fast.config.resolve import NAMES_CODE
+from maxrl_fast.config.rules import options_of_part
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation import PASS, score_of
 from maxrl_fast.model.checkpoint import HUB
-from maxrl_fast.rewards.models import CLASSIFIER
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import (
     DamagedError,
@@ -37,12 +32,13 @@ from maxrl_fast.runtime.files import (
     atomic_file,
     check_regular,
     fsync,
+    is_locked,
     remove,
     storing,
     verify_checksums,
     write_json,
 )
-from maxrl_fast.runtime.loading import is_code, is_file
+from maxrl_fast.runtime.loading import CLASSIFIER, absolute_name, is_code, is_file
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.training.objectives.registry import weight_of
@@ -180,7 +176,9 @@ def fingerprints(config: Config, task: Task, saved: Saved | None) -> dict[str, s
     if saved is not None and saved.options.get("model") == config.model.model:
         options.pop("model", None)
         kept = {name: x for name, x in saved.fingerprints.items() if name == "the file of --model"}
-    for option in (*NAMES_CODE, "model", "reference"):
+    known = Config.options() | options_of_part("task", config.chosen.task)
+    code = [name for name, x in known.items() if x.kind is absolute_name]
+    for option in (*code, "model", "reference"):
         for i, value in enumerate(map(str, as_list(options.get(option)))):
             what = f"the file of --{option.replace('_', '-')}{f' {i + 1}' if i else ''}"
             is_folder = option in ("model", "reference") or value.startswith(CLASSIFIER)
@@ -318,6 +316,43 @@ def cut_log(path: Path, size: int) -> bool:
     if content:
         os.truncate(path, content[:size].rfind(b"\n") + 1)
     return len(content) < size
+
+
+def free_folder(out: Path | None, parent: str, name: str, is_first: bool = True) -> Path:
+    """Return --out, or a folder named after the time, in which nothing is overwritten: neither
+    another's files nor a run that has begun."""
+    name = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # with a number where another of the same second has the folder
+    names = (Path(parent, f"{name}-{i}" if i else name) for i in itertools.count())
+    out = out or next(path for path in names if not path.exists())
+    if not is_first:  # other ranks may come after the first has begun to write
+        return out
+    try:
+        is_free = not out.exists() or (
+            parent == "runs" and ended_before_first_step(out) and not is_locked(out)
+        )
+        # what a kill leaves
+        if is_free or all(x.name == "lock" or x.suffix == ".partial" for x in out.iterdir()):
+            return out
+    except OSError as error:  # of what is no folder, or cannot be read
+        raise InputError(f"--out must be a folder that can be read: {error}") from error
+    is_run = (out / "config.json").exists()
+    what = f"another run; --resume {out} resumes it" if is_run else "something else"
+    raise InputError(f"--out must be a new or empty folder, got {out}, which holds {what}")
+
+
+def ended_before_first_step(out: Path, now: dict[str, Any] | None = None) -> bool:
+    """Return whether the same command may begin the run in this folder again: not after its first
+    step, in its warm start, which is resumed, or with a checkpoint if the options `now` compute
+    something else."""
+    folder, log = RunFolder(out), out / "metrics.jsonl"
+    has_begun = log.exists() and log.stat().st_size > 0
+    if has_begun or not folder.is_run or not folder.options.get("steps"):
+        return False
+    names = [path.name for path in folder.checkpoints]
+    # config.json has no option without a value
+    before = dict.fromkeys(now or ()) | folder.options
+    return not names or (names == ["step-000000"] and not (now and changes(before, now)))
 
 
 class RunFiles:

@@ -23,7 +23,7 @@ from maxrl_fast.algorithms.arguments import (
 )
 from maxrl_fast.algorithms.estimator import INPUTS, OBJECTS, Kernel
 from maxrl_fast.algorithms.estimators import ESTIMATORS, Estimator, Group, find_estimator
-from maxrl_fast.algorithms.options import check_options
+from maxrl_fast.algorithms.method import check_options
 from maxrl_fast.errors import InputError
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import (

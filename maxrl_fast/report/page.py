@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from maxrl_fast.config.changes import OF_ONE_START, OF_TASK, PASS_RATES
+from maxrl_fast.config.changes import OF_ONE_START, PASS_RATES
 from maxrl_fast.errors import InputError, printable
 from maxrl_fast.evaluation import PASS, score_of
 from maxrl_fast.runtime.files import RunFolder, read_json
@@ -22,6 +22,11 @@ SAMPLE_BYTES = 1 << 24  # all texts of one file of one run
 TEXT_LENGTH, ANSWER_LENGTH, COLUMNS_LENGTH = 20_000, 500, 2_000  # characters of one sample
 SHOWN = ("step", "id", "tokens", "turns", "reward", "advantage")  # of a sample, beside its texts
 _OF_TRAINING = ("eval_prompts", "samples", "k")  # options with another meaning in an evaluation
+# of the task: where prompts come from
+_OF_TASK = """task maze_size data hub test_data test_hub allow_overlap where prompt_key answer_key
+prompt_suffix system_prompt plain_prompts max_prompt_tokens allow_special_tokens chat_template
+chat_template_kwargs template_date stop environment max_turns"""
+OF_TASK = _OF_TASK.split()
 
 Record = dict[str, Any]
 Number = int | float | None

@@ -14,7 +14,7 @@ from maxrl_fast.runtime.background import no_progress as no_progress
 from maxrl_fast.runtime.loading import SHORT_REPR, describe_error
 
 PROGRESS_INTERVAL = 1.0  # seconds between two calls of `on_progress` where nothing else happens
-LONGEST_MESSAGE = 1000  # characters
+LONGEST_MESSAGE, LONGEST_FEEDBACK = 1000, 4000  # characters
 
 Rows = Sequence[dict[str, Any]]  # each has "prompt", "response" and the columns of the prompt
 
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
     # finite number), or "left" (too many others failed). A late verifier has one, and reward 0.
     kind: str = ""
     message: str = ""  # of a failure, one printable line
-    text: str | None = None  # what an environment returned
+    text: str | None = None  # what an environment returned, or the feedback of a reward
 
     @property
     def has_failed(self) -> bool:
@@ -59,21 +59,28 @@ Outcomes = Generator[tuple[int, Outcome] | None, None, None]
 def outcome_of(value: Any) -> Outcome:
     """Return the outcome of a value that a function has returned, or raised. A dict of components
     has its reward under "reward" or, as verl's, under "score", beside which some may be no numbers;
-    else it is their sum. Components that are None or NaN are left out."""
+    else it is their sum. Components that are None or NaN are left out. Text under "feedback" is for
+    --teacher-prompt."""
     try:
         if isinstance(value, BaseException):
             raise value
         if not isinstance(value, dict):
             return Outcome(_number(value, "a reward"))
         own, components = "reward" if "reward" in value else "score", dict[str, float]()
+        said = value.get("feedback")
+        if not isinstance(said, str):
+            said = None
+        else:  # half a surrogate pair cannot be encoded
+            value, said = {**value}, said[:LONGEST_FEEDBACK].encode(errors="replace").decode()
+            del value["feedback"]
         for name, part in value.items():
             if name == own or "score" not in value or hasattr(part, "__float__"):
                 number = _number(part, f"component {name!r}")
                 components |= {} if number is None else {str(name): number}
         if own in value:
-            return Outcome(components.pop(own, None), components)
+            return Outcome(components.pop(own, None), components, text=said)
         total = sum(components.values()) if components else None
-        return Outcome(_number(total, "a reward"), components)
+        return Outcome(_number(total, "a reward"), components, text=said)
     except KeyboardInterrupt:  # in the trainer, where it ends the run
         raise
     except InvalidReward as error:
@@ -156,6 +163,7 @@ class WeightedRewards(RewardSource):
     def outcomes(self, rows: Rows, group: int) -> Outcomes:
         sums: list[float | None] = [None] * len(rows)
         components, failed = [dict[str, float]() for _ in rows], set[int]()
+        texts = ["" for _ in rows]
         for source, (name, weight) in zip(self._sources, self.weights.items(), strict=True):
             with contextlib.closing(source.outcomes(rows, group)) as coming:
                 for one in coming:
@@ -165,12 +173,13 @@ class WeightedRewards(RewardSource):
                         yield i, failure(outcome.kind, f"{name}: {outcome.message}")
                         continue
                     yield None
+                    texts[i] += outcome.text or ""
                     if outcome.reward is not None:
                         sums[i] = weight * outcome.reward + (sums[i] or 0.0)
                         own = {f"{name}.{part}": x for part, x in outcome.components.items()}
                         components[i] |= {name: outcome.reward, **own}
         for i in {*range(len(rows))} - failed:
-            yield i, outcome_of(sums[i])._replace(components=components[i])
+            yield i, outcome_of(sums[i])._replace(components=components[i], text=texts[i])
 
     def lines(self) -> list[str]:
         lines = [line for source in self._sources for line in source.lines()]

@@ -10,8 +10,9 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.policy import quiet
 from maxrl_fast.model.tokenizer import load_tokenizer
 from maxrl_fast.rewards import Outcomes, RewardSource, Rows, failure, outcome_of
+from maxrl_fast.runtime.loading import CLASSIFIER
 
-CLASSIFIER, BATCH = "hf:", 16  # texts
+BATCH = 16  # texts
 
 
 class Classifier(RewardSource):

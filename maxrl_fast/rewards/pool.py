@@ -3,6 +3,7 @@ a run, or in this process. `user_code.py` is the side of a worker."""
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -18,7 +19,6 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
-from maxrl_fast.config.options import Reward
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.rewards import (
     PROGRESS_INTERVAL,
@@ -30,6 +30,7 @@ from maxrl_fast.rewards import (
     failure,
     outcome_of,
 )
+from maxrl_fast.rewards.options import Reward
 from maxrl_fast.rewards.user_code import (
     LISTS,
     ROW,
@@ -186,7 +187,7 @@ class Worker:
     def __init__(self, queue: Calls, seconds: float) -> None:
         self._queue, self._seconds = queue, seconds
 
-    def start(self, settings: dict[str, Any], variables: dict[str, str], output: int) -> None:
+    def start(self, settings: dict[str, Any], variables: dict[str, str], output: Any) -> None:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(self._seconds)
         given = {**settings, "connection": theirs.fileno(), "path": sys.path}
@@ -203,36 +204,36 @@ class Worker:
         self.has_ended = False
         self._expect(LOADING, START_LIMIT)
 
+    def _expect(self, number: int, limit: float) -> None:
+        self.number, self._limit, self.left = number, limit, limit + GRACE
+        self._received, self._looked = b"", time.monotonic()
+
     def give(self) -> None:
+        """Begin the next call, if there is one, and none is running."""
         if self._queue and self.number is None and not self.has_ended:
             number, arguments = self._queue.popleft()
             with contextlib.suppress(OSError):  # of a process that has ended, which `look` tells
                 self.socket.sendall(f"{arguments}\n".encode())
             self._expect(number, self._seconds)
 
-    def _expect(self, number: int, limit: float) -> None:
-        self.number, self._limit, self.left = number, limit, limit + GRACE
-        self._received, self._looked = b"", time.monotonic()
-
     def look(self, is_readable: bool) -> list[Outcome]:
         """Return the outcomes of its call, after which it begins the next; [] while it runs."""
         now = time.monotonic()
         self.left -= min(now - self._looked, 2 * PROGRESS_INTERVAL)
-        self._looked = now
+        self._looked, data = now, b""
         if is_readable:
-            data = b""
             with contextlib.suppress(ConnectionError):
                 data = self.socket.recv(1 << 16)
-            self._received += data
             if not data:
                 return [failure("crash", f"the worker process {self.end()}")]
-            if data.endswith(b"\n"):
-                is_last, outcomes = json.loads(self._received)
-                self.number = None
-                if is_last:
-                    self.end()
-                self.give()
-                return [Outcome(*values) for values in outcomes]
+        self._received += data
+        if data.endswith(b"\n"):
+            is_last, outcomes = json.loads(self._received)
+            self.number = None
+            if is_last:
+                self.end()
+            self.give()
+            return [Outcome(*values) for values in outcomes]
         if self.left > 0:
             return []
         self.end()
@@ -245,11 +246,9 @@ class Worker:
         self.process.communicate(timeout=KILL_LIMIT)
         self.socket.close()
         self.number, self.has_ended, code = None, True, self.process.returncode
-        return (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"exited with code {code}"
-        )
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
 
 
 class RewardPool(UserCode):
@@ -257,7 +256,7 @@ class RewardPool(UserCode):
     call that exceeds its time or memory limit or crashes its process fails alone, and its process
     is replaced. An environment lives in the worker of its number modulo their number, and ends with
     it. One thread at a time may use the pool. `results` raises RewardError where the code can no
-    longer be loaded. `output` gets what it prints; None: it is discarded."""
+    longer be loaded."""
 
     def __init__(
         self,
@@ -270,26 +269,25 @@ class RewardPool(UserCode):
         if unset := [x for x in shown if x not in os.environ]:
             why = "which is not set: set it, or leave it out"
             raise InputError(f"--reward-env names {unset[0]}, {why}")
-        self.name, self.concurrency, self.output = name, options.reward_concurrency, output
-        workers, seconds = options.reward_workers, options.reward_seconds
+        workers, self.name, self.output = options.reward_workers, name, output
+        self.concurrency, self.signature = options.reward_concurrency, Signature()
         self.place = f"in {workers} worker processes, which are no sandbox"
-        close_memory()
-        seen = {x: y for x, y in os.environ.items() if x in shown or VARIABLES.fullmatch(x)}
-        self._variables, self.signature = {**SETTINGS, **seen}, Signature()
-        self._settings = {
-            "name": name,
-            "is_environment": is_environment,
-            "reward_seconds": seconds,
-            "memory_bytes": int(options.reward_memory_gb * 1e9),
-        }
         if name.startswith("maxrl_fast.rewards.verifiers:"):
             # a program can kill the worker, too
             self.wrong_kinds = ("timeout", "crash") if name.endswith(":code") else ("timeout",)
+        close_memory()
+        seen = {x: y for x, y in os.environ.items() if x in shown or VARIABLES.fullmatch(x)}
+        self._variables = {**SETTINGS, **seen}
+        self._settings = {
+            "name": name,
+            "is_environment": is_environment,
+            "seconds": options.reward_seconds,
+            "memory_bytes": int(options.reward_memory_gb * 1e9),
+        }
         # where environments live in the workers, each has its own calls
         self._queues = [Calls() for _ in range(workers if is_environment else 1)]
-        self._workers = [
-            Worker(self._queues[i % len(self._queues)], seconds) for i in range(workers)
-        ]
+        queues = itertools.islice(itertools.cycle(self._queues), workers)
+        self._workers = [Worker(queue, options.reward_seconds) for queue in queues]
         try:
             while not self.signature or any(x.number == LOADING for x in self._workers):
                 [*self.results(PROGRESS_INTERVAL)]
@@ -304,8 +302,7 @@ class RewardPool(UserCode):
             if worker.has_ended:
                 # the schemas of tools take long, and the first worker makes them for all
                 settings = {**self._settings, "with_schemas": not self.signature and i == 0}
-                output = self.output.fileno() if self.output else subprocess.DEVNULL
-                worker.start(settings, self._variables, output)
+                worker.start(settings, self._variables, self.output or subprocess.DEVNULL)
             worker.give()
         busy = [worker for worker in self._workers if worker.number is not None]
         longest = min([seconds, *(worker.left for worker in busy)])

@@ -29,7 +29,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -89,36 +89,28 @@ def event_loop() -> Any:
     return loop
 
 
-def run_coroutines(
-    begin: Callable[[Any], Awaitable[Any]], arguments: Sequence[Any], seconds: float | None
-) -> list[Any]:
-    """Run coroutines at once, and return what each returns or raises, or LateCall."""
+def settled(results: list[Any], seconds: float | None) -> list[Any]:
+    """Return what functions have returned, or what their coroutines, which run at once, return or
+    raise, or LateCall."""
+    if not any(isinstance(x, Coroutine) for x in results):
+        return results
     import asyncio
 
-    async def settle(one: Any) -> Any:
+    async def settle(result: Any) -> Any:
         try:
-            return await begin(one)
+            return await result if isinstance(result, Coroutine) else result
         except BaseException as error:  # also a CancelledError that the function raises
             return error
 
     async def settle_all() -> list[Any]:
-        tasks = [asyncio.ensure_future(settle(one)) for one in arguments]
+        tasks = [asyncio.ensure_future(settle(x)) for x in results]
         _, late = await asyncio.wait(tasks, timeout=seconds)
-        values = [LateCall(seconds) if task in late else task.result() for task in tasks]
+        values = [LateCall(seconds) if x in late else x.result() for x in tasks]
         for task in late:
             task.cancel()
         return values
 
     return asyncio.run_coroutine_threadsafe(settle_all(), event_loop()).result()
-
-
-def awaited(result: Any) -> Any:
-    """Return what a function has returned, or its coroutine returns."""
-    if isinstance(result, Coroutine):
-        [result] = run_coroutines(lambda one: one, [result], None)
-        if isinstance(result, BaseException):
-            raise result
-    return result
 
 
 class Caller:
@@ -133,32 +125,30 @@ class Caller:
 
     def call(self, rows: Any) -> list[Outcome]:
         """Return the outcome of each row of a call, or one failure for all."""
-        try:
-            if self.signature["style"] == LISTS:
-                result = awaited(self._begin(_lists_of(rows)))
-                values = result.tolist() if hasattr(result, "tolist") else result
-                if not isinstance(values, list | tuple) or len(values) != len(rows):
-                    raise InvalidReward(
-                        "a function of `completions` must return a list with a number for each of "
-                        f"the {len(rows)} completions, got {SHORT_REPR.repr(result)}"
-                    )
-            elif self.signature["style"] == ROWS:
-                values = run_coroutines(self._begin, rows, self._seconds)
-            else:
-                values = [awaited(self._begin(rows[0]))]
-        except BaseException as error:
-            values = [error]
-        return [*map(outcome_of, values)]
+        if self.signature["style"] != LISTS:
+            return [*map(outcome_of, settled([*map(self._begin, rows)], self._seconds))]
+        [result] = settled([self._begin(_lists_of(rows))], None)
+        if isinstance(result, BaseException):
+            return [outcome_of(result)]
+        values = result.tolist() if hasattr(result, "tolist") else result
+        if isinstance(values, list | tuple) and len(values) == len(rows):
+            return [*map(outcome_of, values)]
+        wanted = "a function of `completions` must return a list with a number for each of the"
+        return [
+            failure("invalid", f"{wanted} {len(rows)} completions, got {SHORT_REPR.repr(result)}")
+        ]
 
     def _begin(self, arguments: dict[str, Any]) -> Any:
-        return self._function(**taken(self.signature, arguments))
+        try:
+            return self._function(**taken(self.signature, arguments))
+        except BaseException as error:
+            return error
 
 
 def _lists_of(rows: Rows) -> dict[str, Any]:
-    """Return `prompts`, `completions` and every column as lists. As in TRL, a completion of a chat
-    prompt is a list with the assistant's message."""
-    columns = dict.fromkeys(key for row in rows for key in row)
-    lists = {AS_LISTS.get(key, key): [row.get(key) for row in rows] for key in columns}
+    """Return `prompts`, `completions` and every column, which rows of one prompt share, as lists.
+    As in TRL, a completion of a chat prompt is a list with the assistant's message."""
+    lists = {AS_LISTS.get(key, key): [row[key] for row in rows] for key in rows[0]}
     lists["completions"] = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(lists["prompts"], lists["completions"], strict=True)
@@ -166,33 +156,7 @@ def _lists_of(rows: Rows) -> dict[str, Any]:
     return lists
 
 
-def _signature_of_environment(cls: Any, with_schemas: bool) -> Signature:
-    """Return how to reset the environments of a class, "tools" (JSON schemas, which transformers
-    makes slowly, or only names) and "has_reward"."""
-    if not inspect.isclass(cls):
-        raise LoadError(f"an environment must be a class, got {SHORT_REPR.repr(cls)}")
-    name, methods = cls.__name__, dict[str, Callable[..., Any]]()  # as an instance binds them
-    for key, value in inspect.getmembers(cls, callable):
-        if not key.startswith("_") and not inspect.isclass(value):
-            static = inspect.getattr_static(cls, key)
-            methods[key] = static.__get__(object(), cls) if hasattr(static, "__get__") else value
-    tools = [key for key in methods if key not in (RESET, REWARD)]
-    if RESET not in methods:
-        raise LoadError(f"{name} must have a method reset(**columns), which it does not")
-    if not tools:
-        raise LoadError(f"{name} must have a public method besides reset, which is a tool")
-    try:
-        inspect.signature(cls).bind()
-    except (TypeError, ValueError) as error:
-        raise LoadError(f"{name}() must need no arguments: {error}") from error
-    made: list[Any] = [{"function": {"name": key}} for key in tools]
-    if with_schemas:
-        made = [_schema(name, key, methods[key]) for key in tools]
-    own = {"style": "environment", "tools": made, "has_reward": REWARD in methods}
-    return signature_of(methods[RESET]) | own
-
-
-def _schema(owner: str, name: str, tool: Callable[..., Any]) -> dict[str, Any]:
+def _schema(shown: str, name: str, tool: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
@@ -205,7 +169,7 @@ def _schema(owner: str, name: str, tool: Callable[..., Any]) -> dict[str, Any]:
             inspect.signature(tool, follow_wrapped=False).bind(**names)
     except Exception as error:
         raise LoadError(
-            f"the tool {owner}.{name} needs a docstring that describes every argument, and type "
+            f"the tool {shown} needs a docstring that describes every argument, and type "
             f"hints: {error}; a name with _ in front is no tool"
         ) from error
     schema["function"]["name"] = name
@@ -213,16 +177,37 @@ def _schema(owner: str, name: str, tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 class EnvironmentHost(Caller):
-    """The environments of one process. SIGALRM ends an operation after some seconds."""
+    """The environments of one process. SIGALRM ends an operation after some seconds. Its signature
+    has how to reset an environment, "tools" (JSON schemas, which transformers makes slowly), and
+    "has_reward"."""
 
     BREAKING = ("memory", "timeout", "exception")
     live: dict[int, Any]  # the environments by number
 
     def __init__(self, cls: Any, seconds: float | None, with_schemas: bool = True) -> None:
-        self.signature = _signature_of_environment(cls, with_schemas)
-        self._function, self._seconds = cls, seconds
-        self._tools = [tool["function"]["name"] for tool in self.signature["tools"]]
-        self.live = {}
+        if not inspect.isclass(cls):
+            raise LoadError(f"an environment must be a class, got {SHORT_REPR.repr(cls)}")
+        name, methods = cls.__name__, dict[str, Callable[..., Any]]()  # as an instance binds them
+        for key, value in inspect.getmembers(cls, callable):
+            if not key.startswith("_") and not inspect.isclass(value):
+                own = inspect.getattr_static(cls, key)
+                methods[key] = own.__get__(object(), cls) if hasattr(own, "__get__") else value
+        self._tools = methods.keys() - {RESET, REWARD}
+        if RESET not in methods:
+            raise LoadError(f"{name} must have a method reset(**columns), which it does not")
+        if not self._tools:
+            raise LoadError(f"{name} must have a public method besides reset, which is a tool")
+        try:
+            inspect.signature(cls).bind()
+        except (TypeError, ValueError) as error:
+            raise LoadError(f"{name}() must need no arguments: {error}") from error
+        asked = sorted(self._tools) if with_schemas else []
+        self.signature = signature_of(methods[RESET]) | {
+            "style": "environment",
+            "tools": [_schema(f"{name}.{key}", key, methods[key]) for key in asked],
+            "has_reward": REWARD in methods,
+        }
+        self._function, self._seconds, self.live = cls, seconds, {}
         if seconds is not None:
             signal.signal(signal.SIGALRM, self._stop)
 
@@ -244,8 +229,8 @@ class EnvironmentHost(Caller):
 
     def _operate(self, number: int, word: str, value: Any) -> Outcome:
         if word in ("probe", "start"):
-            environment, columns = self._function(), taken(self.signature, value)
-            text = awaited(environment.reset(**columns))
+            environment = self._function()
+            text = _awaited(environment.reset(**taken(self.signature, value)))
             if text is not None and not isinstance(text, str):
                 raise InvalidReward(f"reset must return text or None, got {SHORT_REPR.repr(text)}")
             if word == "start":
@@ -258,19 +243,27 @@ class EnvironmentHost(Caller):
             del self.live[number]
             if not self.signature["has_reward"]:
                 return Outcome(0.0)
-            return outcome_of(awaited(environment.get_reward())).or_failure()
+            return outcome_of(_awaited(environment.get_reward())).or_failure()
         name, arguments = value
         try:
             if name not in self._tools:
-                raise ValueError(f"no tool is called {name!r}; there are {', '.join(self._tools)}")
+                known = ", ".join(sorted(self._tools))
+                raise ValueError(f"no tool is called {name!r}; there are {known}")
             if not isinstance(arguments, dict):
                 raise ValueError(f"arguments must be a JSON object, got {arguments!r:.80}")
-            return Outcome(text=_as_text(awaited(getattr(environment, name)(**arguments))))
+            return Outcome(text=_as_text(_awaited(getattr(environment, name)(**arguments))))
         except (MemoryError, InvalidReward):
             raise
         except Exception as error:
             said = _as_text(describe_error(error, with_place=False))
             return Outcome(None, {"tool_errors": 1.0}, text=said)
+
+
+def _awaited(result: Any) -> Any:
+    [value] = settled([result], None)
+    if isinstance(value, BaseException):
+        raise value
+    return value
 
 
 def _as_text(value: Any) -> str:
@@ -290,7 +283,7 @@ def main(settings: dict[str, Any]) -> None:
         os.set_inheritable(connection.fileno(), False)
         lines = connection.makefile("rwb")
         try:
-            code, seconds = load(settings["name"]), settings["reward_seconds"]
+            code, seconds = load(settings["name"]), settings["seconds"]
             host = (
                 EnvironmentHost(code, seconds, settings["with_schemas"])
                 if settings["is_environment"]

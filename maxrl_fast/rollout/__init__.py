@@ -475,6 +475,7 @@ class ScoredSamples(Samples):
     rewards: Annotated[Tensor, SEQUENCE, torch.float32]
     # [S], of each reward; {} where there are none
     components: Annotated[tuple[dict[str, float], ...], SEQUENCE]
+    messages: Annotated[tuple[str, ...], SEQUENCE]  # [S], of the scorer; "" where there are none
 
 
 def sample_and_score(
@@ -503,9 +504,11 @@ def sample_and_score(
                 rollouts = Rollouts.given([]).to(prompts.tokens.device)
         if scorer is None or not len(prompts):
             rewards = torch.full((len(rollouts),), torch.nan, device=rollouts.tokens.device)
-            return ScoredSamples(prompts, rollouts, rewards, ({},) * len(rollouts))
+            none = ({},) * len(rollouts), ("",) * len(rollouts)
+            return ScoredSamples(prompts, rollouts, rewards, *none)
         with clock("reward"):
             given = prompts, rollouts, request.environments, request.beat
             rewards = scorer.score(*given, zero_truncated)
         not_finished.pop_all()
-    return ScoredSamples(prompts, rollouts, rewards, tuple(scorer.components))
+    said = tuple(scorer.components), tuple(scorer.messages)
+    return ScoredSamples(prompts, rollouts, rewards, *said)

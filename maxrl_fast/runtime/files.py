@@ -245,6 +245,7 @@ class RunFolder:
     @property
     def is_finished(self) -> bool:
         """Whether the last step has its checkpoint and its evaluation."""
-        steps = self.options.get("steps", 0)
-        is_saved = self.newest is not None and self.newest.name == f"step-{steps:06d}"
-        return is_saved and [x.get("step") for x in self.log("eval")][-1:] == [steps]
+        if self.newest is None:
+            return False
+        steps, evaluated = self.options.get("steps", 0), [x.get("step") for x in self.log("eval")]
+        return self.newest.name == f"step-{steps:06d}" and evaluated[-1:] == [steps]

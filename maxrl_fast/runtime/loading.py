@@ -18,6 +18,7 @@ from typing import Any
 
 from maxrl_fast.errors import InputError, UserCodeError, nearest
 
+CLASSIFIER = "hf:"
 NOT_MODULES = ("gym", "python")  # what stands before the colon of --task gym:NAME, and of objects
 SHORT_REPR = reprlib.Repr()
 SHORT_REPR.maxstring = SHORT_REPR.maxother = 80
@@ -37,6 +38,15 @@ def is_code(name: str) -> bool:
     module, _, attribute = name.rpartition(":")
     words = [*module.split("."), attribute]
     return is_file(name) or (all(map(str.isidentifier, words)) and module not in NOT_MODULES)
+
+
+def absolute_name(name: str) -> str:
+    """Return the name of code or of a classifier, hf:DIR, with an absolute path, for a run that is
+    resumed from another folder."""
+    if name.startswith(CLASSIFIER):
+        return f"{CLASSIFIER}{Path(name.removeprefix(CLASSIFIER)).absolute()}"
+    file, _, attribute = name.rpartition(":")
+    return f"{Path(file).absolute()}:{attribute}" if is_file(name) else name
 
 
 @cache

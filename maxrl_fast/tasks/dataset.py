@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import torch
 
-from maxrl_fast.algorithms.options import Count, Limit
+from maxrl_fast.algorithms.options import Code, Count, Limit
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks.conversation import TextOptions
@@ -64,7 +64,7 @@ class DatasetOptions(TextOptions):
     sft_data: Path | None = None
     """JSON Lines or Parquet file of demonstrations: each line has a prompt, as in --data, and a
     response; or messages, of which the last is the assistant's."""
-    environment: str | None = None
+    environment: Code | None = None
     """Class FILE:CLASS of environments with tools, as TRL's environment_factory takes it, for
     episodes of several turns (docs/episodes.md)."""
     max_turns: Count = 8

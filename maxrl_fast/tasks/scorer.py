@@ -54,6 +54,7 @@ class Scorer:
     def __post_init__(self) -> None:
         self.weights = self.source.weights if self.source else {}
         self.components: list[dict[str, float]] = []  # [S] of the last `score`, by name
+        self.messages = list[str]()  # [S] of the same: feedback, errors of tools and failures
         self._num_scored, self._failures = 0, list[Outcome]()  # since the last call of `failures`
         self._metrics = MetricAccumulator()  # since the last call of `pop_metrics`
 
@@ -73,7 +74,7 @@ class Scorer:
         """Return rewards [S] float32 of N responses to each prompt, NaN where one failed. The
         environments `episodes` end; a source gives the rewards of those that did not fail. With
         `zero_truncated`, truncated responses and their components have 0, also if they failed."""
-        self.components = [{}] * len(rollouts)
+        self.components, self.messages = [{}] * len(rollouts), [""] * len(rollouts)
         if episodes is None and self.source is None:
             rewards = self.task.score(prompts, rollouts)
             got = tuple(rewards.shape) if isinstance(rewards, Tensor) else type(rewards)
@@ -88,6 +89,7 @@ class Scorer:
             self._num_scored += len(outcomes)
             self._failures += [outcome for outcome in outcomes if outcome.has_failed]
             self.components = [{**outcome.components} for outcome in outcomes]
+            self.messages = [outcome.text or outcome.message for outcome in outcomes]
             is_left = LEFT in outcomes  # then all have failed
             found = [nan if x.reward is None or is_left else x.reward for x in outcomes]
             rewards = torch.tensor(found, dtype=torch.float32).to(rollouts.tokens.device)
@@ -135,7 +137,8 @@ class Scorer:
         for s, outcome in zip(rows, found, strict=True):
             if not outcomes[s].has_failed:
                 components = {**outcomes[s].components, **outcome.components}
-                outcomes[s] = outcome._replace(components=components)
+                said = outcome.text or outcomes[s].text
+                outcomes[s] = outcome._replace(components=components, text=said)
         if source.wrong_kinds:
             num_late = sum(bool(outcome.kind) and not outcome.has_failed for outcome in found)
             self._metrics.add("answers_timed_out", num_late, len(responses))

@@ -104,19 +104,16 @@ def _rows(split: Any, place: str) -> list[Line]:
 
 def _checked(fields: dict[str, Any], place: str, prompt_key: str) -> Line:
     prompt = _prompt_of(fields, place, prompt_key)
-    for name in ("response", "response_raw"):
-        if name in fields:
-            raise InputError(
-                f"{place}: the key {name!r} is reserved for the response that is scored; rename it"
-            )
+    if taken := fields.keys() & {"response", "response_raw"}:
+        what = "is reserved for the response that is scored; rename it"
+        raise InputError(f"{place}: the key {min(taken)!r} {what}")
     return place, {**fields, prompt_key: prompt}
 
 
 def _prompt_of(fields: dict[str, Any], place: str, key: str) -> Any:
     if key not in fields:
-        raise InputError(
-            f"{place}: the line must have a prompt at {key!r} (--prompt-key), but {keys_of(fields)}"
-        )
+        wanted = f"the line must have a prompt at {key!r} (--prompt-key)"
+        raise InputError(f"{place}: {wanted}, but {keys_of(fields)}")
     return read_prompt(fields[key], f"{place}: {key}")
 
 
@@ -127,9 +124,8 @@ def read_prompt(prompt: Any, what: str) -> Prompt:
         check_utf8(prompt, what)
         return prompt
     if not isinstance(prompt, (list, tuple)) or not prompt:
-        raise InputError(
-            f"{what} must be text or a list of messages, not empty, got {prompt!r:.80}"
-        )
+        wanted = "text or a list of messages, not empty"
+        raise InputError(f"{what} must be {wanted}, got {prompt!r:.80}")
     return [_message(message, what) for message in prompt]
 
 
@@ -219,11 +215,11 @@ def _number(text: str) -> tuple[str, int | None]:
 
 def divided(part: Part) -> tuple[Part, Part]:
     """Return the lines to train on, and a tenth, by a CRC of the prompt, to hold out."""
-    lines: tuple[list[Line], list[Line]] = [], []
-    for place, line in part.lines:
-        crc = zlib.crc32(json.dumps(line[part.key]).encode())
-        lines[crc % TEST_SHARE == 0].append((place, line))
-    return replace(part, lines=lines[0]), replace(part, lines=lines[1], number=None)
+    train, test = list[Line](), list[Line]()
+    for x in part.lines:
+        crc = zlib.crc32(json.dumps(x[1][part.key]).encode())
+        (train if crc % TEST_SHARE else test).append(x)
+    return replace(part, lines=train), replace(part, lines=test, number=None)
 
 
 def filtered(where: Sequence[str], parts: list[Part]) -> list[Part]:

@@ -118,6 +118,7 @@ class Episode:
     replies: list[str] = field(default_factory=list)  # to the first of them
     num_turns: int = 0
     tool_errors: float = 0.0
+    last_error: str | None = None  # what a tool said
     outcome: Outcome | None = None  # once it has failed or ended
 
 
@@ -159,7 +160,8 @@ class ToolEpisodes:
             outcome = episode.outcome or Outcome(0.0)
             # a component of this name is the user's
             components = {"tool_errors": episode.tool_errors, **outcome.components}
-            found.append(outcome._replace(components=components))
+            said = outcome.text or episode.last_error
+            found.append(outcome._replace(components=components, text=said))
         return found
 
     def close(self) -> None:
@@ -182,7 +184,9 @@ class ToolEpisodes:
                     episode.outcome = failure("invalid", OTHER_TEXT)
             else:
                 episode.replies.append(outcome.text or "")
-                episode.tool_errors += outcome.components.get("tool_errors", 0.0)
+                if outcome.components:
+                    episode.tool_errors += 1
+                    episode.last_error = outcome.text
             if word != "end":
                 self._advance(episode)
 
@@ -196,6 +200,7 @@ class ToolEpisodes:
                 return
             replies.append(call.error)
             episode.tool_errors += 1
+            episode.last_error = call.error
         if episode.turn is not None:
             is_last = self._is_ending or episode.outcome is not None or not episode.calls
             chat = self._task.conversation

@@ -1,27 +1,20 @@
-"""Reference answers: rewards from the policy, which are the probability of the answer given each
-response's reasoning, and what a teacher reads in place of the policy's prompts."""
+"""Rewards from the policy: the probability of the reference answer given each response's
+reasoning."""
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.model.tokenizer import Prompt
 from maxrl_fast.records import Prompts, Rollouts, Samples, ranges, sequence_sums, unpack
 from maxrl_fast.runtime.device import to_device
-from maxrl_fast.runtime.loading import describe_error, load_code
 from maxrl_fast.tasks import AnsweredTask, Task
-from maxrl_fast.tasks.sources import read_prompt
-from maxrl_fast.tasks.text_codec import TextTask, prompts_of
 from maxrl_fast.training.learner import Learner
 
 LIKELIHOODS = ("logprob", "mean_logprob", "rlpr")  # of --reward-source
 PROBABILITY = "probability"
-ANSWER = "answer"  # the value of --teacher-prompt
-NUM_TRIED = 64  # prompts that are checked before the first step, of a task that makes them
 _FORMAT_SHARE = 0.1  # weight of the format term in RLPR's reward, as the authors set it
 
 
@@ -132,60 +125,3 @@ def check_answers(task: Task, who: str) -> AnsweredTask:
 def _components(parts: dict[str, Tensor]) -> list[dict[str, float]]:
     rows = torch.stack([*parts.values()], 1).tolist()
     return [{name: x for name, x in zip(parts, row, strict=True) if x > -inf} for row in rows]
-
-
-@dataclass(frozen=True)
-class TeacherPrompts:
-    task: Task
-    source: str  # ANSWER, the prompt with the reference answer after it, or FILE.py:FUNCTION
-    limit: int  # the longest prompt in tokens, which leaves room for the response
-
-    def check(self) -> None:
-        if self.source == ANSWER:
-            check_answers(self.task, f"--teacher-prompt {ANSWER}")
-        elif not isinstance(self.task, TextTask):
-            raise InputError(
-                f"--teacher-prompt must be {ANSWER} for task {self.task.name}, whose prompts are "
-                f"not text, got {self.source}"
-            )
-        self([*range(getattr(self.task, "num_train_prompts", NUM_TRIED))])
-
-    def __call__(self, ids: list[int]) -> Prompts:
-        # the task's, because prompts from other ranks have no columns
-        encoded = [self._encoded(i, self.task.prompts("train", i, 1)) for i in ids]
-        for i, tokens in zip(ids, encoded, strict=True):
-            if not 0 < len(tokens) <= self.limit:
-                raise InputError(
-                    f"--teacher-prompt must give prompts of 1 to {self.limit} tokens, which leave "
-                    f"room for the response, got {len(tokens)} for prompt {i}"
-                )
-        return prompts_of(encoded, ids, [{}] * len(ids))
-
-    def _encoded(self, i: int, prompt: Prompts) -> list[int]:
-        if isinstance(self.task, TextTask):
-            assert prompt.columns is not None
-            return self.task.encode_prompt(self._text(i, prompt.columns[0]), f"prompt {i}")
-        # of words: the moves through a maze
-        (answer,) = check_answers(self.task, self.source).reference_answers(
-            prompt, Rollouts.given([[]])
-        )
-        return prompt.tokens.tolist() + answer.answer
-
-    def _text(self, i: int, columns: dict[str, Any]) -> Prompt:
-        own = columns["prompt"]
-        if self.source == ANSWER:
-            hint = f"\n\nThe reference answer is: {columns['answer']}"
-            if isinstance(own, str):
-                return own + hint
-            return [*own[:-1], {**own[-1], "content": own[-1]["content"] + hint}]
-        try:
-            made = load_code("teacher-prompt", self.source, "FUNCTION")(**columns)
-        except InputError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"--teacher-prompt {self.source} fails for prompt {i}: {describe_error(error)}"
-            ) from error
-        prompt = read_prompt(made, f"what --teacher-prompt {self.source} returns for prompt {i}")
-        is_turn = isinstance(prompt, str) and not isinstance(own, str)
-        return [{"role": "user", "content": prompt}] if is_turn else prompt

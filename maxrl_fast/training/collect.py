@@ -38,7 +38,7 @@ class Needs:
     expects_binary: bool = False  # the same, but others are computable and only a warning
     parts: bool = False  # each of several rewards, not only their sum
     texts: bool = False  # the responses as text
-    components: bool = False  # of the rewards of all ranks
+    components: bool = False  # of the rewards of all ranks, and their messages
     answers: bool = False  # probabilities of reference answers, in place of each response's own
     token_weights: bool = False  # a factor per token in the loss
     critic: bool = False  # a value function of the state before each token, trained with the policy
@@ -89,6 +89,8 @@ class RolloutBatch(Samples):
     masks_truncated: bool = False  # their tokens are not in the loss
     sampled_after: int | None = None  # the step whose weights sampled it
     num_new: int | None = None  # prompts that are not of an earlier step; None: all
+    # [S], as the components: what the check of each response said; None: a checkpoint of before
+    messages: Annotated[tuple[str, ...] | None, SEQUENCE] = None
 
     @property
     def num_sampled(self) -> int:  # new prompts, including replaced ones
@@ -127,6 +129,7 @@ class RolloutBatch(Samples):
         none, rewards = Rollouts.given([[]]).to(self.rewards.device), one.rewards * torch.nan
         own: dict[str, Any] = {"raw_rollouts": none, "rollouts": none, "components": ({},)}
         own |= {"rewards": rewards, "drawn_by": torch.zeros_like(rewards, dtype=torch.int64)}
+        own["messages"] = ("",)
         return replace(one, **own)
 
 
@@ -157,23 +160,18 @@ class RolloutCollector:
         means, seconds = MetricAccumulator(), -self.clock.total("rollout")
         if self.schedule is not None:
             batch = self._in_rounds(self.schedule, step, first_prompt, means)
-        elif self.chosen is not None:
-            batch = self._of_chosen(self.chosen, step, first_prompt, means)
+        elif chosen := self.chosen:
+            places, num_new = chosen.places(first_prompt, step)
+            prompts = Prompts.concatenate([self._prompts(index, 1) for index in places])
+            batch = self._sample(step, prompts, 0, self.num_rollouts, means)
+            metrics = batch.metrics | chosen.observe(batch.all_rewards)
+            batch = replace(batch, metrics=metrics, num_new=num_new)
         else:
             prompts = self._prompts(first_prompt, self.num_prompts)
             batch = self._sample(step, prompts, 0, self.num_rollouts, means)
         seconds += self.clock.total("rollout")
         metrics = batch.metrics | means.over(self.ranks)
         return self._finished(replace(batch, metrics=metrics, rollout_seconds=seconds))
-
-    def _of_chosen(
-        self, chosen: Carried | Drawn, step: int, first_prompt: int, means: MetricAccumulator
-    ) -> RolloutBatch:
-        places, num_new = chosen.places(first_prompt, step)
-        prompts = Prompts.concatenate([self._prompts(index, 1) for index in places])
-        batch = self._sample(step, prompts, 0, self.num_rollouts, means)
-        metrics = batch.metrics | chosen.observe(batch.all_rewards)
-        return replace(batch, metrics=metrics, num_new=num_new)
 
     def _prompts(self, first_prompt: int, count: int) -> Prompts:
         with self.clock("rollout"):
@@ -241,9 +239,10 @@ class RolloutCollector:
         if self.needs.texts:
             own["texts"] = tuple(response_texts(self.task, batch.raw_rollouts))
         if self.needs.components:
-            of_rank = [(s, parts) for s, parts in enumerate(batch.components) if parts]
-            known = dict(chain(*self.ranks.values(of_rank)))
-            own["components"] = tuple(known.get(s, {}) for s in range(len(batch.components)))
+            said = zip(batch.components, batch.messages or (), strict=True)
+            known = dict(chain(*self.ranks.values([(s, x) for s, x in enumerate(said) if any(x)])))
+            of_all = [known.get(s, ({}, "")) for s in range(len(batch.components))]
+            own["components"], own["messages"] = zip(*of_all, strict=True)
         return replace(batch, **own)
 
     def _sample(
@@ -290,7 +289,8 @@ class RolloutCollector:
         if needs.binary:
             check_binary(known, prompts, f"step {step}")
         parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
-        parts[of_rank] = components
+        parts[of_rank], messages = components, [""] * len(rollouts)
+        messages[of_rank] = sampled.messages
         in_rounds = self.schedule is not None or isinstance(self.chosen, Carried)
         ends = rollouts.lengths.new_full(shape, begun + count) if in_rounds else None
         return RolloutBatch(
@@ -306,6 +306,7 @@ class RolloutCollector:
             metrics={f"reward_{kind}": number for kind, number in failed.items()},
             warning=warning,
             components=tuple(parts),
+            messages=tuple(messages),
             reward_terms=terms,
             term_weights=tuple(scorer.weights.values()),
             answer_lengths=answer_lengths,

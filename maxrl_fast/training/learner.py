@@ -157,10 +157,10 @@ class LossSettings(LossTerms):
         """Whether a token's loss depends on other responses of the update."""
         return bool(self.masks or self.spec.statistics or self.siren)
 
-    def has_gradient(self, advantages: Tensor) -> Tensor:
-        if self.divergence_coef or self.siren or self.needs_every_token:
+    def has_gradient(self, advantages: Tensor, teacher_weights: Tensor) -> Tensor:
+        if self.siren or self.needs_every_token:
             return torch.ones_like(advantages, dtype=torch.bool)
-        return advantages != 0
+        return (advantages != 0) | (self.divergence_coef * teacher_weights != 0)
 
 
 REFERENCE = "the reference policy's numbers are"
@@ -217,6 +217,7 @@ class Learner:
     objective_state: dict[str, Tensor] = field(default_factory=dict)
     critic: Critic | None = None
     copies_policy: bool = True  # the reference is the policy at an earlier time, not a teacher
+    teacher_ema: float = 0.0  # by which the reference follows the policy in each update
 
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module
@@ -261,6 +262,12 @@ class Learner:
         of_loss, refuse = plans[-1].own, partial(self._refuse, plans, when)
         how = self.model, self.optimizer, lr, self.clip_grad, refuse
         grad_norm, (found, *read) = take_step(*how, sums, *of_loss.values())
+        if self.teacher_ema and self.reference is not None:
+            copies = zip(self.reference.parameters(), self.model.parameters(), strict=True)
+            with torch.no_grad():
+                for own, new in copies:
+                    if new.requires_grad:  # the others are the policy's own
+                        own.add_(new - own, alpha=self.teacher_ema)
         *of_tokens, num_tokens = found.tolist()
         own = {name: value.item() for name, value in zip(of_loss, read, strict=True)}
         if "siren_anchor" in own:
@@ -291,11 +298,14 @@ class Learner:
             settings = settings.of_masked if settings.spec.masks else settings
         # broadcast: ranks must agree on which samples have a gradient
         packer = self.passes.packer(samples, self.ranks.from_first(advantages.clone()))
+        weights = torch.ones(len(samples.rollouts))
         if samples.teacher_prompts is not None and settings.divergence_coef:
-            teacher = self.passes.packer(Samples(samples.teacher_prompts, samples.rollouts))
-            packer = replace(packer, teacher=teacher)
-        lengths = packer.lengths[sequences]
-        has_gradient = settings.has_gradient(packer.host_advantages[sequences]) & (lengths > 0)
+            given = samples.teacher_weights  # in the place of advantages
+            given = torch.ones_like(advantages) if given is None else given
+            teacher = self.passes.packer(Samples(samples.teacher_prompts, samples.rollouts), given)
+            packer, weights = replace(packer, teacher=teacher), teacher.host_advantages
+        lengths, of_host = packer.lengths[sequences], (packer.host_advantages, weights)
+        has_gradient = settings.has_gradient(*(x[sequences] for x in of_host)) & (lengths > 0)
         denominator = settings.denominator(lengths)
         return Plan(packer, sequences[has_gradient], denominator, settings, **found, own=own)
 
@@ -403,6 +413,8 @@ class Learner:
     ) -> tuple[Tensor, Tensor]:
         teacher, settings = self.reference or self.model, self.settings
         coefficients = torch.full_like(batch.old_logprobs, settings.divergence_coef)
+        if batch.teacher is not None:
+            coefficients *= batch.by_token(batch.teacher.advantages)
         if settings.aggregation == "seq_mean_token_mean":
             coefficients /= batch.by_token(batch.cu_seqlens.diff())
         loss, metrics = linear_divergence(

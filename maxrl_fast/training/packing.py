@@ -13,14 +13,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maxrl_fast.model.attention import Forest
-from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences, ranges
+from maxrl_fast.records import Prompts, Rollouts, cumulative, gather_sequences
 from maxrl_fast.runtime.device import to_device, to_host
 
 Integers = NDArray[np.int64]
 
 
 def host_ranges(starts: Integers, lengths: Integers) -> Integers:
-    return ranges(torch.from_numpy(starts), torch.from_numpy(lengths)).numpy()
+    """As `ranges`, in half of its time."""
+    numbers = np.repeat(starts + lengths - lengths.cumsum(), lengths)
+    numbers += np.arange(len(numbers))
+    return numbers
 
 
 def beginnings(sequences: list[bytes]) -> tuple[Integers, Integers]:
@@ -62,17 +65,17 @@ class SortedRows:
         """[S] rows in the order of their tokens' bytes, and with how many tokens each begins like
         the one before it. Samples of a prompt are compared only after it: a row's key is the number
         of the shortest prompt that begins it, and what follows."""
+        if not self.shares_all:
+            return self._by_equality()
         data, bounds = self.tokens.tobytes(), np.stack([self.starts, self.starts + self.sizes], 2)
         of_prompt, of_response = (8 * bounds).swapaxes(0, 1).tolist()
         prompts = {a: data[a:b] for a, b in dict(of_prompt).items()}
-        pairs = zip(of_prompt, of_response, strict=True)
-        if not self.shares_all:
-            return self._by_equality(prompts, [(a, data[c:d]) for (a, _), (c, d) in pairs])
         shortest, heads = list[bytes](), dict[int, bytes]()
         for a in sorted(prompts, key=prompts.__getitem__):
             if not prompts[a].startswith((*shortest[-1:],)):
                 shortest.append(prompts[a])
             heads[a] = len(shortest).to_bytes(8, "big") + prompts[a][len(shortest[-1]) :]
+        pairs = zip(of_prompt, of_response, strict=True)
         keys = [heads[a] + data[c:d] for (a, _), (c, d) in pairs]
         order = sorted(range(len(keys)), key=keys.__getitem__)
         sizes, common = beginnings([keys[row] for row in order])
@@ -81,15 +84,21 @@ class SortedRows:
         common[is_first] = beginnings(shortest)[1]
         return np.array(order, dtype=np.int64), common
 
-    def _by_equality(
-        self, prompts: dict[int, bytes], rows: list[tuple[int, bytes]]
-    ) -> tuple[Integers, Integers]:
-        """As `_sorted`, of rows whose prompt begins at the byte and whose response has the bytes:
-        equal ones follow the first of them, which takes no sort of their tokens."""
-        first: dict[Any, int] = {}
-        number = {a: first.setdefault(prompt, a) for a, prompt in prompts.items()}
-        equal = [first.setdefault((number[a], x), i) for i, (a, x) in enumerate(rows)]
-        of_rows = np.array([equal, [number[a] for a, _ in rows]])  # [2, S]
+    def _by_equality(self) -> tuple[Integers, Integers]:
+        """As `_sorted`, where equal rows follow the first of them: their tokens are not sorted."""
+        narrow = self.tokens.astype(np.min_scalar_type(self.tokens.max(initial=0)))
+        data, first = narrow.tobytes(), dict[Any, int]()
+        bounds = narrow.itemsize * np.array([self.starts, self.starts + self.sizes])
+
+        def parts(which: int, rows: Integers | slice) -> list[bytes]:
+            return [data[a:b] for a, b in zip(*bounds[:, rows, which].tolist(), strict=True)]
+
+        _, some, of_row = np.unique(self.starts[:, 0], return_index=True, return_inverse=True)
+        firsts = map(first.setdefault, parts(0, some), some.tolist())
+        prompts = np.fromiter(firsts, np.int64)[of_row]
+        keys = zip(prompts.tolist(), parts(1, slice(None)), strict=True)
+        firsts = map(first.setdefault, keys, range(len(prompts)))
+        of_rows = np.stack([np.fromiter(firsts, np.int64), prompts])  # [2, S]
         order = np.lexsort(of_rows)
         is_equal = np.diff(of_rows[:, order], prepend=-1) == 0  # to the row before, and its prompt
         common = np.where(is_equal[1], self.sizes[order, 0], 0)
@@ -105,26 +114,39 @@ class SortedRows:
         least = np.minimum.reduceat(np.append(self._sorted[1], 0), between)[::2]
         return np.append(0, least)[: len(rows)]
 
-    def tree(self, sequences: Integers, positions: Integers, counts: Integers) -> Tree:
-        """Return the forest of the rows [S'], and where `counts` [S'] tokens of each, those at the
-        packed `positions` [T] in its row, are in it."""
-        by_rank = self.ranks[sequences].argsort()
+    def tree(
+        self, sequences: Integers, counts: Integers, slots: Integers, shifts: Integers
+    ) -> Tree:
+        """Return the forest of the rows [S'], and where `counts` [S'] tokens of each are in it,
+        which its row has at `slots` [T], all ascending, + its shift [S']."""
+        ranks = self.ranks[sequences]
+        by_rank = ranks.argsort()
+        ranks[by_rank] = np.arange(len(ranks))  # of the chosen rows
         rows = sequences[by_rank]
         lengths, prompts, common = self.lengths[rows], self.sizes[rows, 0], self.common(rows)
         added = lengths - common
         starts = added.cumsum() - added
-        above, adds = find(common, np.repeat(by_rank.argsort(), counts), positions)
-        chosen = (starts - common)[adds] + positions
+        offsets = starts - common
+        chosen = slots + np.repeat(shifts + offsets[ranks], counts)
+        # the first tokens of a row may be those of another one
+        begins = counts.cumsum() - counts
+        shared = np.clip(slots.searchsorted(common[ranks] - shifts) - begins, 0, counts)
+        slots_of_shared = host_ranges(begins, shared)
+        positions = slots[slots_of_shared] + np.repeat(shifts, shared)
+        above, adds = find(common, np.repeat(ranks, shared), positions)
+        chosen[slots_of_shared] = offsets[adds] + positions
         # A segment begins where a row does, and where a later row leaves the path.
         leaves = np.where(common, (starts - common)[above] + common, 0)[added > 0]
         starts = starts[added > 0]
-        begins = np.unique(np.append(starts, leaves))
+        is_first = np.zeros(added.sum(), dtype=bool)
+        is_first[starts] = is_first[leaves] = True
+        begins = np.flatnonzero(is_first)
         parents = np.arange(len(begins)) - 1
         parents[begins.searchsorted(starts)] = begins.searchsorted(leaves) - 1
         of_prompt = np.maximum(prompts - common, 0)
         parts = np.stack([of_prompt, added - of_prompt], 1).ravel()
         return Tree(
-            np.diff(np.append(begins, added.sum())),
+            np.diff(begins, append=len(is_first)),
             parents,
             host_ranges((self.starts + self.sizes)[rows].ravel() - parts, parts),
             host_ranges(common, added),
@@ -134,19 +156,16 @@ class SortedRows:
 
 def find(common: Integers, rows: Integers, positions: Integers) -> tuple[Integers, Integers]:
     """Return which row adds the last token that each row shares, itself if it shares none; and the
-    tokens [T] at `positions` of `rows`."""
+    tokens [T] at `positions` of `rows`, which share them."""
     above, left = np.arange(len(common)) - (common > 0), np.flatnonzero(common)
     while len(left := left[common[above[left]] >= common[left]]):
         above[left] = above[above[left]]
     steps = [above]  # 1, 2, 4, ... rows up
     while common[steps[-1]].any():
         steps.append(steps[-1][steps[-1]])
-    shared = np.flatnonzero(positions < common[rows])
-    adds, positions = rows[shared], positions[shared]
     for step in reversed(steps):
-        adds = np.where(positions < common[step[adds]], step[adds], adds)
-    rows[shared] = above[adds]
-    return above, rows
+        rows = np.where(positions < common[step[rows]], step[rows], rows)
+    return above, above[rows]
 
 
 @dataclass(frozen=True)
@@ -214,12 +233,6 @@ class Packer:
         return self._on_host[1] + self._on_host[4][self._on_host[1]]
 
     @cached_property
-    def _read_at(self) -> Tensor:  # [T], the position in its row that predicts each sampled token
-        slots = torch.arange(len(self.rollouts.tokens)) + self._on_host[4][1:]
-        firsts = self._prompt_lengths - 1 - self._whole_cu_seqlens[:-1]
-        return slots + firsts.repeat_interleave(self.lengths)
-
-    @cached_property
     def rows(self) -> SortedRows:
         """Each rollout's prompt, and its response without the last token."""
         prompt_cu, response_cu = self._on_host[0], self._whole_cu_seqlens
@@ -242,40 +255,45 @@ class Packer:
             rows          2  3  4  6  7  8               those positions, each once
             target_rows   0  1  2  0  3  4  3  4  5      rows[target_rows] is "read at"
         """
-        lengths, of_host = self.lengths[sequences], sequences
-        targets = ranges(self._on_host[1][:-1][sequences], lengths)  # among the sampled tokens
-        of_rows = sequences.numpy(), self._read_at[targets].numpy(), lengths.numpy()
-        tree = self.rows.tree(*of_rows)
-        predicted_from = torch.from_numpy(tree.chosen)  # [T]
-        predicts = torch.zeros(len(tree.index), dtype=torch.bool)
-        predicts[predicted_from] = True
-        device, target_rows = self.rollouts.tokens.device, (predicts.cumsum(0) - 1)[predicted_from]
-        by_row = torch.from_numpy(target_rows.numpy().argsort(kind="stable"))
-        index, positions, rows, target_rows, *of_row, cu, target_index, sequences = to_device(
-            device,
-            *(torch.from_numpy(tree.index), torch.from_numpy(tree.positions)),
-            *(predicts.nonzero()[:, 0], target_rows, by_row),
-            *(cumulative(target_rows.bincount()), cumulative(lengths), targets, sequences),
+        lengths, chosen = self.lengths[sequences], sequences.numpy()
+        targets = host_ranges(self._on_host[1].numpy()[chosen], lengths.numpy())
+        # a token is read at the position before its own
+        shifts = (self._prompt_lengths - 1 - self._whole_cu_seqlens[:-1])[sequences]
+        slots, rollouts = targets, self.rollouts
+        if rollouts.inserted is not None:
+            slots = targets + self._on_host[4].numpy()[targets + 1]
+        tree = self.rows.tree(chosen, lengths.numpy(), slots, shifts.numpy())
+        sizes = np.bincount(tree.chosen, minlength=len(tree.index))  # of the targets of each token
+        rows = np.flatnonzero(sizes > 0)
+        numbers = np.empty_like(sizes)
+        numbers[rows] = np.arange(len(rows))
+        by_row = tree.chosen.argsort(kind="stable")
+        on_host = tree.index, tree.positions, rows, numbers[tree.chosen], by_row, targets
+        bounds = cumulative(torch.from_numpy(sizes[rows])), cumulative(lengths)
+        device = rollouts.tokens.device
+        index, positions, at, target_rows, order, target_index, starts, cu, of_chosen = to_device(
+            device, *map(torch.from_numpy, on_host), *bounds, sequences
         )
-        rollouts = self.rollouts
         optional = {
-            name: None if (x := getattr(rollouts, name)) is None else x[target_index]
+            name: None
+            if (x := getattr(rollouts, name)) is None
+            else x.index_select(0, target_index)
             for name in ("ref_logprobs", "importance_weights", "sampler_weights")
         }
         return MicroBatch(
-            tokens=self._tokens[index],
+            tokens=self._tokens.index_select(0, index),
             positions=positions,
             forest=Forest(torch.from_numpy(tree.lengths), torch.from_numpy(tree.parents), device),
-            rows=rows,
+            rows=at,
             target_rows=target_rows,
-            by_row=of_row,
-            targets=rollouts.tokens[target_index],
+            by_row=[order, starts],
+            targets=rollouts.tokens.index_select(0, target_index),
             cu_seqlens=cu,
-            advantages=self.advantages[sequences],
-            old_logprobs=rollouts.logprobs[target_index],
+            advantages=self.advantages[of_chosen],
+            old_logprobs=rollouts.logprobs.index_select(0, target_index),
             **optional,
             target_index=target_index,
-            teacher=None if self.teacher is None else self.teacher.pack(of_host),
+            teacher=None if self.teacher is None else self.teacher.pack(sequences),
         )
 
     @cached_property

@@ -11,6 +11,7 @@ A schedule is asked for the rollouts of a step in rounds:
 """
 
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +19,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from maxrl_fast.algorithms.estimator import Group
+from maxrl_fast.algorithms.options import Code, Count, CountOrZero, NotNegative
 from maxrl_fast.errors import InputError
+from maxrl_fast.runtime.loading import is_code, load_code
+
+Rule = TypeVar("Rule")
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,8 @@ class DynamicSampling:
         return torch.argsort(~mixed, stable=True)[: self.num_prompts].sort().values
 
     def metrics(self, step: int, rewards: Tensor, drawn: Tensor) -> dict[str, float]:
-        alive = float(self.is_mixed(step, rewards).float().mean())
-        return {"num_prompts_sampled": len(rewards), "frac_prompts_alive": alive}
+        alive = self.is_mixed(step, rewards).float().mean()
+        return {"num_prompts_sampled": len(rewards), "frac_prompts_alive": float(alive)}
 
 
 @dataclass
@@ -135,9 +140,8 @@ class Carried:
         solved = (rewards > 0.5).any(1).cpu()
         ends = solved | (rounds >= self.rounds)
         self.table[:, 1] = rounds.masked_fill(ends, 0)
-        numbers = {"carried": (~ends).sum(), "given_up": (ends & ~solved).sum()}
-        means = {"rounds_mean": rounds[ends].float().mean()} if ends.any() else {}
-        return {name: float(x) for name, x in (numbers | means).items()}
+        means = {"rounds_mean": float(rounds[ends].float().mean())} if ends.any() else {}
+        return {"carried": float((~ends).sum()), "given_up": float((ends & ~solved).sum()), **means}
 
 
 class Learnability:
@@ -188,9 +192,8 @@ class Drawn:
         counts = torch.stack([torch.ones_like(rewards), rewards > 0.5], 2).sum(1).cpu()
         seen, rates = self.table[:, 0] > 0, self.table[self.index, 1] / self.table[self.index, 0]
         self.table[self.index] += counts
-        means = {"drawn_pass_rate": rates.nanmean()} if not rates.isnan().all() else {}
-        numbers = {"prompts_seen": seen.double().mean()} | means
-        return {name: float(x) for name, x in numbers.items()}
+        means = {"drawn_pass_rate": float(rates.nanmean())} if not rates.isnan().all() else {}
+        return {"prompts_seen": float(seen.double().mean()), **means}
 
 
 def seed_of(*numbers: int) -> int:
@@ -202,18 +205,76 @@ def seed_of(*numbers: int) -> int:
 Schedule = DynamicSampling | Stopping
 
 
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """How many rollouts each prompt of a step gets, and which prompts it has."""
+
+    prompts: Count = 32
+    """Prompts per step (G)."""
+    rollouts: Count = 16
+    """Rollouts per prompt (N)."""
+    stop_at: CountOrZero = 0
+    """Draw rollouts of a prompt until this many succeed, with the same gradient of MaxRL of order
+    N; 0: all."""
+    first_rollouts: Count = 8
+    """Rollouts of every prompt at first; then as many again, up to --rollouts."""
+    carry: CountOrZero = 0
+    """Keep a prompt without a success for the next step, up to this many steps (R), which is
+    MaxRL of order N R; 0: every step has new prompts."""
+    draw_prompts: Code = "uniform"
+    """How a data set's prompts are drawn: uniform, each once an epoch; learnability, by the
+    variance p (1 - p) of their pass rate so far; or FILE:CLASS, a
+    maxrl_fast.training.schedule.Learnability with another rule."""
+    schedule: Code | None = None
+    """FILE:CLASS, a maxrl_fast.training.schedule.Stopping with another rule."""
+    dynamic_sampling: CountOrZero = 0
+    """Most batches a step to replace groups of equal rewards (DAPO); 0: one."""
+    std_filter: NotNegative = 0.0
+    """Replace groups too whose rewards' standard deviation is below this share of its average over
+    steps (RLPR: 0.5)."""
+
+    def build(
+        self, num_prompts: int, seed: int
+    ) -> tuple[Schedule | None, Carried | Drawn | None, dict[str, Tensor]]:
+        """Return how many rollouts each prompt gets (None: N), which prompts a step has (None: the
+        next ones), and what checkpoints keep of both. `num_prompts`: of the task."""
+        if self.carry:
+            table = torch.zeros(self.prompts, 2, dtype=torch.int64)
+            return None, Carried(table, self.carry), {"carried": table}
+        if self.draw_prompts != "uniform":
+            rule = Learnability
+            if self.draw_prompts != "learnability":
+                rule = _class("--draw-prompts", self.draw_prompts, rule, "uniform, learnability, ")
+            table = torch.zeros(num_prompts, 2, dtype=torch.float64)
+            return None, Drawn(table, rule(), self.prompts, seed), {"drawn": table}
+        if self.stop_at:
+            kind = _class("--schedule", self.schedule, Stopping) if self.schedule else Stopping
+            stopping = kind(self.prompts, self.first_rollouts, self.rollouts, self.stop_at)
+            return stopping, None, stopping.state
+        if self.dynamic_sampling < 2:
+            return None, None, {}
+        average = torch.full((1,), torch.nan, dtype=torch.float64)
+        own = StdFilter(self.std_filter, average) if self.std_filter else None
+        sizes = self.prompts, self.rollouts, self.dynamic_sampling
+        return DynamicSampling(*sizes, own), None, {"reward_std": average} if own else {}
+
+
+def _class(flag: str, name: str, base: type[Rule], others: str = "") -> type[Rule]:
+    rule: Any = load_code(flag[2:], name, "CLASS") if is_code(name) else None
+    if not (isinstance(rule, type) and issubclass(rule, base)):
+        wanted = f"{others}FILE.py:CLASS or package.module:CLASS"
+        base_name = f"{base.__module__}.{base.__name__}"
+        raise InputError(f"{flag} must be {wanted}, a class of {base_name}, got {name!r:.80}")
+    return rule
+
+
 def deviations(rewards: Tensor) -> Tensor:
     """Return the standard deviation [G] of groups' known rewards; inf of fewer than two."""
-    group = _known(rewards)
+    group = Group(rewards.double().nan_to_num(), ~rewards.isnan())  # 0 exactly where float32 agree
     return group.std(group.rewards, 1)[:, 0]
 
 
 def is_mixed(rewards: Tensor, bound: float = 0.0) -> Tensor:
     """Return the groups [G] whose known rewards [G, N] differ, with this standard deviation."""
-    group = _known(rewards)
-    mixed = (group.largest(group.rewards) > group.smallest(group.rewards))[:, 0]
-    return mixed & ~(deviations(rewards) < bound) if bound else mixed
-
-
-def _known(rewards: Tensor) -> Group:
-    return Group(rewards.double().nan_to_num(), ~rewards.isnan())
+    own = deviations(rewards)
+    return own.isfinite() & (own > 0) & (own >= bound)

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from maxrl_fast.records import Prompts, Samples
+from maxrl_fast.records import Samples
 from maxrl_fast.rollout import Engine
 from maxrl_fast.runtime.background import Stopwatch, in_thread
 from maxrl_fast.runtime.device import beside, host_numbers
@@ -52,7 +52,7 @@ class Trainer:
     updates_per_step: int = 1
     correction: Callable[[RolloutBatch, Learner], RolloutBatch] | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
-    teacher_prompts: Callable[[list[int]], Prompts] | None = None
+    teacher_prompts: Callable[[RolloutBatch], RolloutBatch] | None = None
     ahead: int = 0
     waiting: list[RolloutBatch] = field(default_factory=list)  # sampled and not learned from
     _coming: Future[RolloutBatch] | None = None
@@ -117,8 +117,7 @@ class Trainer:
         train_seconds, updates = -clock.total("advantage", "update"), list[UpdateMetrics]()
         with clock("update"):
             if self.teacher_prompts is not None:
-                read = self.teacher_prompts(batch.prompts.ids.tolist()).to(learner.device)
-                batch = replace(batch, teacher_prompts=read)
+                batch = self.teacher_prompts(batch)
             if objective.needs.reference or not learner.settings.divergence_coef:
                 # an objective compares whole batches, the loss those of an update
                 num_shares = 1 if objective.needs.reference else self.updates_per_step

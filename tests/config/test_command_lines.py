@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from maxrl_fast.config.read import parse, parse_evaluation, parse_options, read_toml
+from maxrl_fast.config.read import parse, parse_options, read_toml
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.errors import InputError
+from maxrl_fast.evaluate import parse_evaluation
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.tasks.maze import MazeTask
 from tests.models import TINY

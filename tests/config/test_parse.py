@@ -8,12 +8,13 @@ from maxrl_fast import train
 from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.changes import FREE, ROUNDING, changes
 from maxrl_fast.config.options import SHAPE, Config
-from maxrl_fast.config.read import ELSEWHERE, hint, parse, parse_evaluation, parse_options
-from maxrl_fast.config.resolve import evaluation_schedule, free_folder, resolve, tensor_parallel
-from maxrl_fast.config.rules import SECTIONS, loss_options, owners_by_option, unused_options
-from maxrl_fast.job.build import build_loss_settings
+from maxrl_fast.config.read import ELSEWHERE, hint, parse, parse_options
+from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.rules import SECTIONS, owners_by_option, unused_options
+from maxrl_fast.evaluate import parse_evaluation
+from maxrl_fast.job.build import build_loss_settings, evaluation_schedule, tensor_parallel
+from maxrl_fast.job.run_files import free_folder
 from maxrl_fast.model.checkpoint import hf_config
-from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 from tests.models import TINY
 from tests.tables import refused
@@ -47,7 +48,8 @@ def test_defaults_are_resolved():
     known |= {"loss": "ppo", "correction": "none", "lr": 3e-4, "sft_lr": 2e-3, "eval_prompts": 256}
     assert known.items() <= options.items()
     assert {"beta", "score", "importance_cap"}.isdisjoint(options)
-    assert re.fullmatch(r"runs/maxpo-\d{8}-\d{6}", options["out"])
+    name = re.compile(r"runs/maxpo-\d{8}-\d{6}")
+    assert name.fullmatch(str(free_folder(None, "runs", options["objective"])))
     assert options["device"] in ("cpu", "cuda")
     # on every CPU, whatever instructions it has
     assert resolved("--device", "cpu")["dtype"] == "float32"
@@ -62,7 +64,7 @@ def test_the_options_of_a_loss_reach_the_learner():
     }
     # as from the config.json of a run; a name that another part has is after the loss's
     assert parse_options(config.flat()).parts == config.parts
-    assert loss_options(parse_options({"loss": "dppo", "dppo_kl": 0}))["kl"] == 0.0
+    assert parse_options({"loss": "dppo", "dppo_kl": 0}).parts["loss"]["kl"] == 0.0
 
 
 @pytest.fixture
@@ -98,7 +100,7 @@ def test_the_tasks_response_limit_is_lowered_to_the_positions_with_a_warning(che
 @pytest.mark.parametrize(
     ("content", "place"),
     [
-        ("seed = 1\nlr = nan", "lr must be a finite number above 0, got nan (lr: {}, line 2)"),
+        ("seed = 1\nlr = nan", "{}, line 2: lr must be a finite number above 0, got nan"),
         ("k = 16", "got 16; --rollouts sets N (k: {}, line 1)"),
         (
             "objective = 'grpo'\nk = 4",
@@ -162,7 +164,7 @@ def test_a_folder_is_new_or_has_what_a_kill_leaves(tmp_path, monkeypatch):
 def test_vllm_engines_divide_the_processes():
     def sharing(number, size):
         flags = ["--rollout", "vllm", "--vllm-tensor-parallel", str(number)]
-        return tensor_parallel(resolve(parse(flags), MazeTask(9), Ranks(0, size)))
+        return tensor_parallel(resolve(parse(flags), MazeTask(9), size))
 
     assert (sharing(1, 3), sharing(2, 4)) == (1, 2)
     for number, size in ((2, 1), (2, 3), (4, 2)):

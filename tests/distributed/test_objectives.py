@@ -34,6 +34,8 @@ OF_REWARDS = {  # with 6 prompts on each of two processes, a bundle is of both
     "gdpo": "--objective gdpo --reward {0}:is_even {0}:share_of_right",
     "rl_zvp": "--objective rl_zvp",
     "riskpo": "--objective riskpo --reward {0}:share_of_right --bundle-size 4",
+    "sibling": "--objective maxrl --kl full --kl-coef .5 --teacher-prompt sibling "
+    "--reward {0}:is_even",
     "by_token": "--objective {1}:by_token --reward {0}:dense",
 }
 

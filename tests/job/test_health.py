@@ -1,8 +1,14 @@
 import math
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from maxrl_fast.job.launch import STEPS, Health, conditions, verdict
+from maxrl_fast.job.loop import STEPS, Health, RunLoop, conditions, verdict
+from maxrl_fast.records import Rollouts
+from maxrl_fast.tasks.text_codec import prompts_of
 
 HEALTHY = {"reward_mean": 0.3, "pass_at_1": 0.3, "frac_groups_zero_variance": 0.4}
 HEALTHY |= {"truncated": 0.1, "entropy": 1.0, "logprob_diff": 1e-3, "grad_norm": 0.5}
@@ -69,3 +75,29 @@ def test_a_lasting_condition_is_reported_once_with_its_number(kind):
     observed(health, [HEALTHY] * 2 * STEPS)
     again = observed(health, [HEALTHY | changes] * STEPS * 2)
     assert again[-1][1]["kind"] == kind  # reported again after ten steps without it
+
+
+def by_form(rewards, texts=("1", "2"), truncated=False):
+    """Return the warnings of twelve steps with 50 rollouts of each of five prompts."""
+    task = SimpleNamespace(decode=lambda tokens, _: texts[tokens[0]], answer=str.strip)
+    loop = SimpleNamespace(context=SimpleNamespace(task=task), failed=Counter(), by_form=set())
+    rollouts = Rollouts.given([[i % 2] for i in range(250)])
+    rollouts = replace(rollouts, truncated=torch.full((250,), truncated))
+    batch = SimpleNamespace(prompts=prompts_of([[0]] * 5, range(7, 12), [{}] * 5))
+    batch.raw_rollouts, batch.sequences, warned = rollouts, torch.arange(250), []
+    for step in range(12):
+        batch.all_rewards = torch.tensor(rewards(step))[:, None].repeat(1, 50)
+        warned += [(step, warning["message"]) for warning in RunLoop._by_form(loop, batch)]
+    return warned
+
+
+def test_prompts_that_fail_by_form_are_named_once_and_hard_ones_are_not():
+    def hard(step):  # the fourth is solved in time, one reward of the fifth fails
+        return [0.0, 0.0, 0.0, float(step % 4 == 3), float("nan")]
+
+    for own in ({"texts": ("", " ")}, {"truncated": True}):
+        (step, said), *_ = by_form(hard, **own)
+        assert (step, said[:40]) == (3, "prompts [7, 8, 9] fail by form: no succe")
+        assert not by_form(lambda _: [0.0, 0.0, 1.0, 1.0, 1.0], **own)  # two are not yet a pattern
+    assert not by_form(hard)
+    assert not by_form(hard, texts=("1", ""))  # half of the responses have an answer

@@ -49,7 +49,7 @@ def change(path):
     ("flags", "sentence"),
     table("""
     --objective distill --task CHAIN --reference {} | a vocabulary of 8
-    --reference {} JSD --jsd-beta 1 | jsd_beta must be from 1e-7 to 1 - 1e-7, got 1
+    --reference {} JSD --jsd-beta 1 | --jsd-beta must be from 1e-7 to 1 - 1e-7, got 1
     --kl-coef 1 --kl full --loss kl_cov --reference {} | depends on other responses
     """),
 )

@@ -40,14 +40,16 @@ VARIANTS = {
 
 
 def ordinary_attention(q, k, v, window=0, softcap=0.0, sinks=None):
-    """Causal attention in plain PyTorch: q [L, Hq, D], k and v [L, Hkv, D], sinks [Hq]."""
-    repeats, length = q.shape[1] // k.shape[1], len(q)
+    """Causal attention in plain PyTorch of the last tokens: q [M, Hq, D], k and v [L, Hkv, D],
+    sinks [Hq]."""
+    repeats, length = q.shape[1] // k.shape[1], len(k)
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[2] ** 0.5
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    i, j = torch.arange(length)[:, None], torch.arange(length)
+    j = torch.arange(length)
+    i = j[length - len(q) :, None]
     scores = scores.masked_fill((j > i) | (bool(window) & (j <= i - window)), float("-inf"))
-    extra = [] if sinks is None else [sinks[:, None, None].expand(-1, length, 1)]
+    extra = [] if sinks is None else [sinks[:, None, None].expand(-1, len(q), 1)]
     p = torch.cat([scores, *extra], -1).softmax(-1)[..., :length]
     return torch.einsum("hij,jhd->ihd", p, v)
 
@@ -63,7 +65,7 @@ def paths_of(lengths, parents):
 def ordinary_forest(q, k, v, lengths, parents, *variant):
     expected = torch.zeros_like(q)
     for segment, rows in paths_of(lengths, parents):
-        expected[segment] = ordinary_attention(q[rows], k[rows], v[rows], *variant)[-len(segment) :]
+        expected[segment] = ordinary_attention(q[segment], k[rows], v[rows], *variant)
     return expected
 
 

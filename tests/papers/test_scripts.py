@@ -62,6 +62,8 @@ SCRIPTS = """
     maze_table | --recipe {recipe} --objectives maxrl --steps 2 | --steps 0 | must be at least 1
     moment_variance | --seeds 1 --maze-size 7 --sft-steps 20 --prompts 2 --steps 10
       --methods pkpo | --steps 9 | of 10
+    never_give_up | --seeds 1 --maze-size 7 --sft-steps 20 --tokens 300 --evaluations 1
+      --eval-mazes 4 --eval-samples 4 --methods ngu-mean | --part draws | must be of grpo-uniform
     pacs_ablations | --seeds 1 --maze-size 7 --sft-steps 20 --prompts 4 --steps 6 --eval-mazes 4
       --eval-samples 4 --methods pacs beta-10 | --steps 2 | must be a multiple of 6
     pacs_bandit | --seeds 1 --actions 3 --rollouts 2 | --actions 2 | must be above 2
@@ -108,6 +110,7 @@ KNOWN = {
     "maze_scaling": lambda x: [step for step, _ in x["runs"][0]["reward"]] == [1, 2],
     "maze_table": lambda x: x["runs"]["maxrl"]["pass_at_k"].keys() == {"0", "2"},
     "pacs_ablations": lambda x: [len(one["entropy"]) for one in x["runs"]] == [6, 6],
+    "never_give_up": lambda x: sum(of for _, of in x["runs"][0]["solved_by_bin"]) == 4,
     # in groups of two psi is the gap between actions with rloo, and half of it with dr_grpo
     "pacs_bandit": lambda x: gaps(x) == pytest.approx([math.log(9), 2 * math.log(9)], rel=1e-4),
     "stopping": lambda x: 8 <= min(x["runs"][0]["draws"]) <= max(x["runs"][0]["draws"]) <= 128,
@@ -147,6 +150,16 @@ def test_a_script_runs_and_refuses_a_bad_setting(
     record = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert KNOWN[script](record["results"])
     assert (tmp_path / "out" / f"{script}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_mix_of_mazes_scores_its_solutions(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    mix = load("never_give_up").Mix(11)
+    prompts, solutions = mix.demonstrations(254, 7)
+    assert mix.score(prompts, solutions).tolist() == [1.0] * 7
+    assert set(prompts.lengths.tolist()) == {60, 94, 136}
+    epochs = [mix.prompts("train", start, 2).tokens for start in (0, 256)]
+    assert torch.equal(*epochs)
 
 
 def test_every_objective_is_in_the_league_or_is_left_out_for_a_reason(monkeypatch):

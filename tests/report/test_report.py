@@ -12,10 +12,11 @@ from importlib.resources import files
 import pytest
 
 from maxrl_fast.algorithms.options import options_of
-from maxrl_fast.config.changes import OF_ONE_START, OF_TASK
+from maxrl_fast.config.changes import OF_ONE_START
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.rules import owners_by_option
 from maxrl_fast.report import main
+from maxrl_fast.report.page import OF_TASK
 from maxrl_fast.tasks.gym import GymOptions
 from tests.browser.made_up import HOSTILE, KEYS, write_evaluation, write_run
 from tests.runs import read

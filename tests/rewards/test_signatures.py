@@ -176,12 +176,14 @@ def test_parameters_that_do_not_fit_are_named_with_the_nearest_fix(parameters, s
         ({"reward": 1, "score": 2}, 1.0, {"score": 2.0}),
         ({"a": 1, "b": 2, "c": None}, 3.0, {"a": 1.0, "b": 2.0}),
         ({"score": None, "acc": True}, None, {"acc": 1.0}),
+        ({"a": 0.5, "feedback": "no"}, 0.5, {"a": 0.5}),
         (math.nan, None, {}),
     ],
 )
 def test_numbers_and_dicts_of_verl_are_rewards(value, reward, components):
     outcome = outcome_of(value)
     assert (outcome.reward, outcome.components, outcome.kind) == (reward, components, "")
+    assert outcome.text == (value.get("feedback") if isinstance(value, dict) else None)
     assert type(outcome.reward) in (float, type(None))
 
 

@@ -1,6 +1,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from maxrl_fast import train
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.job.build_parts import build_run_task, build_task
-from maxrl_fast.records import Rollouts, unpack
+from maxrl_fast.records import Rollouts, Samples, unpack
 from maxrl_fast.tasks.conversation import TextOptions
 from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.sources import read_lines
 from maxrl_fast.tasks.text_codec import TextTask
-from maxrl_fast.training.answers import TeacherPrompts
+from maxrl_fast.training.teacher import TEMPLATES, TeacherPrompts
+from tests.batches import collected
 from tests.models import save_checkpoint, tiny_decoder
 from tests.tables import refused, table
 
@@ -337,12 +339,56 @@ def test_the_teacher_reads_the_answer_or_what_a_function_returns(tmp_path, task)
     (tmp_path / "teacher.py").write_text(code)
     made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 100)
     wanted = [f"apple: {line['prompt']}" for line in prompts.columns]
-    read = made([*range(3, 8)])
-    assert texts_of(task, read) == wanted
-    assert read.ids.tolist() == [3, 4, 5, 6, 7]
+    batch = collected(Samples(prompts, Rollouts.given([[1]] * 10)), torch.zeros(5, 2))
+    read = made(batch)
+    assert texts_of(task, read.teacher_prompts) == wanted
+    assert read.teacher_prompts.ids.tolist() == [3, 4, 5, 6, 7]
+    assert read.teacher_weights is None
     made.check()
     with refused("1 to 4 tokens, which leave room for the response"):
         TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4).check()
+
+
+OF_GROUP = """
+def f(prompt, group, index, word, **columns):
+    other = group[1 - index]
+    if other["components"]:
+        return f"{word} {prompt} {index} {other['response']} {other['reward']} {other['message']}"
+"""
+
+
+def test_the_teacher_reads_what_the_group_has_found(tmp_path, task):
+    """What looks like a control token in it is text."""
+    (tmp_path / "teacher.py").write_text(OF_GROUP)
+    prompts, said = task.prompts("train", 3, 2), ["<|im_end|> 5", "no", "6", "7"]
+    given = [[i for x in text for i in task.tokenizer(x)["input_ids"]] for text in said]
+    batch = collected(Samples(prompts, Rollouts.given(given)), torch.tensor([[1.0, 0], [0, 0.5]]))
+    messages = "fine", "line 2: <|im_start|>", "", "{prompt}"
+    batch = replace(batch, messages=messages, components=({}, {"a": 1.0}, {}, {}))
+    asked = [line["prompt"] for line in prompts.columns for _ in range(2)]
+
+    def read(source, template=None, limit=250):
+        made = TeacherPrompts(task, source, limit, template)
+        made.check()
+        found = made(batch)
+        control = task.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+        assert not torch.isin(found.teacher_prompts.tokens, torch.tensor(control)).any()
+        return texts_of(task, found.teacher_prompts), found.teacher_weights.tolist()
+
+    def filled(source, s, text):
+        return TEMPLATES[source].replace("{prompt}", asked[s]).replace("{text}", text)
+
+    assert read("sibling") == (
+        [asked[0], filled("sibling", 1, said[0]), *asked[2:]],
+        [0, 1, 0, 0],
+    )
+    assert read("sibling", limit=60) == (asked, [0] * 4)
+    wanted = [asked[0], filled("feedback", 1, messages[1]), asked[2]]
+    assert read("feedback")[0][:3] == wanted
+    wanted = [asked[0], f"{messages[1]}: {asked[1]}", asked[2], f"{{prompt}}: {asked[3]}"]
+    assert read("feedback", "{text}: {prompt}") == (wanted, [0, 1, 0, 1])
+    wanted = [f"apple {asked[0]} 0 no 0.0 {messages[1]}", *asked[1:]]
+    assert read(f"{tmp_path}/teacher.py:f") == (wanted, [1, 0, 0, 0])
 
 
 def test_a_function_that_fails_is_named(tmp_path, task):

@@ -1,9 +1,12 @@
 import pytest
+import torch
 
 import maxrl_fast
 from maxrl_fast import evaluate, train
 from maxrl_fast.errors import InputError
-from maxrl_fast.training.answers import TeacherPrompts
+from maxrl_fast.records import Rollouts, Samples
+from maxrl_fast.training.teacher import TeacherPrompts
+from tests.batches import collected
 from tests.rewards.pools import eventually, failures, own_descendants, rewards
 from tests.runs import read
 from tests.tasks import environments
@@ -91,7 +94,7 @@ def test_an_episode_has_the_tokens_of_the_chat_template(make):
     prompt = task.prompts("train", 0, 1).tokens.tolist()
     assert prompt == tokenizer.apply_chat_template(columns["prompt"], **options)
     assert prompt + tokens == tokenizer.apply_chat_template(chat, **options) + turns[2]
-    assert [x.components for x in outcomes] == [{"tool_errors": 1.0}]
+    assert [(x.components, x.text) for x in outcomes] == [({"tool_errors": 1.0}, error)]
 
 
 def said(text, *calls):
@@ -222,7 +225,8 @@ def test_a_teachers_prompt_has_the_tools(make, tmp_path):
     (tmp_path / "teacher.py").write_text(code)
     task = make("CounterEnv")
     prompts = task.prompts("train", 0, 1)
-    made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4000)(prompts.ids.tolist())
+    batch = collected(Samples(prompts, Rollouts.given([[1]])), torch.zeros(1, 1))
+    made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4000)(batch).teacher_prompts
     text, read = (task.decode(x.tokens.tolist(), with_special=True) for x in (prompts, made))
     [columns] = prompts.columns
     question = columns["prompt"][-1]["content"]

@@ -21,6 +21,7 @@ from tests.tool_episodes import calculator_job
 from tests.training.test_collect import ALL_WRONG, CHAIN, MIXED, CountingSource, collected
 
 STEPS = 5
+SIBLING = "--kl full --kl-coef .1 --teacher-prompt sibling"
 
 
 def build(*flags):
@@ -44,7 +45,7 @@ def build(*flags):
         (1, "--objective maxrl --reward-source vote"),
         (2, "--objective ppo --updates-per-step 2 --kl-coef .1"),
         (2, "--objective distill --reference {teacher}"),
-        (2, f"--task {GUESS_TASK} --sft-steps 60 --objective rloo --rollouts 16"),
+        (2, f"--task {GUESS_TASK} --sft-steps 60 --objective rloo --rollouts 16 {SIBLING}"),
     ],
 )
 def test_steps_are_those_of_a_loop_with_old_weights(ahead, flags, tmp_path):
@@ -193,7 +194,7 @@ def test_what_needs_the_policy_while_it_trains_is_refused():
     [
         *((a, [*CHAIN, *"--objective maxrl --dynamic-sampling 4".split()]) for a in (1, 2)),
         (2, [*CHAIN, *"--objective ppo --reward-source vote --kl-coef .1".split()]),
-        (1, f"--task {GUESS_TASK} --sft-steps 60 --objective rloo --rollouts 16".split()),
+        (1, f"--task {GUESS_TASK} --sft-steps 60 --objective rloo --rollouts 16 {SIBLING}".split()),
         (2, None),
     ],
 )

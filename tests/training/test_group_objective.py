@@ -199,7 +199,7 @@ def test_the_options_of_a_users_function_are_options_of_the_run(tmp_path):
     assert resumed.parts["objective"] == {"sharpness": 3.0, "side": "both", **own}
     other = parse(["--resume", str(tmp_path), "--objective", "maxpo"])
     assert other.parts["objective"] == {"k": None}
-    with refused("sharpness must be a finite number above 0, got 0"):
+    with refused("--sharpness must be a finite number above 0, got 0"):
         parse(["--objective", name, "--sharpness", "0"])
 
 

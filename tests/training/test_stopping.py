@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from maxrl_fast.algorithms.estimators.max_at_k import stopped_maxrl
-from maxrl_fast.job.launch import rollout_records
+from maxrl_fast.job.loop import RunLoop, rollout_records
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
@@ -322,12 +322,14 @@ def test_a_round_with_unknown_rewards_is_one_without_success():
 
 
 @pytest.mark.slow
-def test_a_loop_of_verbs_has_the_weights_of_a_run_with_carried_prompts(tmp_path):
-    run = tmp_path / "run"
+def test_a_loop_of_verbs_has_the_weights_of_a_run_with_carried_prompts(tmp_path, monkeypatch):
+    run, found = tmp_path / "run", [{"kind": "fails_by_form", "message": "said"}]
+    monkeypatch.setattr(RunLoop, "_by_form", lambda self, batch: found)
     flags = [*MAZE, "--objective", "maxrl", "--carry", "3", "--lr", "1e-3", "--out", str(run)]
     del flags[flags.index("--k") : flags.index("--k") + 2]
     assert main(flags) == 0
     assert any(record["carried"] for record in read(run / "metrics.jsonl"))
+    assert {x["kind"] for x in read(run / "warnings.jsonl")} >= {"fails_by_form"}
     page = (ROOT / "docs" / "session.md").read_text()
     (loop,) = re.findall(r"```python\n([^`]*/carried/[^`]*)```", page)
     changes = {'"runs/carried': f'"{run}', '"runs/loop"': f'"{tmp_path}/out"', "200": "6"}
@@ -345,7 +347,8 @@ def test_a_loop_of_verbs_has_the_weights_of_a_run_with_carried_prompts(tmp_path)
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_run_with_carried_prompts_resumes_bitwise(ahead, tmp_path, monkeypatch):
     flags = [*base()[2:], *CHAIN, "--objective", "maxrl", "--steps", "6", "--rollouts", "4"]
-    flags += ["--carry", "3", "--ahead", str(ahead)]
+    flags += ["--carry", "3", "--ahead", str(ahead), "--lora-rank", str(2 * ahead)]
+    flags += "--kl full --kl-coef .1 --teacher-prompt sibling --teacher-ema .1".split() * ahead
     resumes_bitwise(monkeypatch, tmp_path, flags, "step 3")
     records = read(tmp_path / "whole" / "metrics.jsonl")
     assert any(record["carried"] for record in records), records

@@ -301,6 +301,10 @@ def gdpo(
     "are its main text's",
     weight="depends on the scores",
     over_batch=True,
+    refuses={
+        "hero needs 1 as the weight of the verifier, the first of --reward-weights, got "
+        "{reward_weights}": lambda c: c.reward_weights[:1] not in ((), (1.0,))
+    },
 )
 def hero(
     g: Group,

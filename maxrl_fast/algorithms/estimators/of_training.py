@@ -73,14 +73,20 @@ def pacs_paper(
             "optimizer restarts; 0: never."
         ),
     ] = 50,
+    baseline: Annotated[
+        Literal["none", "rloo"],
+        Help("Of pacs_paper's actor term: none, as printed, or the mean of the other rollouts."),
+    ] = "none",
 ) -> Tensor:
     """-B beta dL/dr_i, where L is the cross-entropy of R under sigmoid(score) and r = beta
-    (log-ratio to the reference); plus the log-likelihood of R; the reference is reset every
-    --ref-reset-interval steps.
+    (log-ratio to the reference); plus the log-likelihood of R, less --baseline; the reference is
+    reset every --ref-reset-interval steps.
 
     The log-likelihood has no class weights: with them it would push rare correct rollouts down by
     more than the critic's term pushes them up."""
     slopes, cross_entropy = _slopes(g, beta * ref_log_ratios, metrics, score, class_weight)
+    if baseline == "rloo":
+        cross_entropy = g.centre(cross_entropy) * g.n / (g.n - 1).clamp_min(1)
     return -beta * slopes - cross_entropy
 
 

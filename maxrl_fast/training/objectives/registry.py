@@ -12,8 +12,7 @@ from maxrl_fast.algorithms.estimator import RATIOS
 from maxrl_fast.algorithms.estimators import ALIASES, ESTIMATORS, Estimator, find_estimator
 from maxrl_fast.algorithms.losses import ALIASES as LOSS_ALIASES
 from maxrl_fast.algorithms.losses import LOSSES
-from maxrl_fast.algorithms.method import Method
-from maxrl_fast.algorithms.options import check_options
+from maxrl_fast.algorithms.method import Method, check_options
 from maxrl_fast.errors import InputError, nearest
 from maxrl_fast.ops import effective_weight
 from maxrl_fast.ops.group_advantage import try_out

@@ -1,0 +1,159 @@
+"""Problems that are almost never solved: carried prompts (--carry) beside other rules for where
+rollouts go, at an equal number of sampled tokens and in equal time.
+
+    python examples/papers/never_give_up.py                # methods, on 9x9 mazes
+    python examples/papers/never_give_up.py --part rounds  # R of --carry R
+    python examples/papers/never_give_up.py --part draws --maze-size 11
+
+Each part needs its own --out. On a language model, with problems of two operations:
+
+    python examples/language/prepare.py --hard runs/hard
+    python examples/papers/language_objectives.py --problems runs/hard
+        --objectives grpo-dynamic maxrl maxrl-stop maxrl-carry
+
+The rule "Never Giving Up" (Noukhovitch et al. 2026) is read from the
+paper's abstract: rollouts of a prompt until one succeeds, here in rounds.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+from runner import TokenRun, check_methods, run, show_table
+from stopping import StoppingSettings, compare, draw, show
+from torch import Tensor
+
+from maxrl_fast import group_advantage
+from maxrl_fast.records import Prompts, Rollouts
+from maxrl_fast.tasks.maze import MazeTask
+from maxrl_fast.training.schedule import Stopping
+from maxrl_fast.training.trainer import Trainer
+
+FILE = Path(__file__)
+BINS = (0, 0.02, 0.1, 1)  # upper ends of the pass rate before training
+PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "methods": {  # about 512 rollouts in a step
+        "maxrl-16": {"objective": "maxrl"},
+        "maxrl-64": {"objective": "maxrl", "rollouts": 64, "prompts": 8},
+        "maxrl-stop": {"objective": "maxrl", "rollouts": 128, "stop_at": 4, "prompts": 8},
+        "carry-8": {"objective": "maxrl", "carry": 8},
+        "grpo-dynamic": {"objective": "grpo", "dynamic_sampling": 4, "prompts": 16},
+        "ngu-sum": {"objective": f"{FILE}:ngu_sum", "rollouts": 128, "prompts": 8},
+        "ngu-mean": {"objective": f"{FILE}:ngu_mean", "rollouts": 128, "prompts": 8},
+    },
+    "rounds": {f"carry-{r}": {"objective": "maxrl", "carry": r} for r in (2, 4, 8, 16)},
+    "draws": {
+        f"{name}-{rule}": {"objective": name, "draw_prompts": rule, "task": f"{FILE}:Mix"}
+        for name in ("grpo", "maxrl")
+        for rule in ("uniform", "learnability")
+    },
+}
+
+
+@dataclass(frozen=True)
+class HardSettings(StoppingSettings):
+    """Rules for where rollouts go, from warm starts with pass@1 near .05: about a minute a run.
+    --threads is the number of simultaneous runs, each with one thread."""
+
+    part: Literal["methods", "rounds", "draws"] = "methods"
+    """What is compared: methods, --carry 2 to 16, or --draw-prompts."""
+    methods: tuple[str, ...] = ()
+    """Some of the part's; by default all."""
+    sft_steps: int = 90
+    """Warm-start steps of 64 solutions."""
+    eval_mazes: int = 128
+    """Held-out mazes."""
+    eval_samples: int = 128
+    """Samples of each in an evaluation."""
+    evaluations: int = 3
+    """Evaluations of a run, after equal numbers of tokens, besides that of the warm start."""
+    work: Path = Path("runs/never_give_up")
+    """Folder of the warm starts and the finished runs."""
+
+
+def ngu_sum(rewards: Tensor, valid: Tensor) -> Tensor:
+    """GRPO's advantages, of however many rollouts a prompt has."""
+    return group_advantage(rewards, "grpo", valid=valid)
+
+
+def ngu_mean(rewards: Tensor, valid: Tensor) -> Tensor:
+    """The same, divided by their number, so that prompts and not rollouts count alike."""
+    return 16 * ngu_sum(rewards, valid) / valid.sum(1, keepdim=True)
+
+
+class UntilSuccess(Stopping):
+    """Rounds of `block` rollouts until one succeeds, up to `most` rollouts."""
+
+    def more(self, step: int, rewards: Tensor, drawn: Tensor) -> Tensor:
+        if not len(drawn):
+            return super().more(step, rewards, drawn)
+        return (self.most - drawn).clamp_max(self.block) * ~(rewards > 0.5).any(1)
+
+
+def until_success(one: TokenRun, trainer: Trainer) -> None:
+    if one.name.startswith("ngu"):
+        rule = UntilSuccess(trainer.collector.num_prompts, 16, trainer.collector.num_rollouts, 1)
+        trainer.collector = replace(trainer.collector, schedule=rule)
+
+
+class Mix(MazeTask):
+    """Mazes of odd sizes from 7 to `maze_size` in turn; the first 256 are trained on."""
+
+    num_train_prompts = 256
+
+    def __init__(self, maze_size: int = 9, seed: int = 0):
+        super().__init__(maze_size, seed)
+        self.parts = [MazeTask(size, seed) for size in range(7, maze_size + 1, 2)]
+
+    def maze(self, split: str, index: int) -> list[list[bool]]:
+        return self.parts[index % len(self.parts)].maze(split, index)
+
+    def prompts(self, split: str, start: int, count: int) -> Prompts:
+        size = self.num_train_prompts if split == "train" else sys.maxsize
+        return self._encode(start, [self.maze(split, (start + i) % size) for i in range(count)])
+
+    def score(self, prompts: Prompts, rollouts: Rollouts) -> Tensor:
+        rewards = torch.zeros(len(prompts), len(rollouts) // len(prompts))
+        sequences = torch.arange(len(rollouts)).view_as(rewards)
+        for part in self.parts:
+            own = (prompts.cu_seqlens.diff() == part.prompt_length).nonzero()[:, 0]
+            if len(own):
+                of_part = prompts.select(own), rollouts.select(sequences[own].flatten())
+                rewards[own] = part.score(*of_part).view(len(own), -1)
+        return rewards.flatten()
+
+
+def experiment(settings: HardSettings) -> dict[str, Any]:
+    known, task = PARTS[settings.part], ""
+    check_methods(settings.methods, known, settings)
+    if settings.part == "draws":
+        settings, task = replace(settings, work=settings.work / "mix"), f"{FILE}:Mix"
+    methods = {name: known[name] for name in settings.methods or known}
+    runs = compare(settings, methods, until_success, [f"--task={task}"] * bool(task))
+    show(runs)
+    table = Table("mazes with a success in the end, by pass rate before", *map(str, BINS))
+    for one in runs:
+        before, after = torch.tensor(one.pop("correct")) / settings.eval_samples
+        bins = torch.bucketize(before, torch.tensor(BINS))
+        one["solved_by_bin"] = [
+            [int((after[bins == i] > 0).sum()), int((bins == i).sum())] for i in range(len(BINS))
+        ]
+    for name in methods:
+        counts = torch.tensor([x["solved_by_bin"] for x in runs if x["method"] == name]).sum(0)
+        table.add_row(name, *(f"{solved} of {of}" for solved, of in counts.tolist()))
+    show_table(table)
+    for one in runs:
+        one["steps"] = len(one["draws"])
+        for name in ("draws", "solved", "logprob_diff"):
+            one[name] = sum(one[name]) / one["steps"]
+    return {"runs": runs}
+
+
+main = partial(run, "never_give_up", HardSettings, experiment, partial(draw, shown=(0, 3)))
+
+if __name__ == "__main__":
+    sys.exit(main())

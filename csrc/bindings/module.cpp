@@ -222,4 +222,5 @@ PYBIND11_MODULE(_C, m) {
   bindings::bind_kernels(m);
   bindings::bind_instructions(m);
   bindings::bind_plans(m);
+  bindings::bind_generation(m);
 }

@@ -4,7 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <map>
+#include <cctype>
 
 #include "../cpu/dispatch.h"
 #include "../generation.h"
@@ -37,27 +37,150 @@ void export_names(const py::module_& m, const char* record, const char* const (&
   m.attr("FIELDS")[record] = fields;
 }
 
-const Kernel& kernel_for_dtype(std::string_view dtype, const std::vector<Kernel>& kernels) {
+const Kernel& find_kernel(const std::string& name, std::string_view dtype) {
   std::string known;
-  for (const Kernel& kernel : kernels) {
+  for (const Kernel& kernel : kernels()) {
+    if (kernel.name != name) continue;
     if (dtype == kernel.dtype) return kernel;
     known += std::string(" ") + kernel.dtype;
   }
-  throw py::value_error(kernels.front().name + " takes" + known + ", got " + std::string(dtype));
+  throw py::value_error(name + " takes" + known + ", got " + std::string(dtype));
 }
 
 void bind_kernels(py::module_& m) {
-  std::map<std::string, std::vector<Kernel>> by_name;
-  for (const Kernel& kernel : kernels()) by_name[kernel.name].push_back(kernel);
-  for (const auto& [name, found] : by_name) {
-    export_fields(m, name.substr(0, name.rfind('_')), found.front().fields);
-    m.def(name.c_str(),
-          [kernels = found](std::string_view dtype, std::string_view packed, int64_t last) {
-            const Kernel& kernel = kernel_for_dtype(dtype, kernels);
-            const py::gil_scoped_release release;
-            return kernel.run(packed, last);
-          });
+  for (const Kernel& kernel : kernels()) {
+    const std::string& name = kernel.name;
+    if (py::hasattr(m, name.c_str())) continue;  // of another dtype
+    export_fields(m, name.substr(0, name.rfind('_')), kernel.fields);
+    m.def(name.c_str(), [name](std::string_view dtype, std::string_view packed, int64_t last) {
+      const Kernel& kernel = find_kernel(name, dtype);
+      const py::gil_scoped_release release;
+      return kernel.run(packed, last);
+    });
   }
+}
+
+// DLTensor and DLPackExchangeAPI of DLPack 1, by which C reads torch's tensors without its headers.
+struct TensorView {
+  char* data;
+  int32_t device_type, device, dims;
+  uint8_t kind, bits;
+  uint16_t lanes;
+  int64_t *shape, *strides;
+  uint64_t offset;
+};
+struct TensorInterface {
+  uint32_t major, minor;
+  const void* others[4];
+  int (*view)(PyObject*, TensorView*);
+};
+
+// A kernel's call on a CPU but for its tensors, which it checks.
+class Plan {
+ public:
+  // What a call writes at this place of the packed record: of a tensor (P, M, N, or p, m, n: or of
+  // None nothing) its address, for M with the stride of its rows, for N with whether it is float64;
+  // = a size, / a size as Numbers, ? whether the last size A was T.
+  struct Slot {
+    uint16_t at;
+    char form;
+    uint8_t kind, bits;  // of DLDataType; 0 bits: 32 or 64
+    char sizes[2];       // names or spaces; s is S + 1, A is T or S
+  };
+
+  Plan(const py::object& tensor, const std::string& kernel, std::string_view dtype,
+       std::string record, std::string_view slots)
+      : kernel_(find_kernel(kernel, dtype)), record_(std::move(record)),
+        slots_(slots.size() / sizeof(Slot)), is_neg_(tensor.attr("is_neg")) {
+    std::memcpy(slots_.data(), slots.data(), slots.size());
+    const py::capsule interface = tensor.attr("__dlpack_c_exchange_api__");
+    interface_ = interface.get_pointer<TensorInterface>();
+    if (interface_->major != 1) throw py::import_error("PyTorch's DLPack must have version 1");
+  }
+
+  // What the kernel returns; nothing if it did not run, as a tensor is not as it reads them.
+  std::optional<int64_t> run(const py::tuple& tensors, int64_t num_threads) const {
+    Call call{record_, {}};
+    std::fill_n(call.sizes, 128, -1);
+    size_t next = 0;
+    for (const Slot& slot : slots_)
+      if (!std::isalpha(slot.form))
+        put_size(call, slot);
+      else if (next == tensors.size() || !put(call, slot, PyTuple_GET_ITEM(tensors.ptr(), next++)))
+        return PyErr_Clear(), std::nullopt;
+    const py::gil_scoped_release release;
+    return kernel_.run(call.packed, num_threads);
+  }
+
+ private:
+  static constexpr int kNext = sizeof(void*);  // after an address
+
+  struct Call {
+    std::string packed;
+    int64_t sizes[128];  // by name; -1: not known
+    template <typename T>
+    void write(int64_t at, T x) {
+      std::memcpy(&packed[at], &x, sizeof x);
+    }
+    int64_t& size(char name) { return sizes[static_cast<int>(name)]; }
+    // Whether what has this name may have this size.
+    bool takes(char name, int64_t count) {
+      if (name == 'A') {
+        size('A') = count == size('T');
+        return size('T') != size('S') && (size('A') || count == size('S'));
+      }
+      const int64_t found = count - (name == 's');
+      int64_t& known = size(name == 's' ? 'S' : name);
+      if (known < 0) known = found;
+      return known == found && found >= 0;
+    }
+  };
+
+  static void put_size(Call& call, const Slot& slot) {
+    const int64_t size = call.size(slot.sizes[0]);
+    if (slot.form == '=') call.write(slot.at, size);
+    if (slot.form == '/') call.write(slot.at + kNext + 1, static_cast<double>(size > 1 ? size : 1));
+    if (slot.form == '?') call.write(slot.at, size == 1);
+  }
+
+  bool put(Call& call, const Slot& slot, PyObject* x) const {
+    const int form = std::toupper(slot.form);
+    if (x == Py_None) return form != slot.form;
+    const auto is_neg = py::reinterpret_steal<py::object>(PyObject_CallOneArg(is_neg_.ptr(), x));
+    if (is_neg.ptr() != Py_False) return false;  // of a view, memory may have the other sign
+    TensorView tensor{};
+    if (interface_->view(x, &tensor) != 0) return false;  // without memory
+    constexpr int32_t kCpu = 1;
+    if (tensor.device_type != kCpu || tensor.kind != slot.kind ||
+        (slot.bits ? tensor.bits != slot.bits : tensor.bits < 32))
+      return false;
+    const int dims = (slot.sizes[0] != ' ') + (slot.sizes[1] != ' ');
+    if (dims && dims != tensor.dims) return false;
+    int64_t dense = 1;
+    for (int i = dims - 1; i >= 0; --i) {
+      const bool is_free = tensor.shape[i] <= 1 || (form == 'M' && i == 0);
+      if (!is_free && tensor.strides[i] != dense) return false;
+      if (!call.takes(slot.sizes[i], tensor.shape[i])) return false;
+      dense *= tensor.shape[i];
+    }
+    call.write(slot.at, tensor.data + tensor.offset);
+    if (form == 'M') call.write(slot.at + kNext, tensor.strides[0]);
+    if (form == 'N') call.write(slot.at + kNext, tensor.bits == 64);
+    return tensor.data || !dense;
+  }
+
+  const Kernel& kernel_;
+  std::string record_;
+  std::vector<Slot> slots_;
+  py::object is_neg_;
+  const TensorInterface* interface_;
+};
+
+void bind_plans(py::module_& m) {
+  py::class_<Plan>(m, "CpuPlan")
+      .def(py::init<const py::object&, const std::string&, std::string_view, std::string,
+                    std::string_view>())
+      .def("run", &Plan::run);
 }
 
 // For tests, which run kernels as machines with narrower vectors do.
@@ -98,5 +221,6 @@ PYBIND11_MODULE(_C, m) {
   bindings::export_fields(m, "GenerationJob", fields_of<GenerationJob>());
   bindings::bind_kernels(m);
   bindings::bind_instructions(m);
+  bindings::bind_plans(m);
   bindings::bind_generation(m);
 }

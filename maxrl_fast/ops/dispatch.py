@@ -42,7 +42,7 @@ def eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resu
 
     @wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return torch.compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -105,6 +105,26 @@ def pack(record: str, fields: dict[str, Any]) -> bytes:
 
 def _flat(x: Any) -> list[Any]:
     return [y for part in x for y in _flat(part)] if isinstance(x, (tuple, list)) else [x]
+
+
+def cpu_plan(
+    kernel: str, dtype: torch.dtype, fields: dict[str, Any], slots: Sequence[str]
+) -> _C.CpuPlan:
+    """Return a kernel's call on a CPU without its tensors and sizes, for which `fields` have any
+    numbers. A slot is a field, a colon, and of Slot in csrc/bindings/module.cpp the form, an
+    element (. of the dtype, r of its arithmetic, d float64, x float32 or float64, q int64) and two
+    sizes."""
+    real = 2, 64 if dtype is torch.float64 else 32  # kind and bits
+    elements = {".": (4, 16) if dtype is torch.bfloat16 else real, "r": real}
+    elements |= {"d": (2, 64), "x": (2, 0), "q": (0, 64), " ": (0, 0)}
+    places, at, packed = dict[str, int](), 0, b""
+    for name, code in _C.FIELDS[kernel].items():
+        places[name], at = at, at + struct.calcsize("=" + code.partition("|")[0])
+    for slot in slots:
+        name, _, code = slot.partition(":")
+        given = code[0].encode(), *elements[code[1]], code[2:].encode()
+        packed += struct.pack("=HcBB2sx", places[name], *given)
+    return _C.CpuPlan(Tensor, f"{kernel}_cpu", dtype_name(dtype), pack(kernel, fields), packed)
 
 
 @lru_cache
@@ -175,17 +195,11 @@ class KernelLaunch:
             raise ValueError("the kernels need tensors with values, got one without memory")
         return address
 
-    def numbers(self, *given: float | Tensor | None) -> list[float]:
-        """Return Numbers of csrc/token_loss.h, 1 if absent; tensors as loss_kernel's `checked`."""
-        fields: list[float] = []
-        for x in given:
-            if x is None:
-                fields += 0, False, 1.0
-            elif isinstance(x, Tensor):
-                fields += self.keep(x), x.dtype is torch.float64, 0.0
-            else:
-                fields += 0, False, x
-        return fields
+    def number(self, x: float | Tensor | None) -> tuple[int, bool, float]:
+        """Return Numbers of csrc/token_loss.h, 1 if absent; a tensor as loss_kernel's `checked`."""
+        if isinstance(x, Tensor):
+            return self.keep(x), x.dtype is torch.float64, 0.0
+        return 0, False, 1.0 if x is None else x
 
     def keep_cached(self, tensor: Tensor) -> int:
         """Return the address of a tensor from a cache, which may drop it at any time: on a GPU

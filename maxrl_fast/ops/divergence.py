@@ -98,11 +98,13 @@ def linear_divergence(
 
 
 class _Divergence(LossFunction):
+    name = "linear_divergence"
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, *gradients: Tensor | None
     ) -> Tensor:
-        LossFunction.save(ctx, "linear_divergence", *gradients)
+        ctx.save_for_backward(*gradients)
         return loss.clone()
 
 

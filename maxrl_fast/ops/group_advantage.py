@@ -28,12 +28,10 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import (
     KernelLaunch,
-    check_fields,
     choices,
-    dtype_name,
+    cpu_plan,
     eager,
     has_kernels,
-    packing,
 )
 from maxrl_fast.runtime.loading import describe_error
 
@@ -43,10 +41,6 @@ _MOST = 10_000  # n of effective_weight: the rewards of its n + 1 groups take 8 
 # Kinds of the tensors with the rewards' shape; greedy_correct may also have one value per group.
 _KINDS = {"valid": "bool", "greedy_correct": "bool", "truncated": "bool", "lengths": "integers"}
 _KINDS |= {"group_ids": "integers", "logprobs": "floating", "log_ratios": "floating"}
-_FIELDS = "num_groups group_size rewards valid tables centred scale eps ddof advantages"
-check_fields("group_advantage", _FIELDS.split())
-_pack = packing("group_advantage").pack
-_run_cpu = vars(_C)["group_advantage_cpu"]
 
 
 @eager
@@ -99,28 +93,22 @@ def _of_full_groups(
     """Return what the CPU's kernel computes of rewards [G, N] as they are; None for all that needs
     another way, or an error."""
     row = ESTIMATORS.get(estimator) if type(estimator) is str else None
-    if (
-        row is None
-        or type(rewards) is not Tensor
-        or rewards.dim() != 2
-        or not rewards.is_cpu
-        or not rewards.is_contiguous()
-        or rewards.is_neg()
-        or (options and not options.keys() <= row.options.keys())
-    ):
+    if row is None or type(rewards) is not Tensor or not rewards.is_cpu:
         return None
-    (num_groups, n), address = rewards.shape, rewards.data_ptr()
+    if len(shape := rewards.shape) != 2:
+        return None
+    if options and not options.keys() <= row.options.keys():
+        return None
+    key = row, shape[1], rewards.dtype, k, order, tuple(options)
     try:
-        plan = _plan(row, n, rewards.dtype, k, order, tuple(options), *options.values())
+        plan, _table = _plan(*key, *options.values())  # a table lives until the call is over
     except TypeError:  # what cannot be a key is refused by the other way
         return None
-    advantages = torch.empty_like(rewards)
-    to, threads = advantages.data_ptr(), torch.get_num_threads()
-    if plan is None or not address or not to:  # without memory in a FakeTensorMode
+    if plan is None:
         return None
-    dtype, _table, *fields = plan  # which lives until the call is over
-    record = _pack(num_groups, n, address, 0, *fields, to)
-    return advantages if _run_cpu(dtype, record, threads) else None
+    advantages = torch.empty_like(rewards)
+    are_finite = plan.run((rewards, advantages), torch.get_num_threads())
+    return advantages if are_finite else None
 
 
 @lru_cache(maxsize=256, typed=True)  # 2.0 is not an integer
@@ -132,21 +120,22 @@ def _plan(
     order: Any,
     names: tuple[str, ...],
     *values: float,
-) -> tuple[Any, ...] | None:
-    """Return the dtype's name, the table of groups of n, or None, and fields of the kernel's record
-    from `tables` on; None without a kernel."""
+) -> tuple[_C.CpuPlan | None, Tensor | None]:
+    """Return the kernel's plan for rewards [G, n], and its table; None without."""
     if row.kernel is None or row.inputs or dtype not in (torch.float32, torch.float64):
-        return None
+        return None, None
     size, numbers = _resolve(row, n, k, order, dict(zip(names, values, strict=True)))
-    table = row.kernel.table and _table_of_full_groups(row, size, n, torch.device("cpu"))
-    address = 0 if table is None else KernelLaunch(table.device).keep(table)
-    return dtype_name(dtype), table, address, *_moments(row.kernel, numbers)
+    table = _table_of_full_groups(row, size, n, torch.device("cpu")) if row.kernel.table else None
+    fields = dict.fromkeys(choices("group_advantage"), 0) | _moments(row.kernel, numbers)
+    fields["tables"] = 0 if table is None else KernelLaunch(table.device).keep(table)
+    slots = "rewards:P.GN", "advantages:P.GN", "num_groups:= G ", "group_size:= N "
+    return cpu_plan("group_advantage", dtype, fields, slots), table
 
 
-def _moments(kernel: Kernel, options: dict[str, float]) -> tuple[bool, int, float, int]:
+def _moments(kernel: Kernel, options: dict[str, float]) -> dict[str, Any]:
     """Return the fields from `centred` on."""
-    scale = choices("group_advantage")["scale"].index(kernel.scale)
-    return kernel.centred, scale, options.get("eps", 0.0), int(options.get("ddof", 0))
+    of_std = {"eps": options.get("eps", 0.0), "ddof": int(options.get("ddof", 0))}
+    return {"centred": kernel.centred, "scale": kernel.scale, **of_std}
 
 
 def _of_groups(
@@ -222,12 +211,17 @@ def by_kernel(
         if not dispatch.is_gpu(call.device):  # a GPU would wait
             sizes, of_group = sizes.unique(return_inverse=True)
         tables = call.keep(_table(row, size, Group.of_sizes(sizes, n))[of_group])
-    exists = 0 if valid is None else call.keep(valid.contiguous())
-    of_moments = _moments(kernel, options)
-    record = _pack(
-        num_groups, n, call.keep(rewards), exists, tables, *of_moments, call.keep(advantages)
+    call.launch(
+        "group_advantage",
+        dtype=rewards.dtype,
+        num_groups=num_groups,
+        group_size=n,
+        rewards=rewards,
+        valid=None if valid is None else valid.contiguous(),
+        tables=tables,
+        **_moments(kernel, options),
+        advantages=advantages,
     )
-    call.run("group_advantage", rewards.dtype, record)
     return advantages
 
 

@@ -26,10 +26,9 @@ from maxrl_fast.ops.loss_kernel import (
     LossSums,
     LossTerms,
     TokenRows,
-    loss_terms,
+    by_plan,
     real_dtype,
     shape_of,
-    variant_for,
 )
 
 _NAMES = LossSums._fields[1:]  # two counts, then means over the tokens with a gradient
@@ -122,19 +121,24 @@ def policy_gradient_loss(
         denominator: the number, or [], that divides the sum: the count of tokens or responses in
             the whole batch, for micro-batches. Default: that of this call.
 
-    Returns:
-        The loss, a float32 scalar (float64 for float64 logits), and metrics, detached float64
-        scalars on the device: tokens (not masked), dropped_tokens (those with zero gradient), and
-        means over the others, 0 over none: ratio, ratio_clamped, clipped_low, clipped_high, kl,
-        entropy, logprob_diff (|logp - old|).
+    Returns the loss, a float32 scalar (float64 for float64 logits), and detached float64 scalars on
+    the device: tokens, those not masked; dropped_tokens, those with zero gradient; and means over
+    the others, 0 over none: ratio, ratio_clamped, clipped_low, clipped_high, kl, entropy,
+    logprob_diff (|logp - old|).
     """
     terms = (loss, aggregation, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
-    given = (
-        *(targets, advantages, cu_seqlens, advantages_per_token, old_logprobs, ref_logprobs),
-        *(importance_weights, importance_weights_per_token, temperature, mask, denominator),
+    keywords = advantages_per_token, importance_weights_per_token, loss_options, mask, denominator
+    if all(x is None for x in keywords):
+        given = advantages, old_logprobs, ref_logprobs, importance_weights
+        found = by_plan((*terms, temperature), logits, targets, cu_seqlens, *given)
+        if found is not None:
+            *known, sums = found
+            return _TokenLoss.apply(logits, known), Metrics(sums)
+    inputs = LossInputs(
+        *(LossTerms(*terms, loss_options), shape_of(logits), logits.device, targets, advantages),
+        *(cu_seqlens, advantages_per_token, old_logprobs, ref_logprobs, importance_weights),
+        *(importance_weights_per_token, temperature, mask, denominator),
     )
-    checked_terms = loss_terms(*terms, loss_options)
-    inputs = LossInputs(checked_terms, shape_of(logits), logits.device, *given)
     if not has_kernels(logits.device) or not inputs.terms.spec.fused:
         sums = _of_logits(logits, inputs)
         return sums[0].to(real_dtype(logits.dtype)), Metrics(sums.detach())
@@ -170,16 +174,12 @@ class LossFunction(torch.autograd.Function):
     """A loss that saves its gradients in its forward pass; the backward pass scales them. Inputs
     that come after those of the gradients have none."""
 
-    @staticmethod
-    def save(ctx: Any, function: str, *gradients: Tensor | None) -> None:
-        """function: the public one, for messages."""
-        ctx.save_for_backward(*gradients)
-        ctx.function, ctx.is_spent = function, False
+    name: str  # of the public function, for messages
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        check_first_order(ctx.function)
-        if ctx.is_spent and scale.device.type == "cuda":
+        check_first_order(ctx._forward_cls.name)
+        if hasattr(ctx, "is_spent") and scale.device.type == "cuda":
             raise RuntimeError(
                 "backward ran already and scaled the gradient in place: compute the loss again"
             )
@@ -208,9 +208,11 @@ def _times(gradient: Tensor, scale: Tensor) -> Tensor:
 class _TokenLoss(LossFunction):
     """Hands out a loss [] and its gradient, which are known already."""
 
+    name = "policy_gradient_loss"
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, known: tuple[Tensor, Tensor | None]) -> Tensor:
-        LossFunction.save(ctx, "policy_gradient_loss", known[1])
+        ctx.save_for_backward(known[1])
         return known[0]
 
 
@@ -242,10 +244,9 @@ def write_logprobs_gradient(
 ) -> None:
     """Write the gradient of the logits [C, V], which may be their memory, from those of the
     log-probs and the entropies [T]."""
-    call, stop = KernelLaunch(rows.device), first + len(logits)
-    given = [call.keep(x[first:stop].contiguous()) for x in grads]
-    at, variant = call.matrix("gradient", gradient), variant_for(logits, gradient)
-    rows.launch(call, "token_logprobs_backward", logits, first, None, *given, *at, to=variant)
+    logprobs, entropy = (x[first : first + len(logits)].contiguous() for x in grads)
+    given = {"grad_logprobs": logprobs, "grad_entropy": entropy, "gradient": gradient}
+    rows.launch("token_logprobs_backward", logits, first, None, **given)
 
 
 def contiguous_rows(logits: Tensor) -> Tensor:
@@ -283,7 +284,7 @@ def linear_policy_gradient_loss(
     shape = len(hidden), size
     of_terms = {x: options.pop(x) for x in LossTerms.__dataclass_fields__ if x in options}
     given = targets, advantages, cu_seqlens
-    inputs = LossInputs(loss_terms(**of_terms), shape, hidden.device, *given, **options)
+    inputs = LossInputs(LossTerms(**of_terms), shape, hidden.device, *given, **options)
     loss, sums = loss_of_hidden(hidden, weight, inputs, softcap, chunk)
     return loss, Metrics(sums)
 
@@ -324,6 +325,8 @@ def loss_of_hidden(
 
 
 class _LinearLoss(LossFunction):
+    name = "linear_policy_gradient_loss"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -360,7 +363,7 @@ class _LinearLoss(LossFunction):
         grad_hidden, grad_weight = chunks.gradients()
         if index is not None and grad_hidden is not None:
             grad_hidden = torch.zeros_like(hidden).index_copy_(0, index, grad_hidden)
-        LossFunction.save(ctx, "linear_policy_gradient_loss", grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden, grad_weight)
         return total[0].to(real_dtype(hidden.dtype))
 
 

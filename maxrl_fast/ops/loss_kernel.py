@@ -23,7 +23,13 @@ from maxrl_fast.algorithms.arguments import (
 )
 from maxrl_fast.algorithms.losses import LOSSES, TokenLoss, find_loss
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.dispatch import KernelLaunch, check_fields, choices, dtype_name, packing
+from maxrl_fast.ops.dispatch import (
+    KernelLaunch,
+    check_fields,
+    choices,
+    cpu_plan,
+    dtype_name,
+)
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"]
@@ -53,19 +59,10 @@ class LossSums(NamedTuple):
 NUM_SUMS = len(LossSums._fields)
 check_fields("LossSums", LossSums._fields)
 check_fields("Loss", FUSED)
-# the order in which `TokenRows.launch` and its callers give the fields of records
-_ROWS = "logits num_rows first index vocab_size num_tokens targets mask temperature"
-_INPUTS = (
-    "advantages importance_weights old_logprobs ref_logprobs denominator counts sequence_log_ratio "
-    "num_sequences cu_seqlens advantages_by_token weights_by_token divides_responses"
+_NUMBERS = (  # fields of csrc/token_loss.h
+    *("advantages", "importance_weights", "old_logprobs", "ref_logprobs", "denominator"),
+    *("counts", "sequence_log_ratio"),
 )
-_TERMS = "loss clip_low clip_high dual_clip kl kl_coef entropy_coef"
-for _kernel, _fields in {
-    "token_loss": f"{_INPUTS} {_TERMS} gradient sums total",
-    "token_logprobs": "logprobs entropy",
-    "token_logprobs_backward": "grad_logprobs grad_entropy gradient",
-}.items():
-    check_fields(_kernel, f"{_ROWS} {_fields}".split())
 
 
 @dataclass(frozen=True)
@@ -121,12 +118,13 @@ class LossTerms:
         """The terms of the loss whose tokens this loss masks."""
         return replace(self, loss=self.spec.masks, loss_options=None)
 
-    @cached_property
-    def of_kernel(self) -> tuple[float, ...]:
+    @property
+    def of_kernel(self) -> dict[str, Any]:
         """LossTerms of csrc/token_loss.h."""
-        names = choices("token_loss")
-        loss, kl = names["loss"].index(self.spec.name), names["kl"].index(self.kl)
-        return loss, *self.clips.values(), kl, self.kl_coef, self.entropy_coef
+        coefs = {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef}
+        divides = self.aggregation == "seq_mean_token_mean"
+        own = {"loss": self.spec.name, "kl": self.kl, "divides_responses": divides}
+        return {**own, **self.clips, **coefs}
 
 
 _NOT_NEGATIVE = "a number of at least 0", lambda x: x >= 0
@@ -137,16 +135,71 @@ _LIMITS: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
-def loss_terms(loss: str | Callable[..., Tensor] = "ppo", *given: Any, **options: Any) -> LossTerms:
-    """Return checked terms, from a cache where they can be."""
+_SCALARS = {torch.float32: torch.empty(()), torch.float64: torch.empty((), dtype=torch.float64)}
+_SUMS = torch.empty(NUM_SUMS, dtype=torch.float64)
+
+
+def by_plan(
+    terms: tuple[Any, ...],
+    logits: Tensor,
+    targets: Tensor,
+    cu_seqlens: Tensor,
+    advantages: Tensor,
+    *optional: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor] | None:
+    """Return the loss [], its gradient and LossSums, from a call whose tensors C++ checks; None for
+    all that needs another way, or an error. terms: those of LossTerms, and a temperature. optional:
+    old and reference log-probs, and importance weights."""
+    is_tensor = isinstance(logits, Tensor)
+    if not is_tensor or terms[0] not in FUSED or dispatch.is_gpu(logits.device):
+        return None
     try:
-        make = _cached_terms if loss in FUSED else LossTerms
-        return make(loss, *given, **options)
-    except TypeError:  # of what cannot be a key, which is refused here
-        return LossTerms(loss, *given, **options)
+        plan = _plan(logits.dtype, optional[1] is None, *terms)
+    except TypeError:  # of what cannot be a key
+        return None
+    if plan is None:
+        return None
+    # empty_like is the fastest way to make a tensor
+    total, sums, gradient = (
+        torch.empty_like(_SCALARS[real_dtype(logits.dtype)]),
+        torch.empty_like(_SUMS),
+        None,
+    )
+    if logits.requires_grad and torch.is_grad_enabled():
+        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    tensors = logits, targets, cu_seqlens, advantages, *optional, gradient, sums, total
+    row = plan.run(tensors, torch.get_num_threads())
+    return (total, gradient, sums) if row == -1 else None
 
 
-_cached_terms = lru_cache(maxsize=256)(LossTerms)
+@lru_cache(maxsize=256, typed=True)  # True is not a number
+def _plan(dtype: torch.dtype, lacks_reference: bool, *given: Any) -> _C.CpuPlan | None:
+    """Return the plan of a loss with logits of this dtype; None for what needs another way."""
+    terms, temperature = LossTerms(*given[:-1]), given[-1]
+    if (
+        (terms.kl_coef and lacks_reference)
+        or terms.spec.by_sequence
+        or terms.aggregation == "seq_sum_constant"
+        or dtype not in (torch.bfloat16, *_SCALARS)
+        or type(temperature) is not float
+        or not 0 < temperature < math.inf
+    ):
+        return None
+    slots = [
+        *("logits:M.TV", "targets:PqT ", "cu_seqlens:Pqs ", "advantages:NxA "),
+        *("advantages_by_token:? A ", "old_logprobs:nxT ", "ref_logprobs:nxT "),
+        *("importance_weights:nxA ", "weights_by_token:? A ", "gradient:m.TV"),
+        *("sums:Pd  ", "total:Pr  ", "num_rows:= T ", "num_tokens:= T ", "vocab_size:= V "),
+        *(
+            "num_sequences:= S ",
+            f"denominator:/ {'T' if terms.aggregation == 'token_mean' else 'S'} ",
+        ),
+    ]
+    fields: dict[str, Any] = dict.fromkeys(choices("token_loss"), 0)
+    fields |= dict.fromkeys(("logits", "gradient"), (0, 0))
+    fields |= dict.fromkeys(_NUMBERS, (0, False, 1.0))
+    fields |= {"temperature": (0, False, temperature), **terms.of_kernel}
+    return cpu_plan("token_loss", dtype, fields, slots)
 
 
 class TokenRows:
@@ -168,27 +221,38 @@ class TokenRows:
 
     def launch(
         self,
-        call: KernelLaunch,
         kernel: str,
         logits: Tensor,
         first: int,
         index: Tensor | None,
-        *fields: float,
-        numbers: tuple[float | Tensor | None, ...] = (),
-        to: str = "",
+        numbers: Mapping[str, float | Tensor | None] = {},
+        **fields: Any,
     ) -> None:
         """Run a kernel on logits [C, V] of the tokens first, first + 1, ..., or index[first], ...
 
-        numbers, fields: what follows in the kernel's record. to: the kernel's variant for gradients
-        of another dtype. Raises ValueError for values that are not allowed.
-        """
-        record = packing(kernel).pack(
-            *(*call.matrix("logits", logits), logits.shape[0], first),
-            *(0 if index is None else call.keep(index), self.vocab_size, self.num_tokens),
-            *(call.keep(self.targets), 0 if self.mask is None else call.keep(self.mask)),
-            *(*call.numbers(self.temperature, *numbers), *fields),
+        numbers, fields: what else is in the kernel's record, the gradient as a matrix or None.
+        Raises ValueError for values that are not allowed."""
+        call, variant, numbers = KernelLaunch(self.device), "", dict(numbers)
+        if "gradient" in fields:
+            gradient, fields["gradient"] = fields["gradient"], (0, 0)
+            if gradient is not None:
+                fields["gradient"] = call.matrix("gradient", gradient)
+                variant = variant_for(logits, gradient)
+        numbers["temperature"] = self.temperature
+        row = call.launch(
+            kernel + variant,
+            dtype=logits.dtype,
+            logits=call.matrix("logits", logits),
+            num_rows=len(logits),
+            first=first,
+            index=index,
+            vocab_size=self.vocab_size,
+            num_tokens=self.num_tokens,
+            targets=self.targets,
+            mask=self.mask,
+            **{name: call.number(x) for name, x in numbers.items()},
+            **fields,
         )
-        row = call.run(kernel + to, logits.dtype, record)
         if row is not None and row >= 0:
             self.refuse()
             raise ValueError(f"{kernel} refuses a value at row {row}, which Python's checks allow")
@@ -208,8 +272,7 @@ class TokenRows:
         self, logits: Tensor, to: Sequence[Tensor], first: int = 0, index: Tensor | None = None
     ) -> None:
         """Write log-probs and entropies [C]; of a masked token any number."""
-        call = KernelLaunch(self.device)
-        self.launch(call, "token_logprobs", logits, first, index, *map(call.keep, to))
+        self.launch("token_logprobs", logits, first, index, logprobs=to[0], entropy=to[1])
 
     def save(self, ctx: Any, *tensors: Tensor) -> None:
         """Save tensors for a backward pass, which raises where these, targets or temperatures have
@@ -330,7 +393,7 @@ class LossInputs(TokenRows):
         """Return memory for LossSums [10], the first of what a kernel needs."""
         if dispatch.is_gpu(self.device):
             return torch.zeros(_C.LOSS_WORKSPACE, dtype=torch.float64, device=self.device)
-        return torch.empty(NUM_SUMS, dtype=torch.float64)
+        return torch.empty_like(_SUMS)
 
     def loss(
         self,
@@ -343,19 +406,20 @@ class LossInputs(TokenRows):
     ) -> None:
         """Write LossSums to `sums`, the first of them to `total` [], and the gradient of the logits
         of the tokens that `launch` names."""
-        call, variant, at = KernelLaunch(self.device), "", (0, 0)
-        averages = self.terms.aggregation == "seq_mean_token_mean"
-        counts = self.counts() if averages and self.mask is not None else None
-        if gradient is not None:
-            at, variant = call.matrix("gradient", gradient), variant_for(logits, gradient)
+        terms = self.terms.of_kernel
+        counts = self.counts() if terms["divides_responses"] and self.mask is not None else None
         given = self.advantages, self.importance, self.old, self.ref, self.denominator
         self.launch(
-            *(call, "token_loss", logits, first, index),
-            *(self.num_sequences, call.keep(self.cu_seqlens), self.by_token),
-            *(self.importance_by_token, averages, *self.terms.of_kernel, *at, call.keep(sums)),
-            0 if total is None else call.keep(total),
-            numbers=(*given, counts, self.ratio),
-            to=variant,
+            *("token_loss", logits, first, index),
+            dict(zip(_NUMBERS, (*given, counts, self.ratio), strict=True)),
+            num_sequences=self.num_sequences,
+            cu_seqlens=self.cu_seqlens,
+            advantages_by_token=self.by_token,
+            weights_by_token=self.importance_by_token,
+            **terms,
+            gradient=gradient,
+            sums=sums,
+            total=total,
         )
 
     @property
@@ -445,7 +509,7 @@ _KINDS = {  # of lists: the allowed dtypes, those that kernels read, and both in
     "mask": (_BOOL, _BOOL, "bool [T] = [{}]"),
     "temperature": (REALS, _FLOATS, "a number or [T] = [{}]"),
 }
-_NUMBERS = REALS, _FLOATS, "[T] = [{}]"
+_REAL_LIST = REALS, _FLOATS, "[T] = [{}]"
 
 
 def refuse(name: str, x: Any, device: torch.device, wanted: str) -> NoReturn:
@@ -471,7 +535,7 @@ def real_dtype(dtype: torch.dtype) -> torch.dtype:
 def checked(name: str, x: Any, size: int, device: torch.device) -> Tensor:
     """Return x as kernels read it; raise TypeError or ValueError unless it is a dense [size] on the
     device, of a dtype that fits."""
-    dtypes, read, wanted = _KINDS.get(name, _NUMBERS)
+    dtypes, read, wanted = _KINDS.get(name, _REAL_LIST)
     if (
         not isinstance(x, Tensor)
         or x.dtype not in dtypes

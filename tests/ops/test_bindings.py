@@ -6,6 +6,7 @@ import torch
 
 from maxrl_fast import _C
 from maxrl_fast.ops.dispatch import KernelLaunch, pack
+from maxrl_fast.ops.loss_kernel import by_plan
 
 MEMORY = torch.zeros(16)  # real, so that a call that is not refused returns
 FIELDS = {"num_rows": 1, "size": 16, "eps": 1e-6}
@@ -44,6 +45,36 @@ def test_a_field_of_an_enumeration_and_a_packed_record_are_checked():
     for wrong, how in ((record[:-1], "short"), (record + b"0", "long")):
         with pytest.raises(ValueError, match=f"the packed record is too {how}"):
             _C.group_advantage_cpu("float32", wrong, 1)
+
+
+def test_a_planned_call_takes_only_tensors_as_its_kernel_reads_them():
+    terms, bounds, ones = (
+        ("ppo", "token_mean", 0.2, 0.2, None, "k3", 0.0, 0.0, 1.0),
+        [0, 2, 3],
+        torch.ones,
+    )
+    given = [
+        ones(3, 4),
+        torch.tensor([1, 0, 2]),
+        torch.tensor(bounds),
+        ones(2),
+        ones(3),
+        None,
+        None,
+    ]
+    assert by_plan(terms, *given) is not None
+    of_one_token = torch.tensor([0, 1, 2, 3]), ones(3)  # S = T, so the size decides nothing
+    assert by_plan(terms, *given[:2], *of_one_token, *given[4:]) is None
+    wrong = {
+        0: (ones(4, 3).t(), ones(3, 4).half(), ones(3)),
+        1: (torch.tensor([1, 0, 2], dtype=torch.int32), torch.tensor([1]), None),
+        2: (torch.tensor([bounds]), torch.tensor(bounds[:0])),
+        3: (ones(1), torch._neg_view(ones(2)), None, [1.0, 1.0]),
+        4: (ones(6)[::2], ones(3, device="meta"), ones(3).bfloat16(), ones(2)),
+    }
+    for place, tensors in wrong.items():
+        for x in tensors:
+            assert by_plan(terms, *given[:place], x, *given[place + 1 :]) is None, (place, x)
 
 
 def test_the_stub_names_what_the_module_has():

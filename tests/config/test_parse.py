@@ -61,6 +61,9 @@ def test_the_options_of_a_loss_reach_the_learner():
     assert build_loss_settings(resolve(config, MazeTask(9))).loss_options == {
         **{"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 2.5, "lambda_negative": 1.0},
     }
+    clipped = resolve(parse("--clip-low .1 --clip-high .3".split()), MazeTask(9))
+    own = build_loss_settings(clipped)
+    assert (own.clip_low, own.clip_high) == (0.1, 0.3)
     # as from the config.json of a run; a name that another part has is after the loss's
     assert parse_options(config.flat()).parts == config.parts
     assert parse_options({"loss": "dppo", "dppo_kl": 0}).parts["loss"]["kl"] == 0.0

@@ -245,7 +245,11 @@ def write_logprobs_gradient(
     """Write the gradient of the logits [C, V], which may be their memory, from those of the
     log-probs and the entropies [T]."""
     logprobs, entropy = (x[first : first + len(logits)].contiguous() for x in grads)
-    given = {"grad_logprobs": logprobs, "grad_entropy": entropy, "gradient": gradient}
+    given: dict[str, Any] = {
+        "grad_logprobs": logprobs,
+        "grad_entropy": entropy,
+        "gradient": gradient,
+    }
     rows.launch("token_logprobs_backward", logits, first, None, **given)
 
 

@@ -65,10 +65,12 @@ def test_a_planned_call_takes_only_tensors_as_its_kernel_reads_them():
     assert by_plan(terms, *given) is not None
     of_one_token = torch.tensor([0, 1, 2, 3]), ones(3)  # S = T, so the size decides nothing
     assert by_plan(terms, *given[:2], *of_one_token, *given[4:]) is None
+    no_bounds = torch.tensor(bounds)[:0], ones(3)
+    assert by_plan(terms, *given[:2], *no_bounds, *given[4:]) is None
     wrong = {
         0: (ones(4, 3).t(), ones(3, 4).half(), ones(3)),
-        1: (torch.tensor([1, 0, 2], dtype=torch.int32), torch.tensor([1]), None),
-        2: (torch.tensor([bounds]), torch.tensor(bounds[:0])),
+        1: (torch.tensor([1, 0, 2], dtype=torch.int32), torch.tensor([[1], [0], [2]]), None),
+        2: (torch.tensor([bounds]), torch.tensor(bounds)[:0]),
         3: (ones(1), torch._neg_view(ones(2)), None, [1.0, 1.0]),
         4: (ones(6)[::2], ones(3, device="meta"), ones(3).bfloat16(), ones(2)),
     }

@@ -56,8 +56,8 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class HardSettings(StoppingSettings):
-    """Rules for where rollouts go, from warm starts with pass@1 near .05. --threads is the number
-    of simultaneous runs, each with one thread."""
+    """Rules for where rollouts go, from warm starts with pass@1 near .05: 15 minutes of one
+    core. --threads is the number of simultaneous runs, each with one thread."""
 
     part: Literal["methods", "rounds", "draws"] = "methods"
     """What is compared: methods, --carry 2 to 16, or --draw-prompts."""

@@ -118,7 +118,7 @@ def shortest_way(grid: Grid, rng: random.Random) -> list[int]:
 
 @dataclass(frozen=True)
 class SelfDistillationSettings(MazeSettings):
-    """No teacher, the answer or a sibling beside grpo, maxrl and maxpo: half an hour of one core.
+    """No teacher, the answer or a sibling beside grpo, maxrl and maxpo: 30 minutes of one core.
     --threads is the number of simultaneous runs, each with one thread."""
 
     maze_size: int = 7

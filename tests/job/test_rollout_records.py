@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from maxrl_fast import train
-from maxrl_fast.job.launch import first_groups, rollout_records
+from maxrl_fast.job.loop import first_groups, rollout_records
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, MazeTask

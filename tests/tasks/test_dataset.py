@@ -229,7 +229,7 @@ def test_invalid_lines_are_refused_with_their_number(tmp_path, line, message):
     table("""
     --task gsm8k | --task gsm8k needs --model DIR, whose tokenizer reads text
     --task dataset --data x.jsonl --model POLICY | needs --reward FILE:FUNCTION
-    --task dataset --data x.jsonl --reward r.py:f --model POLICY | JSON Lines .* got x.jsonl
+    --task dataset --data x.jsonl --reward r.py:f --model POLICY | JSON Lines .* got .*x.jsonl
     --task dataset --data x.jsonl --reward r.py:f --model BARE | has no tokenizer: it must have one
     """),
 )

@@ -177,7 +177,7 @@ def test_what_needs_the_policy_while_it_trains_is_refused():
     for flags, message in (
         ("--rollout vllm", "needs --rollout native or --vllm-url, to sample while it trains"),
         ("--objective verifree", "cannot be used for verifree"),
-        ("--ahead 5", "ahead must be 0 to 4, got 5"),
+        ("--ahead 5", "ahead must be an integer from 0 to 4, got 5"),
     ):
         with refused(message):
             parse(["--ahead", "1", *flags.split()])

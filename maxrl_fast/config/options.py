@@ -1,5 +1,5 @@
-"""The options of all runs, in the groups of --help. Those of training stand beside the code that
-takes them, as those of the parts that are chosen by name."""
+"""The options of all runs, in the groups of --help. Those of training, and of parts that are chosen
+by name, stand beside their code."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass

@@ -256,8 +256,8 @@ def _packed(folders: list[Folder]) -> str:
 
 
 def _prompt_set(content: Record, options: Record, name: str) -> str:
-    """Where this is equal, held-out prompts can be compared by id. content: of the file that has
-    the options."""
+    """Where this is equal, held-out prompts can be compared by id. content: of config.json or
+    eval.json."""
     if (names := content.get(TASK_OPTIONS)) is None:
         return name
     seed = options.get("task_seed", options.get("seed"))

@@ -21,9 +21,9 @@ OTHER_TEXT = "reset returned another text than at the start of the run for the s
 
 
 class ToolTask(DatasetTask):
-    """Prompts of a data set, each answered with the tools of an environment, in workers, or a class
-    of this process, `given`. `reset` is called once with each line, and its text is appended to the
-    last message of the prompt: all episodes of a prompt must begin with the same text."""
+    """Prompts of a data set, each answered with the tools of an environment, in workers, or `given`
+    as a class of this process. `reset` is called once with each line, and its text is appended to
+    the last message of the prompt: all episodes of a prompt must begin with the same text."""
 
     def __init__(
         self,

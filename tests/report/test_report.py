@@ -261,7 +261,7 @@ def test_an_existing_page_is_replaced_completely_or_kept(tmp_path, capsys, monke
     assert out.read_text().startswith("<!doctype html>")
 
 
-def test_prompts_are_compared_where_the_task_its_own_options_and_the_seed_are_the_same(tmp_path):
+def test_prompts_are_compared_where_task_own_options_and_seed_agree(tmp_path):
     def prompt_set(name, **options):
         write_run(tmp_path / name, steps=1, **options)
         return read_folder(tmp_path / name, name).prompt_set

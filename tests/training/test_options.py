@@ -46,9 +46,8 @@ def test_the_defaults_that_depend_on_other_options():
     given = resolved("--objective ppo --critic-lr 3e-4").parts["objective"]
     assert given == wanted | {"critic_lr": 3e-4}
     penalised = "--overlong-buffer 8 --overlong-penalty .5 --max-new-tokens 16"
-    for flags, penalty in (("", 0), (penalised, 8)):
-        run = RunContext.begin(resolved(flags), MazeTask(9), Ranks())
-        assert run.trainer.collector.shaping.overlong_buffer == penalty
+    run = RunContext.begin(resolved(penalised), MazeTask(9), Ranks())
+    assert run.trainer.collector.shaping.overlong_buffer == 8
     with refused("overlong_buffer must be at most max_new_tokens, got 33 and 32"):
         resolved("--overlong-buffer 33")
 

@@ -273,6 +273,6 @@ def test_prompts_are_compared_where_task_own_options_and_seed_agree(tmp_path):
     assert first not in [prompt_set(str(x), **(own | x)) for x in others]
     write_evaluation(out := tmp_path / "evaluation")
     content = json.loads((out / "eval.json").read_text()) | own
-    content["options"] |= {"maze_size": 9, "seed": 5, "task_seed": 0, "split": "test"}
+    content["options"] |= {"maze_size": 9, "seed": 5, "task_seed": 0}
     (out / "eval.json").write_text(json.dumps(content))
     assert read_folder(out, "evaluation").prompt_set == first

@@ -121,10 +121,9 @@ def test_environments_are_closed_after_any_exception():
 def test_rewards_of_one_turn_refuse_episodes(option):
     is_objective = option == "verifree"
     flag = "--objective" if is_objective else "--reward-source"
-    source = "given" if is_objective else option
     sentence = f"^{flag} {option} needs responses of one turn, got episodes of maze 5x5$"
     with refused(sentence):
-        PolicyReward.of(source, CountingTask(), None, 1, option * is_objective)
+        PolicyReward.of(option, CountingTask(), None, 1, option * is_objective)
 
 
 PROMPTS = make_prompts([[5, 6], [9]])

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from maxrl_fast.errors import InputError
-from maxrl_fast.runtime.background import Lap, Stopwatch
+from maxrl_fast.runtime.background import Stopwatch
 from maxrl_fast.runtime.device import resolve_device, versions
 
 COLD_BYTES = 256 << 20  # more than any second-level cache
@@ -126,10 +126,10 @@ class DeviceStopwatch(Stopwatch):
         self.device = device
 
     @contextmanager
-    def __call__(self, stage: str) -> Iterator[Lap]:
+    def __call__(self, stage: str) -> Iterator[None]:
         synchronize(self.device)
-        with super().__call__(stage) as lap:
-            yield lap
+        with super().__call__(stage):
+            yield
             synchronize(self.device)
 
 

@@ -49,7 +49,7 @@ class TimedTrainer:
         n, clock = len(self.records) + 1, self.trainer.clock
         before = dict(clock.seconds)
         self.records.append(
-            self.trainer.step(n, FIRST_PROMPT + n * self.trainer.collector.num_prompts)
+            self.trainer.step(n, FIRST_PROMPT + n * self.trainer.collector.options.prompts)
         )
         self.stages.append(
             {name: (t - before.get(name, 0.0)) * 1e3 for name, t in clock.seconds.items()}

@@ -26,10 +26,9 @@ from maxrl_fast.job.run_files import flat
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.runtime.files import RunFolder, atomic_file
-from maxrl_fast.runtime.loading import check_members, naming_user_code
+from maxrl_fast.runtime.loading import OBJECT, check_members, naming_user_code
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
-from maxrl_fast.tasks.dataset_specs import OBJECT
 
 
 class Log(list[dict[str, Any]]):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from maxrl_fast.algorithms.losses import find_loss
 from maxrl_fast.algorithms.options import REQUIRED, Count, NotNegative, make_option
-from maxrl_fast.config.options import Config, Decoding, Loss, Optimizer, Place
+from maxrl_fast.config.options import Config, Place
 from maxrl_fast.config.read import hint, parse_options
 from maxrl_fast.errors import InputError, warn
 from maxrl_fast.job.build import RunContext, prepare
@@ -34,7 +34,7 @@ from maxrl_fast.job.checkpoints import (
 from maxrl_fast.job.run_files import Progress, Saved, find_saved
 from maxrl_fast.model.policy import Model
 from maxrl_fast.records import Prompts, Rollouts, Samples, unpack
-from maxrl_fast.rollout import RolloutRequest, check_finite, sample_and_score
+from maxrl_fast.rollout import Decoding, RolloutRequest, check_finite, sample_and_score
 from maxrl_fast.rollout.vllm import VllmOptions
 from maxrl_fast.runtime.device import resolve_device
 from maxrl_fast.runtime.files import CHECKSUMS, RunFolder, read_json
@@ -45,9 +45,10 @@ from maxrl_fast.tasks.dataset import DatasetOptions
 from maxrl_fast.tasks.dataset_specs import is_dataset
 from maxrl_fast.tasks.sources import check_utf8, read_prompt
 from maxrl_fast.tasks.text_codec import TextTask, prompts_of
-from maxrl_fast.training.learner import TOKEN_METRICS, UpdateMetrics
+from maxrl_fast.training.learner import TOKEN_METRICS, LossOptions, UpdateMetrics
+from maxrl_fast.training.trainer import OptimizerOptions
 
-_GROUPS = Model, Optimizer, Loss, Decoding, Place, TextOptions, VllmOptions
+_GROUPS = Model, OptimizerOptions, LossOptions, Decoding, Place, TextOptions, VllmOptions
 _OF_RUNS = "model teacher_prompt prompt_suffix max_prompt_tokens steps warmup_steps lr_schedule "
 _OF_RUNS += "updates_per_step teacher_template teacher_ema"
 _OPTIONS = {x.name for group in _GROUPS for x in fields(group)} - {*_OF_RUNS.split()}

@@ -15,8 +15,9 @@ import torch
 from maxrl_fast.config.options import Config
 from maxrl_fast.config.read import located, parse
 from maxrl_fast.errors import EngineError, InputError, StorageError, UserCodeError
-from maxrl_fast.job.build import RunContext, estimate, prepare
+from maxrl_fast.job.build import RunContext, prepare
 from maxrl_fast.job.build_parts import closing_task
+from maxrl_fast.job.describe import estimate
 from maxrl_fast.job.launch import train
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.runtime.device import Machine, resolve_device

@@ -76,6 +76,7 @@ def test_evaluating_a_run_reproduces_its_last_evaluation(maze_run, finished):
     assert results["checkpoint"] == str(maze_run / "checkpoints" / "step-000006")
     assert results["name"] == "maze-step-000006"
     assert results["versions"]["torch"] == torch.__version__
+    assert results["task_options"] == ["maze_size"]
 
 
 def test_the_results_follow_from_the_samples(finished):

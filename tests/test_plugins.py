@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from maxrl_fast import evaluate, train
-from maxrl_fast.config.options import Decoding
 from maxrl_fast.config.read import parse
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.build_parts import build_engine, build_task
@@ -100,9 +99,9 @@ def test_a_task_gets_its_arguments_the_seed_and_the_model(tmp_path):
     assert build_task(f"{SORT}:SortTask", {}, seed=5).seed == 5
 
 
-def engine_of(name, **options):
-    sampling = Decoding(max_new_tokens=8, **options)
-    return build_engine(name, {}, sampling, tiny_decoder(), MazeTask(5), torch.float32, 4)
+def engine_of(name, *flags):
+    config = parse(["--rollout", name, "--max-new-tokens", "8", *flags])
+    return build_engine(config, tiny_decoder(), MazeTask(5), torch.float32, 4)
 
 
 def test_a_class_that_is_no_engine_is_refused(tmp_path):
@@ -114,7 +113,7 @@ def test_a_class_that_is_no_engine_is_refused(tmp_path):
     with pytest.raises(
         InputError, match=r"NaiveEngine must take .* unexpected keyword argument .cache_bytes"
     ):
-        engine_of(f"{NAIVE}:NaiveEngine", kv_cache_gb=1.0)
+        engine_of(f"{NAIVE}:NaiveEngine", "--kv-cache-gb", "1")
 
 
 @pytest.mark.slow

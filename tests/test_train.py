@@ -29,6 +29,7 @@ def test_a_run_writes_its_files(maze_run):
     known = {"objective": "maxpo", "k": 2, "seed": 4, "max_new_tokens": 17}
     assert known.items() <= config.items()
     assert config["versions"]["torch"] == torch.__version__
+    assert config["task_options"] == ["maze_size"]
     assert None not in config.values()
     metrics = read(maze_run / "metrics.jsonl")
     steps = [1, 2, 3, 4, 5, 6]

@@ -165,7 +165,7 @@ def measure(one: TokenRun) -> dict[str, Any]:
     trainer, evaluator = build(one.options)
     done, num_steps, kl, evaluations = 0, 0, list[float](), [evaluated(evaluator, 0, 0)]
     while done < one.tokens:
-        record = trainer.step(num_steps + 1, num_steps * trainer.collector.num_prompts)
+        record = trainer.step(num_steps + 1, num_steps * trainer.collector.options.prompts)
         done += record.batch.num_tokens
         num_steps += 1
         kl.append(record.metrics.get("kl", 0.0))

@@ -96,7 +96,8 @@ class UntilSuccess(Stopping):
 
 def until_success(one: TokenRun, trainer: Trainer) -> None:
     if one.name.startswith("ngu"):
-        rule = UntilSuccess(trainer.collector.num_prompts, 16, trainer.collector.num_rollouts, 1)
+        sizes = trainer.collector.options
+        rule = UntilSuccess(sizes.prompts, 16, sizes.rollouts, 1)
         trainer.collector = replace(trainer.collector, schedule=rule)
 
 

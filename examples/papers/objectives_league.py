@@ -176,7 +176,7 @@ def steps(trainer: Trainer, tokens: int) -> Iterator[StepRecord]:
     """
     n = 0
     while tokens > 0 and n < MOST_STEPS:
-        record = trainer.step(n + 1, n * trainer.collector.num_prompts)
+        record = trainer.step(n + 1, n * trainer.collector.options.prompts)
         yield record
         n, tokens = n + 1, tokens - record.batch.num_tokens
 
@@ -198,7 +198,7 @@ def gradient_variance(trainer: Trainer, num_steps: int) -> tuple[list[StepRecord
         trainer.learner.critic.lr = 0.0
     records, gradients = list[StepRecord](), list[Tensor]()
     for n in range(num_steps):
-        records.append(trainer.step(n + 1, n * trainer.collector.num_prompts))
+        records.append(trainer.step(n + 1, n * trainer.collector.options.prompts))
         parts = [p.grad.flatten() for p in trainer.learner.model.parameters() if p.grad is not None]
         gradients.append(torch.cat(parts).double())
     return records, relative_variance(torch.stack(gradients))

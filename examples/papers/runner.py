@@ -454,7 +454,7 @@ def measure_steps(training_mazes: int, one: TokenRun) -> dict[str, Any]:
     )
     for step in range(steps + 1):
         if step:
-            next_prompt = (step - 1) * trainer.collector.num_prompts
+            next_prompt = (step - 1) * trainer.collector.options.prompts
             of_step = trainer.step(step, next_prompt).metrics
             variance = moment_variance(trainer.learner.optimizer)
             metrics.append({**of_step, "moment_variance": variance})

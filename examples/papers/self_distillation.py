@@ -172,7 +172,7 @@ def measure(one: TokenRun) -> dict[str, Any]:
     trainer, _ = build(one.options)
     collector, done, taught = trainer.collector, 0, list[float]()
     while done < one.tokens:
-        record = trainer.step(len(taught) + 1, len(taught) * collector.num_prompts)
+        record = trainer.step(len(taught) + 1, len(taught) * collector.options.prompts)
         done += record.batch.num_tokens
         taught.append(record.metrics.get("frac_with_teacher", 0.0))
     prompts = collector.task.prompts("test", 0, one.evaluations)

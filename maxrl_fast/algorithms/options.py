@@ -44,6 +44,7 @@ UnitInterval = Annotated[float, Limit("a number from 0 to 1", lambda x: 0 <= x <
 BetweenZeroAndOne = Annotated[float, Limit("a number above 0 and below 1", lambda x: 0 < x < 1)]
 BelowOne = Annotated[float, Limit("a number of at least 0 and below 1", lambda x: 0 <= x < 1)]
 REQUIRED: Any = inspect.Parameter.empty
+DERIVED: Any = None  # a default that resolving replaces
 _WANTED: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false"}
 _WANTED |= {str: "text without null bytes or half characters", Path: "a path", dict: "a JSON value"}
 Code = Annotated[str, absolute_name]  # of the user's: FILE.py:NAME or package.module:NAME

@@ -1,5 +1,5 @@
-"""The options of all runs, in the groups of --help. Parts that are chosen by name (parts.py) have
-their own, beside their code."""
+"""The options of all runs, in the groups of --help. Those of training, and of parts that are chosen
+by name, stand beside their code."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 
 from maxrl_fast.algorithms.options import (
-    BelowOne,
+    DERIVED,
     BetweenZeroAndOne,
     Code,
     Count,
@@ -20,18 +20,17 @@ from maxrl_fast.algorithms.options import (
     Option,
     Positive,
     Seed,
-    Share,
     UnitInterval,
     options_of,
 )
 from maxrl_fast.model.policy import Model
-from maxrl_fast.ops.divergence import BETA
-from maxrl_fast.ops.loss_kernel import Aggregation
 from maxrl_fast.rewards.options import Reward
-from maxrl_fast.training.schedule import ScheduleOptions
+from maxrl_fast.rollout import Decoding
+from maxrl_fast.training.collect import SamplingOptions, Shaping
+from maxrl_fast.training.learner import LossOptions
+from maxrl_fast.training.trainer import OptimizerOptions, WarmStartOptions
 
 AnyConfig = TypeVar("AnyConfig", bound="Options")
-DERIVED: Any = None  # a default that resolving replaces
 
 
 @dataclass(frozen=True)
@@ -59,124 +58,6 @@ class Chosen(TaskAndEngine):
     correction: Literal["none", "tis", "tis_sequence", "icepop", "mis", "sequence_mask"] = DERIVED
     """For an engine whose probabilities are not the trainer's. By default tis, or none with native
     or the objective's own loss."""
-
-
-@dataclass(frozen=True)
-class Shaping(Reward):
-    """How responses are scored."""
-
-    reward_source: Literal["given", "vote", "logprob", "mean_logprob", "rlpr"] = "given"
-    """given: by the task or --reward; vote: 1 for the prompt's most frequent answer, else 0;
-    logprob: the policy's, of the reference answer after the reasoning; mean_logprob: its mean over
-    tokens; rlpr: RLPR's."""
-    overlong_buffer: CountOrZero = 0
-    """DAPO's overlong punishment, in the last tokens before --max-new-tokens; 0: none."""
-    overlong_penalty: Positive = 1.0
-    """Reward that a response of --max-new-tokens tokens loses."""
-    truncated: Literal["keep", "zero", "mask"] = "keep"
-    """Responses cut by the length limit: as others, with reward 0, or out of the loss."""
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How responses are sampled."""
-
-    max_new_tokens: Count = DERIVED
-    """Response limit in tokens. By default the task's; 32 for 9x9 mazes."""
-    temperature: Positive = 1.0
-    """Temperature of the sampling and of the loss."""
-    top_p: Share = 1.0
-    """Sample from the likeliest tokens with this sum of probabilities; 1: from all."""
-    kv_cache_gb: Positive | None = None
-    """KV cache of the engine, in 1e9 bytes. By default an eighth of the memory, of a GPU's a
-    quarter."""
-
-
-@dataclass(frozen=True)
-class Sampling(ScheduleOptions, Decoding):
-    """How responses are sampled."""
-
-    ahead: Annotated[int, Limit("an integer from 0 to 4", lambda x: 0 <= x <= 4)] = 0
-    """Sample while the policy trains, from weights this many updates old; 0: do not."""
-
-    def samples_of_engine(self, processes: int, tensor_parallel: int) -> int:
-        """The most samples of a step in one of the engines of these processes."""
-        return -(-self.prompts // processes) * tensor_parallel * self.rollouts
-
-
-@dataclass(frozen=True)
-class WarmStart:
-    """Supervised learning on solutions, at first."""
-
-    sft_steps: CountOrZero = DERIVED
-    """Steps. By default 100; with --sft-data an epoch; with --model alone 0."""
-    sft_batch: Count = 32
-    """Solutions per step."""
-    sft_lr: Positive = DERIVED
-    """Peak learning rate. By default 2e-3; with --model 1e-5, with --lora-rank too 1e-4."""
-    sft_beta2: BelowOne = DERIVED
-    """As --beta2, which is the default."""
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """Reinforcement learning updates (AdamW, float32 weights and moments)."""
-
-    steps: CountOrZero = 200
-    """Steps of reinforcement learning."""
-    lr: Positive = DERIVED
-    """Peak learning rate. By default 3e-4; with --model 1e-6, with --lora-rank too 1e-5."""
-    lr_schedule: Literal["constant", "cosine"] = "cosine"
-    """After the warm-up constant, or to a tenth of the peak."""
-    warmup_steps: CountOrZero = 25
-    """Steps of linear warm-up."""
-    updates_per_step: Count = 1
-    """Optimizer updates a step, each on an equal share of the prompts."""
-    weight_decay: NotNegative = 0.01
-    """Decoupled weight decay, on matrices only."""
-    beta2: BelowOne = 0.99
-    """AdamW's decay of the second moment."""
-    clip_grad: Positive = 0.1
-    """Largest gradient norm; larger ones are scaled down."""
-    token_budget: Count = 4096
-    """Most tokens, prompts counted once, of a pass; gradients add up."""
-    checkpoint_activations: bool = False
-    """Recompute each layer in the backward pass: less memory, a third more work."""
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Terms of the loss."""
-
-    aggregation: Aggregation = DERIVED
-    """How token losses are averaged: token_mean over the batch, seq_mean_token_mean (grpo),
-    seq_mean_token_sum (pacs, luspo) or seq_sum_constant (dr_grpo). By default the objective's."""
-    top_entropy: Share = 1.0
-    """Share of tokens, those of highest entropy, with a policy gradient (80/20 paper: 0.2)."""
-    entropy_coef: NotNegative = 0.0
-    """Coefficient of the entropy bonus, per nat."""
-    siren: NotNegative = 0.0
-    """Penalty that keeps the entropy of uncertain tokens near its start (paper: 0.005)."""
-    kl_coef: NotNegative = 0.0
-    """Coefficient of the divergence from the reference policy, per nat."""
-    kl: Literal["k1", "k2", "k3", "k3+", "full"] = "k3"
-    """Its estimator; full: the exact one, of the whole vocabulary."""
-    divergence: Literal["reverse", "forward", "jsd"] = "reverse"
-    """Of --kl full: KL(policy || teacher), KL(teacher || policy) or Jensen-Shannon's."""
-    jsd_beta: Annotated[float, BETA] = 0.5
-    """The teacher's weight in --divergence jsd."""
-    reference: str | None = None
-    """Reference policy or teacher: a checkpoint with the policy's tokenizer. By default the policy
-    when reinforcement learning begins."""
-    teacher_prompt: Code | None = None
-    """What the reference policy, by default that of each step, reads in place of the prompt: the
-    question and its answer, a correct response of the group (sibling) or what the check of the
-    response said (feedback); or FILE.py:f(prompt, **columns) -> text or messages."""
-    teacher_template: str | None = None
-    """Text of answer, sibling or feedback, with {prompt} and {text}, in place of the default."""
-    teacher_ema: BelowOne = 0.0
-    """With --teacher-prompt the teacher is a copy that moves this share towards the policy in each
-    update (SDPO: 0.05); 0: the policy itself."""
 
 
 # options that fix the shape of the policy and cannot change on resuming
@@ -342,13 +223,22 @@ class Config(Options):
 
     chosen: Chosen
     reward: Shaping
-    sampling: Sampling
-    warm_start: WarmStart
-    optimizer: Optimizer
-    loss: Loss
+    sampling: SamplingOptions
+    warm_start: WarmStartOptions
+    optimizer: OptimizerOptions
+    loss: LossOptions
     model: Model
     evaluation: Evaluation
     run: Run
+
+    @property
+    def tensor_parallel(self) -> int:
+        return int(self.parts["rollout"].get("vllm_tensor_parallel", 1))
+
+    def samples_of_engine(self, processes: int) -> int:
+        """The most samples of a step in one of the engines of these processes."""
+        prompts = -(-self.sampling.prompts // processes)
+        return prompts * self.tensor_parallel * self.sampling.rollouts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,13 @@ from maxrl_fast.tasks.dataset import DatasetTask
 from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.training.objectives.registry import objective_defaults
 
+# of the default evaluations between the first step and the last: their share of the training
+# samples, and the prompts below which pass@k is too noisy to be worth them
+EVALUATION_SHARE, FEWEST_EVALUATED = 0.05, 32
+
 
 def resolve(
-    config: Config,
-    task: Task,
-    processes: int = 1,
-    warn: Callable[[str], None] = warnings.warn,
+    config: Config, task: Task, processes: int = 1, warn: Callable[[str], None] = warnings.warn
 ) -> Config:
     """Return the configuration with every default but --out worked out, with --dry-run 8x80 for
     that machine, whose GPUs compute in bfloat16."""
@@ -124,6 +125,21 @@ def num_held_out(wanted: int | None, task: Task) -> int:
         most = f"the {available} prompts that are held out"
         raise InputError(f"eval_prompts must be at most {most}, got {number}")
     return number
+
+
+def evaluation_schedule(config: Config, task: Task) -> tuple[int, int]:
+    """Return after how many steps, 0: never, on how many prompts of each held-out set, between the
+    first step and the last. A sample of training costs three of an evaluation, because it is
+    learned from."""
+    options, steps = config.evaluation, config.optimizer.steps
+    if options.eval_every is not None:
+        return options.eval_every, options.eval_prompts
+    trained = steps * config.sampling.prompts * config.sampling.rollouts
+    samples = sum(n for _, n in held_out_sets(task, 1, options.eval_samples).values())
+    affordable = int(EVALUATION_SHARE * trained / (3 * samples))
+    if affordable < min(FEWEST_EVALUATED, options.eval_prompts):
+        return 0, 0
+    return math.ceil(steps / 4), min(affordable, options.eval_prompts)
 
 
 def place_of(place: Place) -> dict[str, str]:

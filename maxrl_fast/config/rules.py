@@ -16,9 +16,9 @@ from maxrl_fast.algorithms.options import Option, options_of
 from maxrl_fast.config.options import Config, EvaluationConfig
 from maxrl_fast.errors import InputError
 from maxrl_fast.rollout.vllm import VllmOptions
-from maxrl_fast.runtime.loading import is_code, load_code
+from maxrl_fast.runtime.loading import OBJECT, is_code, load_code
 from maxrl_fast.tasks.dataset import DatasetOptions
-from maxrl_fast.tasks.dataset_specs import DATASETS, GYM, OBJECT, is_reward, spec_of
+from maxrl_fast.tasks.dataset_specs import DATASETS, GYM, is_reward, spec_of
 from maxrl_fast.tasks.gym import GymOptions, generator_options
 from maxrl_fast.tasks.maze import MazeOptions
 from maxrl_fast.training.answers import LIKELIHOODS
@@ -263,11 +263,9 @@ def _wrong_parts(c: View) -> Iterator[str]:
     if names_asked(c.teacher_prompt) and (not is_full or needs.reference or c.rollouts < 2):
         yield (
             "--teacher-prompt {teacher_prompt}, which reads the group, needs --kl full, "
-            "--rollouts 2 or more and an objective without a reference policy, got {kl}, "
-            "{rollouts} and {objective}"
+            "--rollouts 2 or more and an objective without a reference policy, got --kl {kl}, "
+            "--rollouts {rollouts} and --objective {objective}"
         )
-    if "{text}" not in (c.teacher_template or "{text}"):
-        yield "teacher_template must have {{text}}, got {teacher_template}"
     if is_full and (loss.over_batch or c.top_entropy != 1 or c.siren or is_masked):
         yield (
             "kl full cannot be used where a token's loss depends on other responses, as with loss "

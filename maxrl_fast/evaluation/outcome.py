@@ -22,11 +22,9 @@ from maxrl_fast.tasks import Task
 RESULTS = "eval.json"
 RESULTS_BYTES = 1 << 28
 # Options that must be equal for two evaluations to be compared prompt by prompt.
-MATCHED = (
-    *("eval_prompts", "samples", "split", "temperature", "top_k", "top_p", "min_p"),
-    *("max_new_tokens", "task", "maze_size", "reward", "reward_threshold"),
-    *("reward_weights", "environment", "max_turns"),
-)
+_MATCHED = """eval_prompts samples split temperature top_k top_p min_p max_new_tokens task maze_size
+reward reward_threshold reward_weights environment max_turns"""
+MATCHED = _MATCHED.split()
 DIGEST = "prompts_sha256"  # the digest of the prompts must be equal too
 
 

@@ -1,17 +1,16 @@
-"""Builds the task and what scores it, the policy, its teacher and its rollout engine."""
+"""Builds the task, the policy, its teacher and its rollout engine."""
 
 import contextlib
 import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from maxrl_fast.config.options import Config, Decoding, EvaluationConfig
+from maxrl_fast.config.options import Config, EvaluationConfig
 from maxrl_fast.errors import InputError
 from maxrl_fast.job.run_files import Saved
 from maxrl_fast.model import checkpoint
@@ -21,26 +20,21 @@ from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.model.policy import backend_of, check_positions, load_policy, new_policy
 from maxrl_fast.model.policy_model import PolicyModel
 from maxrl_fast.model.tokenizer import load_tokenizer
-from maxrl_fast.rewards import RewardSource, WeightedRewards
-from maxrl_fast.rewards.models import Classifier
 from maxrl_fast.rewards.options import Reward
-from maxrl_fast.rewards.pool import RewardOutput, RewardPool, UserCode
 from maxrl_fast.rollout import CheckedEngine, Engine
 from maxrl_fast.rollout.native import native_engine
+from maxrl_fast.rollout.vllm import vllm_engine
 from maxrl_fast.runtime.files import read_json
-from maxrl_fast.runtime.loading import CLASSIFIER, build_from_code
+from maxrl_fast.runtime.loading import OBJECT, build_from_code, lost_object
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task
 from maxrl_fast.tasks.dataset import DatasetTask
-from maxrl_fast.tasks.dataset_specs import GYM, OBJECT, is_plugin, lost_object
+from maxrl_fast.tasks.dataset_specs import GYM, is_plugin
 from maxrl_fast.tasks.gym import GymTask
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.tasks.text_codec import TextTask
 from maxrl_fast.tasks.tools import ToolTask
 from maxrl_fast.training.teacher import names_asked
-
-PolicyFiles = tuple[dict[str, Any], dict[str, checkpoint.StoredTensor]]
 
 
 def find_policy(config: Config, ranks: Ranks, warn: Callable[[str], None]) -> Config:
@@ -117,55 +111,36 @@ def load_model(
     return load_policy(directory, task=config.chosen.task, max_new_tokens=limit, **how)
 
 
-def build_policy_files(task: Task, model: PolicyModel, start: Path | None) -> PolicyFiles:
-    """Return files by name, JSON contents or bytes, and tensors by name. The configuration is that
-    of the checkpoint `start`; None: of a new policy."""
-    files = task.tokenizer_files()
-    if start is None:
-        return {**files, **checkpoint.new_files(model.config, task.stop_ids)}, {}
-    files = {**files, **checkpoint.kept_files(start, task.stop_ids, model.config.dtype)}
-    return files, checkpoint.carried_tensors(start, model) if model.backend != "native" else {}
-
-
 def build_engine(
-    name: str,
-    own: Mapping[str, Any],
-    sampling: Decoding,
+    config: Config | EvaluationConfig,
     model: PolicyModel,
     task: Task,
     dtype: torch.dtype,
     max_batch: int,
     ranks: Ranks | None = None,
 ) -> Engine:
-    """Build the engine `name`, with its own options and the model's weights. vLLM samples
-    `max_batch` responses at once."""
-    cache, number = dict[str, Any](), 1
+    """Build the engine, with the model's weights. vLLM samples `max_batch` responses at once."""
+    name, sampling = config.chosen.rollout, config.sampling
+    offered: dict[str, Any] = {"model": model, "dtype": dtype, "max_batch": max_batch}
+    offered["ranks"], cache = ranks or Ranks(), dict[str, Any]()
     if sampling.kv_cache_gb is not None:  # an engine of the user's may refuse it
         cache["cache_bytes"] = int(sampling.kv_cache_gb * 1e9)
-    how: dict[str, Any] = {"ranks": ranks or Ranks()}
     if name == "native":
         engine = native_engine(model, dtype, **cache)
         # refuses a cache that is too small
         engine.check_fits(task.prompt_length, sampling.max_new_tokens)
         return engine
-    if name != "vllm":
-        offered = {"model": model, "dtype": dtype, "max_batch": max_batch, **how}
-        hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
-        made = build_from_code("rollout", name, Engine, offered, {**own, **cache}, hint)
+    own = {**config.parts["rollout"], **cache}
+    if name == "vllm":
+        made: Engine = vllm_engine(filters_tokens=sampling.top_p < 1, **offered, **own)
     else:
-        from maxrl_fast.rollout import vllm  # of which few runs need anything
-
-        how["filters_tokens"] = sampling.top_p < 1
-        if (url := own["vllm_url"]) is not None:
-            made = vllm.VllmServerEngine(model, dtype, url, **how)
-        else:
-            how |= {"max_batch": max(max_batch, 256), **cache}
-            number = own["vllm_tensor_parallel"]
-            made = vllm.VllmEngine(model, dtype, tensor_parallel=number, **how)
-    return CheckedEngine(made, name, model.config.vocab_size, number > 1)
+        hint = "; it may have model, dtype, max_batch, ranks and cache_bytes"
+        made = build_from_code("rollout", name, Engine, offered, own, hint)
+    is_shared = own.get("vllm_tensor_parallel", 1) > 1
+    return CheckedEngine(made, name, model.config.vocab_size, is_shared)
 
 
-CPU, NO_REWARDS = torch.device("cpu"), Reward()
+NO_REWARDS = Reward()
 
 
 def build_run_task(config: Config, environment: type | None = None) -> Task:
@@ -201,7 +176,7 @@ def build_task(
     """Build the task `name` with its `own` options, those that are given. `others`: further
     arguments of DatasetTask."""
     if name.startswith(OBJECT):
-        raise InputError(lost_object("task", name))
+        raise lost_object("task", name)
     if is_plugin(name):
         offered = {"seed": seed} | ({} if model is None else {"model": model})
         built: Task = build_from_code("task", name, Task, offered, own, "; --model gives model")
@@ -212,56 +187,7 @@ def build_task(
         raise InputError(f"--task {name} needs --model DIR, whose tokenizer reads text")
     if name.startswith(GYM):
         return GymTask(name.removeprefix(GYM), seed, model, **own)
-    make: Callable[..., Task] = DatasetTask
-    if code := own.get("environment"):
-        given = "environment", code, environment, rewards, RewardOutput()
-        make = partial(ToolTask, partial(start_code, *given, is_environment=True))
-    needs_reward = needs_reward and not rewards.reward
-    return make(name, seed, model, needs_reward=needs_reward, **others, **own)
-
-
-def build_scorer(
-    options: Reward,
-    task: Task,
-    device: torch.device = CPU,
-    dtype: torch.dtype = torch.float32,
-    functions: Mapping[str, Callable[..., Any]] | None = None,
-    num_ranks: int = 1,
-    output: RewardOutput | None = None,
-) -> Scorer:
-    """Build the scorer: the task, functions in worker processes, whose output `output` gets, or of
-    this process (`functions`, by name), or a reward model. Each of `num_ranks` scores a part."""
-    names = options.reward or ((task.reward,) if task.reward else ())
-    sources, weights = list[RewardSource](), options.reward_weights or (1.0,) * len(names)
-    with contextlib.ExitStack() as on_error:
-        for name in names:
-            if name.startswith(CLASSIFIER):
-                sources.append(Classifier(name, device, dtype))
-            else:
-                given = (functions or {}).get(name)
-                sources.append(start_code("reward", name, given, options, output))
-            on_error.callback(sources[-1].close)
-        is_sum = weights not in ((), (1.0,))
-        whole = WeightedRewards(sources, weights) if is_sum else next(iter(sources), None)
-        on_error.pop_all()
-    # a custom function sees the whole response
-    limit = None if options.reward else task.answer_limit
-    rate, threshold = options.max_reward_error_rate, options.reward_threshold
-    return Scorer(task, whole, rate, threshold, limit, num_ranks)
-
-
-def start_code(
-    option: str,
-    name: str,
-    given: Callable[..., Any] | None,
-    options: Reward,
-    output: RewardOutput | None,
-    is_environment: bool = False,
-) -> UserCode:
-    """Return what calls an option's code: `given`, an object of this process, or that of `name` in
-    workers."""
-    if given is not None:
-        return UserCode(given, name, is_environment)
-    if name.startswith(OBJECT):
-        raise InputError(lost_object(option, name))
-    return RewardPool(name, options, is_environment, output)
+    others |= {**own, "needs_reward": needs_reward and not rewards.reward}
+    if own.get("environment"):
+        return ToolTask(name, seed, model, rewards, environment, **others)
+    return DatasetTask(name, seed, model, **others)

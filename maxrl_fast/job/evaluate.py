@@ -33,22 +33,15 @@ from maxrl_fast.evaluation.outcome import (
     settings_of,
 )
 from maxrl_fast.evaluation.tables import add_scores, new_table, shown, summary_table
-from maxrl_fast.job.build_parts import (
-    build_engine,
-    build_scorer,
-    build_task,
-    closing_task,
-    load_model,
-)
+from maxrl_fast.job.build_parts import build_engine, build_task, closing_task, load_model
 from maxrl_fast.job.run_files import free_folder
 from maxrl_fast.job.screen import Screen
-from maxrl_fast.rollout import Sampling
 from maxrl_fast.runtime.background import Stopwatch
 from maxrl_fast.runtime.device import versions
-from maxrl_fast.runtime.files import atomic_file, locked, storing
+from maxrl_fast.runtime.files import TASK_OPTIONS, atomic_file, locked, storing
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task, held_out_sets
-from maxrl_fast.tasks.text_codec import end_of
+from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.training.passes import check_exact
 
 # keys of eval.json and what the table calls them
@@ -66,9 +59,8 @@ ROLLOUTS = {"cpu": 4096, "cuda": 16384}  # sampled between two reports of progre
 
 def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen) -> int:
     """Sample the checkpoint on each held-out set, report, and compare with --against."""
-    options, seed = {**parsed.parts["task"]}, parsed.place.task_seed or 0
-    options |= dict.fromkeys({"sft_data"} & options.keys())
-    given = options, seed, source.checkpoint, parsed.reward
+    options = {x: y for x, y in parsed.parts["task"].items() if x != "sft_data"}
+    given = options, parsed.place.task_seed or 0, source.checkpoint, parsed.reward
     # with held-out sets that are given no other data is read
     task = build_task(parsed.chosen.task, *given, test_only=parsed.measure.split != "train")
     config = resolve_evaluation(parsed, source, task, screen.warning)
@@ -80,12 +72,10 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
     device, dtype = place.where
     model = load_model(source.checkpoint, config, task).to(device)
     check_exact(model)
-    own_of_engine = config.parts["rollout"], config.sampling, model, task, dtype, batch
-    engine = build_engine(config.chosen.rollout, *own_of_engine)
+    engine = build_engine(config, model, task, dtype, batch)
     engine.load_weights(model)
-    rules = how.temperature, how.max_new_tokens, task.stop_ids, how.top_k, how.top_p, how.min_p
-    sampling = Sampling(*rules, end_of=end_of(task))
-    scorer = build_scorer(config.reward, task, device, dtype)
+    sampling = how.rules(task, top_k=how.top_k, min_p=how.min_p)
+    scorer = Scorer.of(config.reward, task, device, dtype)
     with closing_task(task), contextlib.closing(scorer):
         for own, x, against in zip(configs, measures, others, strict=True):
             part = x.eval_prompts, x.samples, how.seed, device, x.split, max(1, most // x.samples)
@@ -101,10 +91,7 @@ def evaluate_checkpoint(parsed: EvaluationConfig, source: Source, screen: Screen
 
 
 def resolve_evaluation(
-    config: EvaluationConfig,
-    source: Source,
-    task: Task,
-    warn: Callable[[str], None],
+    config: EvaluationConfig, source: Source, task: Task, warn: Callable[[str], None]
 ) -> EvaluationConfig:
     sampling, place, wanted = config.sampling, config.place, config.measure.eval_prompts
     is_test = config.measure.split == "test"
@@ -239,6 +226,7 @@ def _evaluate_set(
             "run": None if source.run is None else str(source.run),
             "task": task.name,
             "options": config.flat(),
+            TASK_OPTIONS: [*config.flags["task"].values()],
             "settings": settings,
             "versions": versions(),
             "command": sys.argv,
@@ -312,4 +300,4 @@ def _introduction(
         f"{prompts} x {measure.samples} samples, {how}, at most "
         f"{sampling.max_new_tokens} tokens; {evaluator.engine.describe()}"
     )
-    yield from evaluator.scorer.source.lines() if evaluator.scorer.source else ()
+    yield from evaluator.scorer.lines()

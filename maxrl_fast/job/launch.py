@@ -21,13 +21,12 @@ from maxrl_fast.errors import (
     StorageError,
     UserCodeError,
 )
-from maxrl_fast.evaluation import score_of
-from maxrl_fast.evaluation.tables import add_scores, new_table
-from maxrl_fast.job.build import RunContext, answered_task, describe_run, prepare
+from maxrl_fast.job.build import RunContext, prepare
 from maxrl_fast.job.build_parts import build_run_task, closing_task
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.control import Interrupted, StallWatchdog, StopSignal
-from maxrl_fast.job.loop import RunLoop, verdict
+from maxrl_fast.job.describe import describe_run
+from maxrl_fast.job.loop import RunLoop
 from maxrl_fast.job.run_files import RunFiles, check_same, find_saved, fingerprints
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.rewards.pool import RewardOutput
@@ -72,17 +71,11 @@ def train(
         held.enter_context(located(config.places))
         config, task = prepare(config, ranks, warn, make_task)
         output = (isinstance(task, ToolTask) and task.output) or RewardOutput()
-        held.enter_context(closing(output))
-        held.enter_context(closing_task(task))
+        for context in (closing(output), closing_task(task)):
+            held.enter_context(context)
         held.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(config.run.threads)
-        is_resumed = config.run.resume is not None
-        # the folder is the same on all ranks: its name may contain the time
-        folder, is_first_resumed = ranks.values([str(config.run.out), is_resumed])[0]
-        out = Path(folder)
-        if is_first_resumed != is_resumed:
-            wanted = "a folder that all processes share, but only some of them see a run in"
-            raise InputError(f"--resume auto needs {wanted} {out}")
+        out, is_resumed = find_folder(config, ranks)
         lock, saved = locked(out, LOCK_LIMIT, warn) if ranks.is_first else nullcontext(), None
         if is_resumed:
             held.enter_context(lock)
@@ -91,11 +84,12 @@ def train(
                 said = f"{out}, which Session.save wrote; --model {out} starts from it"
                 raise InputError(f"--resume must be the folder of a run, got {said}")
         prints, config = fingerprints(config, task, saved), config.replace(out=out)
-        run = RunContext.begin(config, task, ranks, saved, functions=functions or {}, output=output)
+        run = RunContext.begin(config, task, ranks, saved, functions=functions, output=output)
         if saved:
             check_same(saved, run.config, prints, ranks, warn)
         found = run.place()
         held.enter_context(closing(run.scorer))
+        _ = run.trainer  # which may refuse the task
         if not saved:
             try:
                 check_rewards(run, warn)
@@ -108,10 +102,8 @@ def train(
         files = RunFiles(out, options, ranks.is_first, is_resumed, saved, warn)
         if ranks.is_first:
             output.open(out, is_resumed)
-        source = run.scorer.source
-        found += source.lines() if source else []
         changed = own_options(saved.options, options) if saved else ""
-        for line in filter(None, (*describe_run(run), changed, *found)):
+        for line in filter(None, (*describe_run(run), changed, *found, *run.scorer.lines())):
             screen.info(line)
         run.clock.beat()
         ending, limit = ExitStatus(run=run), config.run.stall_limit
@@ -123,13 +115,23 @@ def train(
         return ending
 
 
+def find_folder(config: Config, ranks: Ranks) -> tuple[Path, bool]:
+    """Return the run's, the same on all ranks: its name may contain the time; and whether it is
+    resumed."""
+    is_resumed = config.run.resume is not None
+    folder, is_first_resumed = ranks.values([str(config.run.out), is_resumed])[0]
+    if is_first_resumed != is_resumed:
+        wanted = "a folder that all processes share, but only some of them see a run in"
+        raise InputError(f"--resume auto needs {wanted} {folder}")
+    return Path(folder), is_resumed
+
+
 def check_rewards(run: RunContext, warn: Callable[[str], None]) -> None:
     """Score two short rollouts of each of the first two prompts; warn if some rewards fail.
     RewardError if all fail. All ranks must call this."""
     task, config = run.task, run.config
     # every response is scored, and only if all fail it is an error
     scorer = replace(run.scorer, max_error_rate=1.0, answer_limit=None)
-    answered_task(config, task, run.objective)  # or an error
     # rewards that serve only the evaluation may be any number
     is_binary = run.objective.needs.binary and config.reward.reward_source != "vote"
     if not scorer.can_fail and not is_binary:
@@ -168,8 +170,8 @@ def supervised(loop: RunLoop, ending: ExitStatus) -> Iterator[None]:
             checkpoints.wait()  # for a save that started before
         except FAILURES as other:
             screen.error(str(other))
-        newest, said = checkpoints.newest, "no checkpoint was written"
-        if newest is not None and newest.exists():
+        said = "no checkpoint was written"
+        if (newest := checkpoints.newest) and newest.exists():
             said = f"the last good checkpoint is {newest}"
         if isinstance(error, FAILURES):
             failed: RuntimeError = type(error)(f"{error}; {said}. {error.advice}")
@@ -194,17 +196,7 @@ def close(loop: RunLoop, ending: ExitStatus) -> None:
             screen.error(str(failed))
         else:
             ending.code, ending.error = 1, failed
-    evaluations = sorted(loop.progress.evaluations.items())
-    most = max((x["num_prompts"] for _, x in evaluations), default=0)
-    whole = {n: x for n, x in evaluations if x["num_prompts"] == most}
-    if len(whole) > 1:
-        (before, *_, after), score = whole.values(), score_of(whole.values())
-        table = new_table("held-out prompts", "before", "after", "change")
-        gains = {k: {"mean": x - before[score].get(k, x)} for k, x in after[score].items()}
-        add_scores(table, score, (before[score], after[score]), [gains])
-        screen.console.print(table)
-        if said := verdict(whole):
-            screen.warning(said)
+    loop.show_change()
     total = sum(seconds.values())
     stages = (f"{x} {s:.1f} s ({s / total:.0%})" for x, s in seconds.items() if s * 99 > total)
     screen.info(f"{total:.1f} s: {', '.join(stages)}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from maxrl_fast.algorithms.estimators.of_training import has_teacher
+from maxrl_fast.config.resolve import evaluation_schedule
 from maxrl_fast.evaluation import PASS, label_of, score_of
 from maxrl_fast.evaluation.evaluator import Evaluation, Evaluator, over_sets
 from maxrl_fast.evaluation.kept_samples import (
@@ -22,7 +23,8 @@ from maxrl_fast.evaluation.kept_samples import (
     sample_lines,
     sample_records,
 )
-from maxrl_fast.job.build import RunContext, evaluation_schedule
+from maxrl_fast.evaluation.tables import add_scores, new_table
+from maxrl_fast.job.build import RunContext
 from maxrl_fast.job.checkpoints import Checkpoints
 from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
@@ -166,11 +168,13 @@ class RunLoop:
         for metrics in RunFolder(self.files.out).log("metrics") if self.ranks.is_first else ():
             self.health.observe(metrics)
         progress, checkpoints, trainer = self.progress, self.checkpoints, self.trainer
+        config = self.context.config
         if progress.phase == "warm start":
             with self.clock("warm start"):
                 self._warm_start()
             progress.phase, progress.step = "training", 0
-            progress.next_prompt = self.context.warm_start.num_prompts
+            if not config.parts["task"].get("sft_data"):  # then it has used up training prompts
+                progress.next_prompt = config.warm_start.sft_steps * config.warm_start.sft_batch
         learner = trainer.learner
         if 0 < self.num_steps <= progress.step:
             done = f"it had done all its {self.num_steps} steps"
@@ -192,7 +196,7 @@ class RunLoop:
 
     def _warm_start(self) -> None:
         warm_start, progress = self.context.warm_start, self.progress
-        if not (total := warm_start.num_steps):
+        if not (total := warm_start.options.sft_steps):
             return
         self.checkpoints.begin(warm_start.learner)
         with self.screen.stage("warm start", total, lines=10, done=progress.step) as stage:
@@ -314,3 +318,17 @@ class RunLoop:
                 screen.info(f"step {step}: {name}{'  '.join(shown)}{which}")
         for line in sample_lines(samples[0], screen.console.width) if samples else ():
             screen.info(line)
+
+    def show_change(self) -> None:
+        """Print the first evaluation on all prompts beside the last one."""
+        evaluations = sorted(self.progress.evaluations.items())
+        most = max((x["num_prompts"] for _, x in evaluations), default=0)
+        whole = {n: x for n, x in evaluations if x["num_prompts"] == most}
+        if len(whole) > 1:
+            (before, *_, after), score = whole.values(), score_of(whole.values())
+            table = new_table("held-out prompts", "before", "after", "change")
+            gains = {k: {"mean": x - before[score].get(k, x)} for k, x in after[score].items()}
+            add_scores(table, score, (before[score], after[score]), [gains])
+            self.screen.console.print(table)
+            if said := verdict(whole):
+                self.screen.warning(said)

@@ -27,6 +27,7 @@ from maxrl_fast.evaluation import PASS, score_of
 from maxrl_fast.model.checkpoint import HUB
 from maxrl_fast.runtime.device import versions
 from maxrl_fast.runtime.files import (
+    TASK_OPTIONS,
     DamagedError,
     RunFolder,
     atomic_file,
@@ -404,7 +405,8 @@ class RunFiles:
 
     def write_config(self) -> None:
         used = {name: value for name, value in self.options.items() if value is not None}
-        content = {**used, "versions": versions(), "command": sys.argv}
+        own = [*options_of_part("task", self.options["task"])]
+        content = {**used, TASK_OPTIONS: own, "versions": versions(), "command": sys.argv}
         write_json(self.out / "config.json", content)
         write_json(self.out / "weight.json", weight_of(self.options, PASS_RATES))
 

@@ -30,17 +30,15 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepro
 SHARD_BYTES = 2 * 10**9
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # sizes that config.json must have
-NEEDED = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "max_position_embeddings"),
-)
+_NEEDED = """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+max_position_embeddings"""
+NEEDED = _NEEDED.split()
 # Keys that make transformers run code: Python files of a repository, and attention kernels of the
 # Hugging Face hub.
-CODE_KEYS = (
-    *("auto_map", "custom_pipelines", "custom_generate", "trust_remote_code"),
-    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal"),
-    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal"),
-)
+_CODE_KEYS = """auto_map custom_pipelines custom_generate trust_remote_code attn_implementation
+_attn_implementation _attn_implementation_internal experts_implementation _experts_implementation
+_experts_implementation_internal"""
+CODE_KEYS = _CODE_KEYS.split()
 
 
 def write_policy(

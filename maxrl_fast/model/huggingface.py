@@ -29,11 +29,10 @@ from maxrl_fast.model.recurrence import Recurrence, States
 
 NAME = "maxrl_fast"  # under which the functions are registered
 # Arguments that say nothing about the attention between tokens.
-_OTHER = {
-    *("position_ids", "cache_position", "position_embeddings", "past_key_values", "use_cache"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-    *("hidden_states", "layer_idx", "logits_to_keep"),
-}
+_NAMES = """position_ids cache_position position_embeddings past_key_values use_cache
+output_attentions output_hidden_states output_router_logits return_dict hidden_states layer_idx
+logits_to_keep"""
+_OTHER = {*_NAMES.split()}
 
 
 @dataclass(frozen=True)

@@ -251,11 +251,7 @@ class Model:
 
 
 def new_policy(
-    options: Model,
-    vocab_size: int,
-    max_position_embeddings: int,
-    seed: int,
-    is_empty: bool = False,
+    options: Model, vocab_size: int, max_position_embeddings: int, seed: int, is_empty: bool = False
 ) -> Decoder:
     """Return a decoder of the Qwen2 architecture, on the CPU in float32, or the meta device."""
     try:

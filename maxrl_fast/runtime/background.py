@@ -3,7 +3,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -57,11 +56,6 @@ class Background:
             job.result()
 
 
-@dataclass
-class Lap:
-    seconds: float = 0.0
-
-
 class Stopwatch:
     """Measures wall time by stage, of nested ones for the inner one only, in `seconds`, and counts
     signs of progress for the watchdog; a beat is one of `parent` too, which waits for this one."""
@@ -76,18 +70,18 @@ class Stopwatch:
         self.stage, self.beats = "the start", 0
 
     @contextmanager
-    def __call__(self, stage: str) -> Iterator[Lap]:
-        lap, start = Lap(), time.perf_counter()
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
         outer, before, is_inside = self.stage, self._inside, self._depth > 0
         self._depth += 1
         self.stage, self._inside, self.beats = stage, 0.0, self.beats + 1
         try:
-            yield lap
+            yield
         finally:
-            lap.seconds = time.perf_counter() - start
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + lap.seconds - self._inside
+            lap = time.perf_counter() - start
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + lap - self._inside
             self.stage = outer if is_inside else f"what follows {stage}"
-            self._inside, self._depth = before + lap.seconds, self._depth - 1
+            self._inside, self._depth = before + lap, self._depth - 1
             self.beats += 1
 
     def total(self, *stages: str) -> float:

@@ -183,7 +183,9 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
     return content
 
 
-NOT_OPTIONS = ("versions", "command")  # entries of config.json beside the options
+# entries of config.json beside the options; of the task the names of its own
+TASK_OPTIONS = "task_options"
+NOT_OPTIONS = ("versions", "command", TASK_OPTIONS)
 
 
 @dataclass(frozen=True)

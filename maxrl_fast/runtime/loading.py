@@ -19,6 +19,7 @@ from typing import Any
 from maxrl_fast.errors import InputError, UserCodeError, nearest
 
 CLASSIFIER = "hf:"
+OBJECT = "python:"  # of a Python object that was given to maxrl_fast.run
 NOT_MODULES = ("gym", "python")  # what stands before the colon of --task gym:NAME, and of objects
 SHORT_REPR = reprlib.Repr()
 SHORT_REPR.maxstring = SHORT_REPR.maxother = 80
@@ -38,6 +39,13 @@ def is_code(name: str) -> bool:
     module, _, attribute = name.rpartition(":")
     words = [*module.split("."), attribute]
     return is_file(name) or (all(map(str.isidentifier, words)) and module not in NOT_MODULES)
+
+
+def lost_object(option: str, name: str) -> InputError:
+    return InputError(
+        f"--{option} {name} is a Python object that was given to maxrl_fast.run, which only its "
+        f"caller has; give it there again, as {option}=..."
+    )
 
 
 def absolute_name(name: str) -> str:

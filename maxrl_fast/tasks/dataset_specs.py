@@ -174,7 +174,6 @@ DATASETS = {
 
 
 GYM = "gym:"
-OBJECT = "python:"  # of a Python object that was given to maxrl_fast.run
 
 
 def is_plugin(name: str) -> bool:
@@ -207,10 +206,3 @@ def _is_class(name: str) -> bool:
     except (OSError, ValueError):  # whoever loads it reports this
         return False
     return any(isinstance(x, ast.ClassDef) and x.name == wanted for x in statements)
-
-
-def lost_object(option: str, name: str) -> str:
-    return (
-        f"--{option} {name} is a Python object that was given to maxrl_fast.run, which only its "
-        f"caller has; give it there again, as {option}=..."
-    )

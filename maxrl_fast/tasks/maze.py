@@ -13,10 +13,9 @@ from maxrl_fast.records import Prompts, Rollouts, pack
 from maxrl_fast.tasks import ReferenceAnswer, decode_words, word_tokenizer_files
 
 # One token per word; ids 17..31 are reserved, as in the paper's configuration.
-WORDS = (
-    *("<pad>", "<bos>", "<eos>", "<unk>", "GRID_START", "GRID_END", "PATH_START", "DONE"),
-    *("PATH", "WALL", "GOAL", "START", "NEWLINE", "UP", "DOWN", "LEFT", "RIGHT"),
-)
+_WORDS = """<pad> <bos> <eos> <unk> GRID_START GRID_END PATH_START DONE
+PATH WALL GOAL START NEWLINE UP DOWN LEFT RIGHT"""
+WORDS = _WORDS.split()
 VOCAB_SIZE = 32
 PAD, BOS, EOS, UNK, GRID_START, GRID_END, PATH_START, DONE = range(8)
 PATH, WALL, GOAL, START, NEWLINE, UP, DOWN, LEFT, RIGHT = range(8, 17)
@@ -108,18 +107,15 @@ def judge(prompts: Prompts, rollouts: Rollouts, size: int) -> Tensor:
     return (is_done.any(1) & is_walk & at_goal.any(1)).float()
 
 
+_WANTED = "an odd number from 7 to 31 (there are only four 5x5 mazes)"
+MazeSize = Annotated[int, Limit(_WANTED, lambda x: 7 <= x <= 31 and x % 2 == 1)]
+
+
 @dataclass(frozen=True)
 class MazeOptions:
     """Mazes."""
 
-    maze_size: Annotated[
-        int,
-        Limit(
-            "an odd number from 7 to 31 (there are four 5x5 mazes, three to train on and one held "
-            "out)",
-            lambda x: 7 <= x <= 31 and x % 2 == 1,
-        ),
-    ] = 9
+    maze_size: MazeSize = 9
     """Cells along one side of a maze, odd, 7 to 31. There are 192 mazes of 7x7, of which 38 are
     held out, and 100,352 of 9x9."""
 

@@ -1,6 +1,7 @@
 """Scores responses: by the task itself, its environments, or a source of rewards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from math import nan
@@ -11,10 +12,15 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError, RewardError
 from maxrl_fast.records import Prompts, Rollouts, unpack
-from maxrl_fast.rewards import LEFT, Outcome, Progress, RewardSource, no_progress
+from maxrl_fast.rewards import LEFT, Outcome, Progress, RewardSource, WeightedRewards, no_progress
+from maxrl_fast.rewards.models import Classifier
+from maxrl_fast.rewards.options import Reward
+from maxrl_fast.rewards.pool import RewardOutput, start_code
+from maxrl_fast.runtime.loading import CLASSIFIER
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Environments, EpisodeTask, Task, response_texts
 
+CPU = torch.device("cpu")
 FAILURE_KINDS = ("exception", "timeout", "crash", "memory", "invalid")
 CURES = {
     "timeout": "Raise --reward-seconds and continue with --resume.",
@@ -50,6 +56,37 @@ class Scorer:
     answer_limit: int | None = None
     # that score a part each; one gives up where its failures alone are more than all may have
     num_ranks: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        options: Reward,
+        task: Task,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+        num_ranks: int = 1,
+        output: RewardOutput | None = None,
+    ) -> "Scorer":
+        """Return that of the task, of functions in worker processes, whose output `output` gets, or
+        of this process (`functions`, by name), or of reward models."""
+        names = options.reward or ((task.reward,) if task.reward else ())
+        sources, weights = list[RewardSource](), options.reward_weights or (1.0,) * len(names)
+        with ExitStack() as on_error:
+            for name in names:
+                if name.startswith(CLASSIFIER):
+                    sources.append(Classifier(name, device, dtype))
+                else:
+                    given = (functions or {}).get(name)
+                    sources.append(start_code(name, given, options, output))
+                on_error.callback(sources[-1].close)
+            is_sum = weights not in ((), (1.0,))
+            whole = WeightedRewards(sources, weights) if is_sum else next(iter(sources), None)
+            on_error.pop_all()
+        # a custom function sees the whole response
+        limit = None if options.reward else task.answer_limit
+        rate, threshold = options.max_reward_error_rate, options.reward_threshold
+        return cls(task, whole, rate, threshold, limit, num_ranks)
 
     def __post_init__(self) -> None:
         self.weights = self.source.weights if self.source else {}
@@ -171,6 +208,9 @@ class Scorer:
             most = max(FAILURE_KINDS, key=by_kind.__getitem__)
             raise RewardError(warning + limit * (self.max_error_rate < 1), CURES.get(most, ""))
         return by_kind, warning
+
+    def lines(self) -> list[str]:
+        return self.source.lines() if self.source else []
 
     def close(self) -> None:
         if self.source is not None:

@@ -15,7 +15,7 @@ from maxrl_fast.model.policy import read_sizes
 from maxrl_fast.model.tokenizer import ControlTokens, Message, Prompt, load_tokenizer, saved_files
 from maxrl_fast.records import Prompts, Rollouts, pack, unpack
 from maxrl_fast.runtime.files import JSON_BYTES, check_regular, read_json
-from maxrl_fast.tasks import ReferenceAnswer, Task
+from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.conversation import Conversation, TextOptions, common
 from maxrl_fast.tasks.dataset_specs import AnswerForm
 
@@ -128,6 +128,11 @@ class TextTask:
 
         return shortest(tokens, has_stop)
 
+    @property
+    def end_of(self) -> Callable[[list[int]], int | None] | None:
+        """Where stop texts end responses, for `Sampling`; None without such."""
+        return self.length_to_stop if self.stop_texts else None
+
     def describe(self) -> list[str]:
         names = [repr(self.decode([i], with_special=True)) for i in self.stop_ids]
         names += [f"the text {x!r}" for x in self.stop_texts]
@@ -189,11 +194,6 @@ def _at(place: str) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{place}: {error}") from error
-
-
-def end_of(task: Task) -> Callable[[list[int]], int | None] | None:
-    """Return where stop texts end responses, for `Sampling`; None without such."""
-    return task.length_to_stop if isinstance(task, TextTask) and task.stop_texts else None
 
 
 def shortest(tokens: list[int], fits: Callable[[list[int]], bool]) -> int | None:

@@ -1,6 +1,6 @@
 """Episodes with tools: prompts of a data set, and an environment of the user's for each sample."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -10,7 +10,8 @@ from maxrl_fast.errors import InputError
 from maxrl_fast.model.tokenizer import Message
 from maxrl_fast.records import Prompts
 from maxrl_fast.rewards import PROGRESS_INTERVAL, Outcome, Progress, failure, no_progress
-from maxrl_fast.rewards.pool import UserCode
+from maxrl_fast.rewards.options import Reward
+from maxrl_fast.rewards.pool import RewardOutput, start_code
 from maxrl_fast.tasks import Reply
 from maxrl_fast.tasks.conversation import ToolCall
 from maxrl_fast.tasks.dataset import DatasetTask, Kept
@@ -20,21 +21,23 @@ OTHER_TEXT = "reset returned another text than at the start of the run for the s
 
 
 class ToolTask(DatasetTask):
-    """Prompts of a data set, each answered with the tools of an environment, whose workers `start`
-    starts. `reset` is called once with each line, and its text is appended to the last message of
-    the prompt: all episodes of a prompt must begin with the same text."""
+    """Prompts of a data set, each answered with the tools of an environment, in workers, or `given`
+    as a class of this process. `reset` is called once with each line, and its text is appended to
+    the last message of the prompt: all episodes of a prompt must begin with the same text."""
 
     def __init__(
         self,
-        start: Callable[[], UserCode],
         name: str,
         seed: int,
         model: Path,
+        rewards: Reward,
+        given: type | None,
         *,
         needs_reward: bool = True,
         **options: Any,
     ):
-        self.workers = workers = start()
+        code = options["environment"], given, rewards, RewardOutput()
+        self.workers = workers = start_code(*code, is_environment=True)
         self.output, self.max_turns = workers.output, options["max_turns"]
         self._numbers = count()  # of environments
         try:

@@ -10,7 +10,7 @@ from torch import Tensor
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import Prompts, Rollouts, Samples, ranges, sequence_sums, unpack
 from maxrl_fast.runtime.device import to_device
-from maxrl_fast.tasks import AnsweredTask, Task
+from maxrl_fast.tasks import AnsweredTask, EpisodeTask, Task
 from maxrl_fast.training.learner import Learner
 
 LIKELIHOODS = ("logprob", "mean_logprob", "rlpr")  # of --reward-source
@@ -44,6 +44,19 @@ class PolicyReward:
     task: AnsweredTask
     learner: Learner
     limit: int  # the longest response, in tokens, with its answer; longer answers are cut
+
+    @classmethod
+    def of(
+        cls, source: str, task: Task, learner: Learner, limit: int, objective: str = ""
+    ) -> "PolicyReward | None":
+        """Return that of a --reward-source, or of an `objective` that learns from reference
+        answers; None if the policy rewards nothing."""
+        is_own = objective or source in LIKELIHOODS
+        who = f"--objective {objective}" if objective else f"--reward-source {source}"
+        if (is_own or source == "vote") and isinstance(task, EpisodeTask):
+            raise InputError(f"{who} needs responses of one turn, got episodes of {task.name}")
+        kind = PROBABILITY if objective else source
+        return cls(kind, check_answers(task, who), learner, limit) if is_own else None
 
     def score(self, prompts: Prompts, rollouts: Rollouts) -> AnswerScores:
         """Score N responses to each prompt; all ranks must call this, and get the same."""

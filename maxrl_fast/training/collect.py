@@ -3,15 +3,18 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from maxrl_fast.algorithms.options import CountOrZero, Limit, Positive
 from maxrl_fast.errors import InputError
 from maxrl_fast.records import PROMPT, SEQUENCE, Prompts, Rollouts, Samples
+from maxrl_fast.rewards.options import Reward
 from maxrl_fast.rollout import (
+    Decoding,
     Engine,
     RolloutRequest,
     Sampling,
@@ -25,7 +28,7 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task, response_texts
 from maxrl_fast.tasks.scorer import MetricAccumulator, Scorer
 from maxrl_fast.training.answers import PolicyReward
-from maxrl_fast.training.schedule import Carried, Drawn, Schedule
+from maxrl_fast.training.schedule import Carried, Drawn, Schedule, ScheduleOptions
 
 CPU = torch.device("cpu")
 
@@ -46,16 +49,32 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class LengthPenalty:
-    """DAPO's (Yu et al. 2025, eq. 13), as in verl: docs/tasks.md."""
+class Shaping(Reward):
+    """How responses are scored."""
 
-    limit: int  # length of the longest response
-    buffer: int
-    factor: float = 1.0
+    reward_source: Literal["given", "vote", "logprob", "mean_logprob", "rlpr"] = "given"
+    """given: by the task or --reward; vote: 1 for the prompt's most frequent answer, else 0;
+    logprob: the policy's, of the reference answer after the reasoning; mean_logprob: its mean over
+    tokens; rlpr: RLPR's."""
+    overlong_buffer: CountOrZero = 0
+    """DAPO's overlong punishment, in the last tokens before --max-new-tokens; 0: none."""
+    overlong_penalty: Positive = 1.0
+    """Reward that a response of --max-new-tokens tokens loses."""
+    truncated: Literal["keep", "zero", "mask"] = "keep"
+    """Responses cut by the length limit: as others, with reward 0, or out of the loss."""
 
-    def __call__(self, lengths: Tensor) -> Tensor:
-        left = (self.limit - self.buffer - lengths).float()
-        return (self.factor / self.buffer * left).clamp_max(0.0)
+    def length_penalty(self, lengths: Tensor, limit: int) -> Tensor:
+        """DAPO's (Yu et al. 2025, eq. 13), as in verl: docs/tasks.md."""
+        left = (limit - self.overlong_buffer - lengths).float()
+        return (self.overlong_penalty / self.overlong_buffer * left).clamp_max(0.0)
+
+
+@dataclass(frozen=True)
+class SamplingOptions(ScheduleOptions, Decoding):
+    """How responses are sampled."""
+
+    ahead: Annotated[int, Limit("an integer from 0 to 4", lambda x: 0 <= x <= 4)] = 0
+    """Sample while the policy trains, from weights this many updates old; 0: do not."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +158,8 @@ class RolloutCollector:
     engine: Engine
     scorer: Scorer
     sampling: Sampling
-    num_prompts: int  # G
-    num_rollouts: int  # N
+    options: ScheduleOptions
+    shaping: Shaping = Shaping()
     seed: int = 0
     device: torch.device = CPU
     schedule: Schedule | None = None  # how many rollouts each prompt gets; None: N
@@ -149,10 +168,8 @@ class RolloutCollector:
     needs: Needs = Needs()
     # in place of the scorer; not where the objective needs greedy responses or parts
     policy_reward: PolicyReward | None = None
-    length_penalty: LengthPenalty | None = None  # added to the rewards that the objective sees
     clock: Stopwatch = field(default_factory=Stopwatch)
     ranks: Ranks = field(default_factory=Ranks)
-    truncated: str = "keep"  # or "zero" or "mask"
 
     def collect(self, step: int, first_prompt: int) -> RolloutBatch:
         """Return G prompts from index `first_prompt` on, their rollouts and rewards; all ranks must
@@ -163,12 +180,12 @@ class RolloutCollector:
         elif chosen := self.chosen:
             places, num_new = chosen.places(first_prompt, step)
             prompts = Prompts.concatenate([self._prompts(index, 1) for index in places])
-            batch = self._sample(step, prompts, 0, self.num_rollouts, means)
+            batch = self._sample(step, prompts, 0, self.options.rollouts, means)
             metrics = batch.metrics | chosen.observe(batch.all_rewards)
             batch = replace(batch, metrics=metrics, num_new=num_new)
         else:
-            prompts = self._prompts(first_prompt, self.num_prompts)
-            batch = self._sample(step, prompts, 0, self.num_rollouts, means)
+            prompts = self._prompts(first_prompt, self.options.prompts)
+            batch = self._sample(step, prompts, 0, self.options.rollouts, means)
         seconds += self.clock.total("rollout")
         metrics = batch.metrics | means.over(self.ranks)
         return self._finished(replace(batch, metrics=metrics, rollout_seconds=seconds))
@@ -180,7 +197,7 @@ class RolloutCollector:
     def _in_rounds(
         self, schedule: Schedule, step: int, first_prompt: int, means: MetricAccumulator
     ) -> RolloutBatch:
-        most, prompts, parts, num_drawn = self.num_rollouts, None, list[RolloutBatch](), 0
+        most, prompts, parts, num_drawn = self.options.rollouts, None, list[RolloutBatch](), 0
         # where the samples of each prompt stand in the parts, one after another; -1: not drawn
         index = torch.full((0, most), -1, device=self.device)
         rewards, drawn = torch.zeros(0, most, device=self.device), index.sum(1)
@@ -230,8 +247,9 @@ class RolloutCollector:
         if batch.warning or (self.schedule is not None and not bool(valid.all())):
             own["valid"] = valid
         own["task_rewards"] = own["rewards"] = rewards
-        if self.length_penalty is not None:
-            penalties = self.length_penalty(batch.rollouts.lengths).view(rewards.shape)
+        if self.shaping.overlong_buffer:
+            limit, lengths = self.sampling.max_new_tokens, batch.rollouts.lengths
+            penalties = self.shaping.length_penalty(lengths, limit).view(rewards.shape)
             own["rewards"] = (rewards + penalties).masked_fill(~valid, 0.0)
             own["metrics"] = batch.metrics | {"overlong_penalty": float(penalties.mean())}
         if batch.greedy_rewards is not None:
@@ -254,7 +272,7 @@ class RolloutCollector:
         first, own = ranks.part(len(prompts))  # the prompts that this rank samples
         scorer.pop_metrics()  # drop those of an evaluation, or of greedy responses
         asked = prompts.take(first, own), count, self.sampling, self.seed, step
-        more = begun + count < self.num_rollouts
+        more = begun + count < self.options.rollouts
         request = RolloutRequest(*asked, beat=clock.beat, first_sample=begun, keeps_prompts=more)
         sampled = self._sample_and_score(request)
         with clock("rollout"):
@@ -279,20 +297,13 @@ class RolloutCollector:
         means.merge(scorer.pop_metrics())
         if needs.greedy:
             one = replace(request, num_samples=1, sampling=self.sampling.greedy, first_sample=0)
-            greedy = ranks.concatenate(self._sample_and_score(one).rewards)[:, None].repeat(
-                1, count
-            )
+            found = ranks.concatenate(self._sample_and_score(one).rewards)
+            greedy = found[:, None].repeat(1, count)
             rewards = rewards.masked_fill(greedy.isnan(), torch.nan)  # as if all had failed
-        failed, warning = scorer.failures(ranks, f"step {step}")
-        known = rewards.nan_to_num() if warning else rewards
-        check_rewards(known, prompts, step)
-        if needs.binary:
-            check_binary(known, prompts, f"step {step}")
+        in_rounds = self.schedule is not None or isinstance(self.chosen, Carried)
         parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
         parts[of_rank], messages = components, [""] * len(rollouts)
         messages[of_rank] = sampled.messages
-        in_rounds = self.schedule is not None or isinstance(self.chosen, Carried)
-        ends = rollouts.lengths.new_full(shape, begun + count) if in_rounds else None
         return RolloutBatch(
             prompts=prompts,
             rollouts=learned,
@@ -303,20 +314,31 @@ class RolloutCollector:
             greedy_rewards=greedy,
             all_rewards=rewards,
             num_tokens=len(rollouts.tokens),
-            metrics={f"reward_{kind}": number for kind, number in failed.items()},
-            warning=warning,
             components=tuple(parts),
             messages=tuple(messages),
             reward_terms=terms,
             term_weights=tuple(scorer.weights.values()),
             answer_lengths=answer_lengths,
-            drawn_by=ends,
-            masks_truncated=self.truncated == "mask",
+            drawn_by=rollouts.lengths.new_full(shape, begun + count) if in_rounds else None,
+            masks_truncated=self.shaping.truncated == "mask",
+            **self._failures(rewards, prompts, step),
         )
+
+    def _failures(self, rewards: Tensor, prompts: Prompts, step: int) -> dict[str, Any]:
+        """Return what a batch says of failed rewards, which are NaN; refuse others that are not
+        finite, or not as the objective needs them."""
+        when = f"step {step}"
+        failed, warning = self.scorer.failures(self.ranks, when)
+        known = rewards.nan_to_num() if warning else rewards
+        check_rewards(known, prompts, step)
+        if self.needs.binary:
+            check_binary(known, prompts, when)
+        counts = {f"reward_{kind}": number for kind, number in failed.items()}
+        return {"metrics": counts, "warning": warning}
 
     def _sample_and_score(self, request: RolloutRequest) -> ScoredSamples:
         scorer = self.scorer if self.policy_reward is None else None
-        how = self.clock, self.truncated == "zero"
+        how = self.clock, self.shaping.truncated == "zero"
         return sample_and_score(self.engine, self.task, scorer, request, *how)
 
 

@@ -4,26 +4,23 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from maxrl_fast.algorithms.losses import (
-    highest_entropies,
-    near_responses,
-    nucleus_entropy,
-    siren,
-)
+from maxrl_fast.algorithms.losses import highest_entropies, near_responses, nucleus_entropy, siren
+from maxrl_fast.algorithms.options import DERIVED, BelowOne, Code, Limit, NotNegative, Share
 from maxrl_fast.algorithms.tokens import Tokens
 from maxrl_fast.errors import NonFiniteError, TeacherError
 from maxrl_fast.model.attention import has_kernel
 from maxrl_fast.model.linear import full_tensor
 from maxrl_fast.model.policy_model import Change, PolicyModel, find_nonfinite
 from maxrl_fast.ops import linear_divergence
+from maxrl_fast.ops.divergence import BETA
 from maxrl_fast.ops.logit_chunks import by_chunks
 from maxrl_fast.ops.loss import loss_of_hidden
-from maxrl_fast.ops.loss_kernel import LossInputs, LossSums, LossTerms
+from maxrl_fast.ops.loss_kernel import Aggregation, LossInputs, LossSums, LossTerms
 from maxrl_fast.records import Rollouts, Samples, sequence_sums
 from maxrl_fast.runtime.device import to_host
 from maxrl_fast.runtime.ranks import Ranks
@@ -121,12 +118,50 @@ class Critic:
                 own.copy_(weights[name])
 
 
+Template = Annotated[str, Limit("text with {text}", lambda x: "{text}" in x)]
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Terms of the loss."""
+
+    aggregation: Aggregation = DERIVED
+    """How token losses are averaged: token_mean over the batch, seq_mean_token_mean (grpo),
+    seq_mean_token_sum (pacs, luspo) or seq_sum_constant (dr_grpo). By default the objective's."""
+    top_entropy: Share = 1.0
+    """Share of tokens, those of highest entropy, with a policy gradient (80/20 paper: 0.2)."""
+    entropy_coef: NotNegative = 0.0
+    """Coefficient of the entropy bonus, per nat."""
+    siren: NotNegative = 0.0
+    """Penalty that keeps the entropy of uncertain tokens near its start (paper: 0.005)."""
+    kl_coef: NotNegative = 0.0
+    """Coefficient of the divergence from the reference policy, per nat."""
+    kl: Literal["k1", "k2", "k3", "k3+", "full"] = "k3"
+    """Its estimator; full: the exact one, of the whole vocabulary."""
+    divergence: Literal["reverse", "forward", "jsd"] = "reverse"
+    """Of --kl full: KL(policy || teacher), KL(teacher || policy) or Jensen-Shannon's."""
+    jsd_beta: Annotated[float, BETA] = 0.5
+    """The teacher's weight in --divergence jsd."""
+    reference: str | None = None
+    """Reference policy or teacher: a checkpoint with the policy's tokenizer. By default the policy
+    when reinforcement learning begins."""
+    teacher_prompt: Code | None = None
+    """What the reference policy, by default that of each step, reads in place of the prompt: the
+    question and its answer, a correct response of the group (sibling) or what the check of the
+    response said (feedback); or FILE.py:f(prompt, **columns) -> text or messages."""
+    teacher_template: Template | None = None
+    """Text of answer, sibling or feedback, with {prompt} and {text}, in place of the default."""
+    teacher_ema: BelowOne = 0.0
+    """With --teacher-prompt the teacher is a copy that moves this share towards the policy in each
+    update (SDPO: 0.05); 0: the policy itself."""
+
+
 @dataclass(frozen=True)
 class LossSettings(LossTerms):
     temperature: float = 1.0  # of the policy whose log-probs the loss is about
     max_new_tokens: int = 1  # the constant of seq_sum_constant
     divergence: str = "reverse"  # of linear_divergence, with its beta
-    beta: float = 0.5
+    jsd_beta: float = 0.5
     divergence_coef: float = 0.0  # of the exact divergence from the reference policy
     top_entropy: float = 1.0  # part of an update's tokens, by entropy, with a policy gradient
     siren: float = 0.0  # coefficient of SIREN's term; 0: none
@@ -234,11 +269,7 @@ class Learner:
         self.accumulated: list[Plan] = []
 
     def forward_backward(
-        self,
-        samples: Samples,
-        advantages: Tensor,
-        sequences: Tensor,
-        draw: Draw = (0, 0),
+        self, samples: Samples, advantages: Tensor, sequences: Tensor, draw: Draw = (0, 0)
     ) -> None:
         """Add the gradient of the loss of some samples, with the advantages [S] of all, to that of
         earlier calls since the last step; a call that fails or is interrupted discards the sum.
@@ -423,7 +454,7 @@ class Learner:
             teacher_hidden,
             teacher.output_matrix,
             settings.divergence,
-            beta=settings.beta,
+            beta=settings.jsd_beta,
             temperature=settings.temperature,
             softcap=self.model.softcap,
             teacher_softcap=teacher.softcap,

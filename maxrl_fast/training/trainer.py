@@ -13,10 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from maxrl_fast.algorithms.options import (
+    DERIVED,
+    BelowOne,
+    Count,
+    CountOrZero,
+    NotNegative,
+    Positive,
+)
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout import Engine
 from maxrl_fast.runtime.background import Stopwatch, in_thread
@@ -30,6 +39,50 @@ EXIT_SECONDS = 10.0  # how long the exit of the process waits for a batch that i
 
 
 @dataclass(frozen=True)
+class WarmStartOptions:
+    """Supervised learning on solutions, at first."""
+
+    sft_steps: CountOrZero = DERIVED
+    """Steps. By default 100; with --sft-data an epoch; with --model alone 0."""
+    sft_batch: Count = 32
+    """Solutions per step."""
+    sft_lr: Positive = DERIVED
+    """Peak learning rate. By default 2e-3; with --model 1e-5, with --lora-rank too 1e-4."""
+    sft_beta2: BelowOne = DERIVED
+    """As --beta2, which is the default."""
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Reinforcement learning updates (AdamW, float32 weights and moments)."""
+
+    steps: CountOrZero = 200
+    """Steps of reinforcement learning."""
+    lr: Positive = DERIVED
+    """Peak learning rate. By default 3e-4; with --model 1e-6, with --lora-rank too 1e-5."""
+    lr_schedule: Literal["constant", "cosine"] = "cosine"
+    """After the warm-up constant, or to a tenth of the peak."""
+    warmup_steps: CountOrZero = 25
+    """Steps of linear warm-up."""
+    updates_per_step: Count = 1
+    """Optimizer updates a step, each on an equal share of the prompts."""
+    weight_decay: NotNegative = 0.01
+    """Decoupled weight decay, on matrices only."""
+    beta2: BelowOne = 0.99
+    """AdamW's decay of the second moment."""
+    clip_grad: Positive = 0.1
+    """Largest gradient norm; larger ones are scaled down."""
+    token_budget: Count = 4096
+    """Most tokens, prompts counted once, of a pass; gradients add up."""
+    checkpoint_activations: bool = False
+    """Recompute each layer in the backward pass: less memory, a third more work."""
+
+    @property
+    def learning_rate(self) -> LearningRate:
+        return LearningRate(self.lr, self.steps, self.warmup_steps, self.lr_schedule)
+
+
+@dataclass(frozen=True)
 class StepRecord:
     batch: RolloutBatch
     advantages: Tensor  # [S] of the last update
@@ -38,7 +91,7 @@ class StepRecord:
 
 @dataclass
 class Trainer:
-    """Each of `updates_per_step` optimizer updates uses an equal share of a step's prompts.
+    """Each optimizer update uses an equal share of a step's prompts.
 
     With `ahead` A, step n + A is sampled in a thread while step n trains, with the weights that
     step n begins with (docs/asynchronous.md). Its engine must not compute where the policy is
@@ -48,8 +101,7 @@ class Trainer:
     objective: Objective
     learner: Learner
     engine: Engine
-    learning_rate: LearningRate
-    updates_per_step: int = 1
+    options: OptimizerOptions
     correction: Callable[[RolloutBatch, Learner], RolloutBatch] | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
     teacher_prompts: Callable[[RolloutBatch], RolloutBatch] | None = None
@@ -59,6 +111,7 @@ class Trainer:
     _sampled: float = 0.0  # when the last batch of the thread was there
 
     def __post_init__(self) -> None:
+        self.learning_rate = self.options.learning_rate
         # Python would kill the thread at exit, which aborts the process if it is inside PyTorch.
         # Trainers without a thread are freed.
         own = weakref.ref(self)
@@ -103,7 +156,7 @@ class Trainer:
         return waiting.pop(0)
 
     def step(self, n: int, first_prompt: int) -> StepRecord:
-        clock = self.clock
+        clock, num_updates = self.clock, self.options.updates_per_step
         learner, objective = self.learner, self.objective
         lr = self.learning_rate.at(n)
         start, before = time.perf_counter(), clock.total("wait for samples")
@@ -120,13 +173,13 @@ class Trainer:
                 batch = self.teacher_prompts(batch)
             if objective.needs.reference or not learner.settings.divergence_coef:
                 # an objective compares whole batches, the loss those of an update
-                num_shares = 1 if objective.needs.reference else self.updates_per_step
+                num_shares = 1 if objective.needs.reference else num_updates
                 rollouts = learner.with_reference(batch, num_shares)
                 batch = replace(batch, rollouts=rollouts)
         with clock("advantage"):
             objective_step = objective.begin(batch, learner)
         batch = objective_step.batch
-        for update, sequences in enumerate(batch.minibatches(self.updates_per_step)):
+        for update, sequences in enumerate(batch.minibatches(num_updates)):
             # The algorithm: each A_i multiplies the log-probs of response i, so that one optimizer
             # step on
             #     loss = -(1/denominator) sum_i A_i sum_t log pi(y_it | x_i, y_i<t)
@@ -146,7 +199,7 @@ class Trainer:
             self.load_engine()
         else:
             if batch.sampled_after is not None:  # a checkpoint of an earlier version
-                metrics["lag"] = (n - 1 - batch.sampled_after) * self.updates_per_step
+                metrics["lag"] = (n - 1 - batch.sampled_after) * num_updates
             metrics["wait_seconds"] = clock.total("wait for samples") - before
             metrics["sampler_wait_seconds"] = idle
             metrics["tokens_per_second"] = batch.num_tokens / (time.perf_counter() - start)
@@ -232,23 +285,15 @@ class WarmStart:
 
     task: Task
     learner: Learner  # with the loss "reinforce", of advantages 1
-    learning_rate: LearningRate
-    batch: int  # prompts of a step
-    takes_prompts: bool = True  # it uses up training prompts; the others are for what follows
-
-    @property
-    def num_steps(self) -> int:
-        return self.learning_rate.steps
-
-    @property
-    def num_prompts(self) -> int:
-        return self.num_steps * self.batch if self.takes_prompts else 0
+    options: WarmStartOptions
 
     def steps(self, done: int = 0) -> Iterator[tuple[int, float]]:
-        for step in range(done + 1, self.num_steps + 1):
-            prompts, solutions = self.task.demonstrations((step - 1) * self.batch, self.batch)
+        options, size = self.options, self.options.sft_batch
+        rate = LearningRate(options.sft_lr, options.sft_steps, warmup_steps=10)
+        for step in range(done + 1, rate.steps + 1):
+            prompts, solutions = self.task.demonstrations((step - 1) * size, size)
             samples = Samples(prompts, solutions).to(self.learner.device)
             ones = torch.ones_like(samples.prompts.ids, dtype=torch.float32)
             self.learner.forward_backward(samples, ones, samples.sequences)
-            lr = self.learning_rate.at(step)
-            yield step, self.learner.optim_step(when=f"warm start step {step}", lr=lr).loss
+            when = f"warm start step {step}"
+            yield step, self.learner.optim_step(when=when, lr=rate.at(step)).loss

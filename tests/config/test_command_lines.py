@@ -11,6 +11,7 @@ import pytest
 
 from maxrl_fast.config.read import parse, parse_options, read_toml
 from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.rules import options_of_part
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluate import parse_evaluation
 from maxrl_fast.model.checkpoint import hf_config
@@ -92,7 +93,8 @@ def difference(line: str) -> str:
         for name, x in sorted(values.items())
         if x != default.get(name) and name not in UNRECORDED and str(x) != said.get(name)
     ]
-    gone = [f"-{name}" for name in sorted(default.keys() - values.keys() - {*UNRECORDED})]
+    of_maze = options_of_part("task", "maze")
+    gone = [f"-{x}" for x in sorted(default.keys() - values.keys() - {*UNRECORDED, *of_maze})]
     return " ".join([*changed, *gone])
 
 

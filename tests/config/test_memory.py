@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 from maxrl_fast import train
 from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
-from maxrl_fast.job.build import RunContext, estimate_memory
+from maxrl_fast.job.build import RunContext
+from maxrl_fast.job.describe import estimate_memory
 from maxrl_fast.model.decoder import Decoder, DecoderConfig
 from maxrl_fast.model.linear import add_adapters
 from maxrl_fast.records import Rollouts, Samples

@@ -9,10 +9,10 @@ from maxrl_fast.algorithms.options import options_of
 from maxrl_fast.config.changes import FREE, ROUNDING, changes
 from maxrl_fast.config.options import SHAPE, Config
 from maxrl_fast.config.read import ELSEWHERE, hint, parse, parse_options
-from maxrl_fast.config.resolve import resolve
+from maxrl_fast.config.resolve import evaluation_schedule, resolve
 from maxrl_fast.config.rules import SECTIONS, owners_by_option, unused_options
 from maxrl_fast.evaluate import parse_evaluation
-from maxrl_fast.job.build import build_loss_settings, evaluation_schedule, tensor_parallel
+from maxrl_fast.job.build import build_loss_settings
 from maxrl_fast.job.run_files import free_folder
 from maxrl_fast.model.checkpoint import hf_config
 from maxrl_fast.tasks.maze import MazeTask
@@ -166,7 +166,7 @@ def test_a_folder_is_new_or_has_what_a_kill_leaves(tmp_path, monkeypatch):
 def test_vllm_engines_divide_the_processes():
     def sharing(number, size):
         flags = ["--rollout", "vllm", "--vllm-tensor-parallel", str(number)]
-        return tensor_parallel(resolve(parse(flags), MazeTask(9), size))
+        return resolve(parse(flags), MazeTask(9), size).tensor_parallel
 
     assert (sharing(1, 3), sharing(2, 4)) == (1, 2)
     for number, size in ((2, 1), (2, 3), (4, 2)):

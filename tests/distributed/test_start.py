@@ -41,7 +41,9 @@ def main():
         host.extend(p.detach() for p in policy.parameters())  # so that no address is used again
         host.append(max(sum(p.nbytes for p in x.parameters()) for x in policy.blocks))
         with counted:
-            return place(run)
+            found = place(run)
+            _ = run.trainer
+        return found
 
     def engine(*arguments):
         with _disable_current_modes():

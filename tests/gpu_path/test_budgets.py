@@ -22,11 +22,11 @@ from maxrl_fast.runtime import tuning
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
 from maxrl_fast.training.correction import make_correction
-from maxrl_fast.training.learner import Learner, LearningRate, LossSettings, make_optimizer
+from maxrl_fast.training.learner import Learner, LossSettings, make_optimizer
 from maxrl_fast.training.objectives.group import GroupObjective
 from maxrl_fast.training.objectives.registry import make_objective
 from maxrl_fast.training.packing import Packer
-from maxrl_fast.training.trainer import Trainer
+from maxrl_fast.training.trainer import OptimizerOptions, Trainer
 from tests.batches import collected
 from tests.gpu_path.pretend import GPU
 from tests.models import updated
@@ -184,8 +184,8 @@ def step(gpu, objective, learning, **options):
         engine = native_engine(learning.model, torch.bfloat16, cache_bytes=10**9)
         batch = collected(samples(gpu), rewards(gpu))
     collector = SimpleNamespace(task=MazeTask(17), ranks=Ranks(), collect=lambda step, first: batch)
-    rate = LearningRate(1e-3, 10, 0)
-    trainer = Trainer(collector, objective, learning, engine, rate, **options)
+    adam = OptimizerOptions(lr=1e-3, steps=10, warmup_steps=0)
+    trainer = Trainer(collector, objective, learning, engine, adam, **options)
     for n in (1, 2):
         with gpu.watch():
             metrics = trainer.step(n, 0).metrics

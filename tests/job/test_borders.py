@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_be_written_is_refused_with_the_lock(tmp_path):
 
 
 def test_a_number_that_is_not_finite_is_null_in_a_log(tmp_path):
-    files = RunFiles(tmp_path, {"objective": "reinforce", "rollouts": 4})
+    files = RunFiles(tmp_path, {"objective": "reinforce", "rollouts": 4, "task": "maze"})
     record = {"step": 1, "kl": float("inf"), "by_k": {"1": float("nan")}, "all": [1.0, -1e999]}
     files.write("metrics", record)
     assert read(tmp_path / "metrics.jsonl") == [

@@ -11,13 +11,8 @@ from importlib.resources import files
 
 import pytest
 
-from maxrl_fast.algorithms.options import options_of
-from maxrl_fast.config.changes import OF_ONE_START
-from maxrl_fast.config.options import Config
-from maxrl_fast.config.rules import owners_by_option
 from maxrl_fast.report import main
-from maxrl_fast.report.page import OF_TASK
-from maxrl_fast.tasks.gym import GymOptions
+from maxrl_fast.report.page import read_folder
 from tests.browser.made_up import HOSTILE, KEYS, write_evaluation, write_run
 from tests.runs import read
 
@@ -266,7 +261,18 @@ def test_an_existing_page_is_replaced_completely_or_kept(tmp_path, capsys, monke
     assert out.read_text().startswith("<!doctype html>")
 
 
-def test_the_names_that_it_reads_are_those_of_the_options():
-    assert Config.options().keys() >= {*OF_ONE_START}
-    own = {*owners_by_option("task"), "task"} - {"sft_data"}
-    assert own | set(options_of(GymOptions)) == {*OF_TASK}
+def test_prompts_are_compared_where_task_own_options_and_seed_agree(tmp_path):
+    def prompt_set(name, **options):
+        write_run(tmp_path / name, steps=1, **options)
+        return read_folder(tmp_path / name, name).prompt_set
+
+    own = {"task_options": ["sft_data", "maze_size"]}
+    first = prompt_set("first", **own)
+    assert prompt_set("second", **own, lr=1.0, sft_data="shown.jsonl") == first
+    others = {"task": "chain"}, {"maze_size": 11}, {"seed": 1}, {"task_options": None}
+    assert first not in [prompt_set(str(x), **(own | x)) for x in others]
+    write_evaluation(out := tmp_path / "evaluation")
+    content = json.loads((out / "eval.json").read_text()) | own
+    content["options"] |= {"maze_size": 9, "seed": 5, "task_seed": 0}
+    (out / "eval.json").write_text(json.dumps(content))
+    assert read_folder(out, "evaluation").prompt_set == first

@@ -3,11 +3,11 @@ import contextlib
 import pytest
 
 from maxrl_fast.config.options import Reward
-from maxrl_fast.job.build_parts import build_scorer
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rewards import MajorityVote, Outcome, RewardSource, WeightedRewards
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, DOWN, UP, MazeTask
+from maxrl_fast.tasks.scorer import Scorer
 
 FUNCTIONS = """
 NAN = float("nan")
@@ -44,7 +44,7 @@ def scored(functions, names, weights=()):
     options = Reward(
         reward=rewards, reward_weights=weights, reward_workers=1, max_reward_error_rate=1.0
     )
-    with contextlib.closing(build_scorer(options, task)) as scorer:
+    with contextlib.closing(Scorer.of(options, task)) as scorer:
         values = scorer.score(task.prompts("train", 0, 2), Rollouts.given(RESPONSES)).tolist()
         return values, scorer.pop_metrics().over(Ranks()), *scorer.failures(Ranks(), "now")
 

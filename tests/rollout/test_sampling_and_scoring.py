@@ -1,19 +1,17 @@
 import math
 from dataclasses import replace
 from itertools import chain
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from maxrl_fast.job.build import answered_task
 from maxrl_fast.records import Inserted, Rollouts, cumulative, pack
 from maxrl_fast.rewards import Outcome, RewardSource, failure
 from maxrl_fast.rollout import RolloutRequest, Sampling, find_wrong, sample_and_score
 from maxrl_fast.tasks.scorer import Scorer
-from maxrl_fast.training.collect import Needs, RolloutCollector
-from maxrl_fast.training.objectives.classes import VerifreeObjective
-from maxrl_fast.training.objectives.group import GroupObjective
+from maxrl_fast.training.answers import PolicyReward
+from maxrl_fast.training.collect import Needs, RolloutCollector, Shaping
+from maxrl_fast.training.schedule import ScheduleOptions
 from tests.batches import make_prompts
 from tests.random_episodes import CountingEngine, CountingTask, num_turns, played
 from tests.tables import refused
@@ -24,8 +22,8 @@ CPU = torch.device("cpu")
 
 def collector_of(task, scorer=None, **options):
     sampling, scorer = Sampling(1.0, 32, task.stop_ids), scorer or Scorer(task, None)
-    sizes = {"num_prompts": G, "num_rollouts": N}
-    return RolloutCollector(task, CountingEngine(), scorer, sampling, **sizes, **options)
+    sizes = ScheduleOptions(G, N)
+    return RolloutCollector(task, CountingEngine(), scorer, sampling, sizes, **options)
 
 
 def rewards_of(ids, num_samples=N):
@@ -55,7 +53,8 @@ def test_a_step_of_episodes():
 
 
 def test_a_truncated_episode_has_the_reward_0_where_it_failed_too():
-    batch = collector_of(CountingTask({(1, 0), (2, 0)}), truncated="zero").collect(1, 0)
+    task, zero = CountingTask({(1, 0), (2, 0)}), Shaping(truncated="zero")
+    batch = collector_of(task, shaping=zero).collect(1, 0)
     assert batch.raw_rollouts.truncated.nonzero()[:, 0].tolist() == [1, 4]
     expected = torch.tensor(rewards_of(range(G))).flatten()
     expected[[1, 2, 4]] = 0
@@ -121,15 +120,10 @@ def test_environments_are_closed_after_any_exception():
 @pytest.mark.parametrize("option", ["rlpr", "vote", "verifree"])
 def test_rewards_of_one_turn_refuse_episodes(option):
     is_objective = option == "verifree"
-    config = SimpleNamespace(
-        reward=SimpleNamespace(reward_source="task" if is_objective else option),
-        chosen=SimpleNamespace(objective="verifree" if is_objective else "grpo"),
-    )
-    objective = VerifreeObjective() if is_objective else GroupObjective("grpo", {})
     flag = "--objective" if is_objective else "--reward-source"
     sentence = f"^{flag} {option} needs responses of one turn, got episodes of maze 5x5$"
     with refused(sentence):
-        answered_task(config, CountingTask(), objective)
+        PolicyReward.of(option, CountingTask(), None, 1, option * is_objective)
 
 
 PROMPTS = make_prompts([[5, 6], [9]])

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from maxrl_fast.model.tokenizer import saved_files
 from maxrl_fast.records import Rollouts
-from maxrl_fast.rollout import Sampling, cut
+from maxrl_fast.rollout import Decoding, cut
 from maxrl_fast.tasks import conversation
 from maxrl_fast.tasks.conversation import TextOptions
 from maxrl_fast.tasks.sources import read_lines, read_prompt
@@ -222,7 +222,7 @@ def test_stop_tokens_are_those_of_all_files_and_texts_end_a_response(tmp_path):
     rollouts = Rollouts.given([codec.conversation.encode(text) for text in texts])
     rollouts.truncated[:] = True
     rollouts.logprobs[:] = torch.arange(len(rollouts.tokens))
-    ended = cut(rollouts, Sampling(1.0, 20, codec.stop_ids, end_of=codec.length_to_stop))
+    ended = cut(rollouts, Decoding(max_new_tokens=20).rules(codec))
     assert texts_of(codec, ended) == ["x</a>", "none", "</a>"]
     assert ended.truncated.tolist() == [False, True, False]
     assert ended.logprobs.tolist() == [0, 1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 13, 14]

@@ -5,9 +5,10 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from maxrl_fast.config.options import Reward
-from maxrl_fast.job.build_parts import build_scorer, build_task
+from maxrl_fast.job.build_parts import build_task
 from maxrl_fast.rewards import verifiers
 from maxrl_fast.runtime.ranks import Ranks
+from maxrl_fast.tasks.scorer import Scorer
 from tests.tasks.test_dataset import responses, texts_of
 
 NEEDS = {"composite": {"datasets": [{"name": "gcd", "weight": 1, "config": {}}]}}
@@ -19,7 +20,7 @@ def task_of(name, policy, seed=0, **options):
 
 def scored(task, prompts, texts):
     options = Reward(reward_seconds=60.0, reward_workers=1)
-    with contextlib.closing(build_scorer(options, task)) as scorer:
+    with contextlib.closing(Scorer.of(options, task)) as scorer:
         rewards = scorer.score(prompts, responses(task, texts))
         return rewards, scorer.failures(Ranks(), "now")[1]
 

@@ -5,10 +5,11 @@ import pyarrow.parquet
 import pytest
 
 from maxrl_fast.config.options import Reward
-from maxrl_fast.job.build_parts import build_scorer, build_task
+from maxrl_fast.job.build_parts import build_task
 from maxrl_fast.rewards.verifiers import boxed
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.dataset_specs import gsm8k_answer, look_up, math_answer
+from maxrl_fast.tasks.scorer import Scorer
 from tests.tables import refused, table
 from tests.tasks.test_dataset import responses, written
 
@@ -109,7 +110,7 @@ DEFAULTS = Reward()
 
 @contextlib.contextmanager
 def scored(task, count, texts, options=DEFAULTS):
-    with contextlib.closing(build_scorer(options, task)) as scorer:
+    with contextlib.closing(Scorer.of(options, task)) as scorer:
         prompts = task.prompts("train", 0, count)
         yield scorer, scorer.score(prompts, responses(task, texts)).tolist()
 

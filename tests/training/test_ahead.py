@@ -73,7 +73,7 @@ def test_steps_are_those_of_a_loop_with_old_weights(ahead, flags, tmp_path):
         inserted = record.batch.rollouts.inserted
         turns += 0 if inserted is None else len(inserted.tokens)
         versions.append(deepcopy(by_hand.learner.model))
-        assert record.metrics["lag"] == min(ahead, n - 1) * trainer.updates_per_step
+        assert record.metrics["lag"] == min(ahead, n - 1) * trainer.options.updates_per_step
         assert record.metrics["loss"] == expected.metrics["loss"]
         both = trainer.learner.model, versions[-1]
         for own, other in zip(*(model.parameters() for model in both), strict=True):

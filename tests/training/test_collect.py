@@ -10,9 +10,9 @@ from maxrl_fast.rewards import Outcome, RewardSource, WeightedRewards
 from maxrl_fast.rollout import Sampling
 from maxrl_fast.tasks.maze import DONE, UP, MazeTask
 from maxrl_fast.tasks.scorer import Scorer
-from maxrl_fast.training.collect import LengthPenalty, Needs, RolloutCollector
+from maxrl_fast.training.collect import Needs, RolloutCollector, Shaping
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.schedule import DynamicSampling, StdFilter, is_mixed
+from maxrl_fast.training.schedule import DynamicSampling, ScheduleOptions, StdFilter, is_mixed
 from tests import batches
 from tests.job.test_resume import resumes_bitwise
 from tests.runs import CHAIN_TASK
@@ -54,7 +54,7 @@ def collected(table, max_batches, source=None, step=3, **options):
     task.table = table
     scorer, sampling = Scorer(task, source), Sampling(1.0, 32, task.stop_ids)
     schedule = DynamicSampling(2, 2, max_batches) if max_batches > 1 else None
-    options = {"num_prompts": 2, "num_rollouts": 2, "schedule": schedule} | options
+    options = {"options": ScheduleOptions(2, 2), "schedule": schedule} | options
     return RolloutCollector(task, NumberedEngine(), scorer, sampling, **options).collect(step, 0)
 
 
@@ -173,9 +173,9 @@ class Source(RewardSource):
 def test_each_reward_is_kept_beside_the_sum():
     first, second = [0.0, 1.0, 1.0, 0.0, 0.0, 1.0], [4.0, 2.0, NAN, 8.0, 6.0, 2.0]
     sources = [Source("a.py:first", first), Source("a.py:second", second)]
+    source, sizes = WeightedRewards(sources, [1.0, 0.5]), ScheduleOptions(2, 3)
     step, without = (
-        collected([], 1, WeightedRewards(sources, [1.0, 0.5]), num_rollouts=3, needs=Needs(parts=x))
-        for x in (True, False)
+        collected([], 1, source, options=sizes, needs=Needs(parts=x)) for x in (True, False)
     )
     assert step.rewards.tolist() == [[2.0, 2.0, 1.0], [4.0, 3.0, 2.0]]
     expected = torch.tensor([first, second]).view(2, 2, 3)
@@ -204,14 +204,16 @@ def soft_punishment(length, longest, cache):
 def test_the_penalty_is_that_of_dapo(limit, buffer):
     lengths = torch.arange(limit + 1)
     expected = torch.tensor([soft_punishment(length, limit, buffer) for length in range(limit + 1)])
-    torch.testing.assert_close(LengthPenalty(limit, buffer)(lengths), expected)
-    torch.testing.assert_close(LengthPenalty(limit, buffer, 0.25)(lengths), 0.25 * expected)
+    for factor in (1.0, 0.25):
+        own = Shaping(overlong_buffer=buffer, overlong_penalty=factor)
+        torch.testing.assert_close(own.length_penalty(lengths, limit), factor * expected)
     assert expected[-1] == -1
 
 
 def test_a_reward_that_is_not_known_stays_0_with_a_penalty():
     samples = Samples(batches.make_prompts([[1]]), Rollouts.given([[1] * 8, [1] * 10]))
-    collector = RolloutCollector(None, None, None, None, 1, 2, length_penalty=LengthPenalty(10, 4))
+    sampling, shaping = Sampling(1.0, 10, ()), Shaping(overlong_buffer=4)
+    collector = RolloutCollector(None, None, None, sampling, ScheduleOptions(1, 2), shaping)
     batch = collector._finished(batches.collected(samples, torch.tensor([[1.0, NAN]])))
     assert batch.rewards.tolist() == [[0.5, 0.0]]
     assert batch.metrics["overlong_penalty"] == pytest.approx(-(0.5 + 1) / 2)
@@ -225,10 +227,11 @@ def test_zero_replaces_the_reward_of_a_truncated_response_and_its_parts(truncate
     )
     first, second = torch.tensor([0.0, 1, 1, 0, 0, 3]), torch.tensor([4.0, 2, 6, 8, 6, 2])
     sources = [Source("a.py:first", first.tolist()), Source("a.py:second", second.tolist())]
-    options = {"num_rollouts": 3, "needs": Needs(parts=True), "truncated": truncated}
-    penalty = LengthPenalty(2, 1, 0.5)  # of prompt 1, whose responses have two tokens
-    source = WeightedRewards(sources, [1.0, 0.5])
-    step = collected([], 1, source, length_penalty=penalty, **options)
+    # the penalty is of prompt 1, whose responses have two tokens
+    shaping = Shaping(overlong_buffer=31, overlong_penalty=15.5, truncated=truncated)
+    source, sizes = WeightedRewards(sources, [1.0, 0.5]), ScheduleOptions(2, 3)
+    needs = Needs(parts=True)
+    step = collected([], 1, source, options=sizes, shaping=shaping, needs=needs)
     is_zero = truncated == "zero"
     parts = torch.stack([first, second], 1).masked_fill(is_cut[:, None] & is_zero, 0)
     own = (parts @ torch.tensor([1, 0.5])).view(2, 3)

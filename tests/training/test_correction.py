@@ -8,9 +8,9 @@ from maxrl_fast import ops
 from maxrl_fast.records import Samples
 from maxrl_fast.rollout.native import native_engine
 from maxrl_fast.training.correction import make_correction
-from maxrl_fast.training.learner import Learner, LearningRate, LossSettings
+from maxrl_fast.training.learner import Learner, LossSettings
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.trainer import Trainer
+from maxrl_fast.training.trainer import OptimizerOptions, Trainer
 from tests.batches import collected, one_batch
 from tests.models import response_logits, tiny_decoder
 from tests.training.test_learner import PROMPTS, learner
@@ -100,10 +100,9 @@ def step(model, rollouts, correction, updates=1, lr=0.0, **options):
     learning = learner(model, settings, optimizer=torch.optim.SGD(model.parameters(), lr=lr))
     engine = native_engine(model, torch.float32)
     batch = collected(Samples(PROMPTS, rollouts), REWARDS)
-    rate = LearningRate(lr, 10, 0)
-    trainer = Trainer(
-        Collector(batch), GroupObjective("grpo", {}), learning, engine, rate, updates, correction
-    )
+    options = OptimizerOptions(lr=lr, steps=10, warmup_steps=0, updates_per_step=updates)
+    grpo = GroupObjective("grpo", {})
+    trainer = Trainer(Collector(batch), grpo, learning, engine, options, correction)
     return trainer.step(1, 0).metrics
 
 

@@ -56,7 +56,8 @@ def expected_gradients(model, teacher, prompts, divergence, weights):
 )
 def test_the_exact_divergence_of_an_update(divergence, aggregation, reads_more, budget, is_self):
     model, teacher = tiny_decoder(), None if is_self else tiny_decoder(1).requires_grad_(False)
-    settings = dataclasses.replace(FULL, aggregation=aggregation, divergence=divergence, beta=0.8)
+    own = {"aggregation": aggregation, "divergence": divergence, "jsd_beta": 0.8}
+    settings = dataclasses.replace(FULL, **own)
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     trained = learner(model, settings, budget, sgd, reference=teacher)
     samples = Samples(PROMPTS, ROLLOUTS, **({"teacher_prompts": TEACHERS} if reads_more else {}))

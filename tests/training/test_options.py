@@ -4,7 +4,6 @@ from maxrl_fast.config.rules import objective_of
 from maxrl_fast.job.build import RunContext
 from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.collect import LengthPenalty
 from maxrl_fast.training.objectives.classes import PpoObjective, VerifreeObjective
 from maxrl_fast.training.objectives.group import GroupObjective
 from tests.tables import refused
@@ -47,9 +46,8 @@ def test_the_defaults_that_depend_on_other_options():
     given = resolved("--objective ppo --critic-lr 3e-4").parts["objective"]
     assert given == wanted | {"critic_lr": 3e-4}
     penalised = "--overlong-buffer 8 --overlong-penalty .5 --max-new-tokens 16"
-    for flags, penalty in (("", None), (penalised, LengthPenalty(16, 8, 0.5))):
-        run = RunContext.begin(resolved(flags), MazeTask(9), Ranks())
-        assert run.trainer.collector.length_penalty == penalty
+    run = RunContext.begin(resolved(penalised), MazeTask(9), Ranks())
+    assert run.trainer.collector.shaping.overlong_buffer == 8
     with refused("overlong_buffer must be at most max_new_tokens, got 33 and 32"):
         resolved("--overlong-buffer 33")
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from maxrl_fast.errors import NonFiniteError
-from maxrl_fast.job.build import count
+from maxrl_fast.job.describe import count
 from maxrl_fast.model.linear import LoraLinear, add_adapters
 from maxrl_fast.records import Rollouts, Samples
 from maxrl_fast.training.learner import Critic, LossSettings, critic_model, make_optimizer

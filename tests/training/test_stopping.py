@@ -16,9 +16,9 @@ from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, UP
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.train import main
-from maxrl_fast.training.collect import RolloutCollector
+from maxrl_fast.training.collect import RolloutCollector, Shaping
 from maxrl_fast.training.objectives.group import GroupObjective
-from maxrl_fast.training.schedule import Carried, Stopping
+from maxrl_fast.training.schedule import Carried, ScheduleOptions, Stopping
 from tests.batches import make_prompts
 from tests.job.test_resume import resumes_bitwise
 from tests.models import tiny_decoder
@@ -103,9 +103,8 @@ def test_rounds_are_drawn_until_enough_succeed(monkeypatch):
     task.table = [[0.0] * 12, [1.0, 1.0] + [0.0] * 10, [0.0, 1.0, 1.0, 1.0] + [0.0] * 8]
     sampling = Sampling(1.0, 32, task.stop_ids)
     schedule = Stopping(3, block=2, most=12, stop_at=2)
-    collector = RolloutCollector(
-        task, engine, Scorer(task, None), sampling, 3, 12, schedule=schedule
-    )
+    scorer, sizes = Scorer(task, None), ScheduleOptions(3, 12)
+    collector = RolloutCollector(task, engine, scorer, sampling, sizes, schedule=schedule)
     batch = collector.collect(1, 0)
     assert engine.requests == [([0, 1, 2], 0), ([0, 2], 2), ([0], 4), ([0], 8)]
     drawn = torch.tensor([12, 2, 4])
@@ -152,8 +151,9 @@ def test_a_truncated_success_is_none_with_zero(truncated, drawn):
         return replace(rollouts, truncated=rollouts.lengths <= 4)
 
     engine.generate, sampling = cut, Sampling(1.0, 32, task.stop_ids)
-    options = {"schedule": Stopping(1, block=2, most=8, stop_at=1), "truncated": truncated}
-    collector = RolloutCollector(task, engine, Scorer(task, None), sampling, 1, 8, **options)
+    sizes, schedule = ScheduleOptions(1, 8), Stopping(1, block=2, most=8, stop_at=1)
+    how = Scorer(task, None), sampling, sizes, Shaping(truncated=truncated)
+    collector = RolloutCollector(task, engine, *how, schedule=schedule)
     batch = collector.collect(1, 0)
     assert batch.has_reward.sum() == drawn
     assert batch.rewards.sum() == (0 if truncated == "zero" else 2)
@@ -250,7 +250,8 @@ class TriesTask(NumberedTask):
 def collector(table, carried, prompts, rollouts):
     task, engine = TriesTask(5), Tries()
     task.table = table
-    how = Scorer(task, None), Sampling(1.0, 32, task.stop_ids), prompts, rollouts
+    sizes = ScheduleOptions(prompts, rollouts)
+    how = Scorer(task, None), Sampling(1.0, 32, task.stop_ids), sizes
     return RolloutCollector(task, engine, *how, chosen=carried), engine
 
 

@@ -7,11 +7,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from maxrl_fast.api import Run as Run
+    from maxrl_fast.api import Session as Session
     from maxrl_fast.api import run as run
     from maxrl_fast.ops.group_advantage import group_advantage as group_advantage
-    from maxrl_fast.session import Session as Session
 
-_MODULES = {"run": "api", "Run": "api", "Session": "session", "group_advantage": "ops"}
+_MODULES = {"run": "api", "Run": "api", "Session": "api", "group_advantage": "ops"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,8 @@ rollouts go, at an equal number of sampled tokens and in equal time.
 
     python examples/papers/never_give_up.py                # methods, on 9x9 mazes
     python examples/papers/never_give_up.py --part rounds  # R of --carry R
+    python examples/papers/never_give_up.py --part changes --lr 1e-4  # R that changes
+    python examples/papers/never_give_up.py --part few --lr 1e-4  # 256 mazes
     python examples/papers/never_give_up.py --part draws --maze-size 11
 
 Each part needs its own --out. A language model, on problems of two operations:
@@ -15,7 +17,7 @@ Each part needs its own --out. A language model, on problems of two operations:
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,10 +32,11 @@ from torch import Tensor
 from maxrl_fast import group_advantage
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.schedule import Stopping
+from maxrl_fast.training.schedule import Carried, Stopping
 from maxrl_fast.training.trainer import Trainer
 
 FILE = Path(__file__)
+MAZES = 256  # of the parts few and draws
 BINS = (0, 0.02, 0.1, 1)  # upper ends of the pass rate before training
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "methods": {  # about 512 rollouts in a step
@@ -46,6 +49,11 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
         "ngu-mean": {"objective": f"{FILE}:ngu_mean", "rollouts": 128, "prompts": 8},
     },
     "rounds": {f"carry-{r}": {"objective": "maxrl", "carry": r} for r in (2, 4, 8, 16)},
+    "changes": {f"carry-{x}": {"objective": "maxrl", "carry": 8} for x in ("8", "falls", "half")},
+    "few": {
+        "maxrl-16": {"objective": "maxrl"},
+        **{f"carry-{x}": {"objective": "maxrl", "carry": 8} for x in ("8", "left")},
+    },
     "draws": {
         f"{name}-{rule}": {"objective": name, "draw_prompts": rule, "task": f"{FILE}:Mix"}
         for name in ("grpo", "maxrl")
@@ -59,20 +67,18 @@ class HardSettings(StoppingSettings):
     """Rules for where rollouts go, from warm starts with pass@1 near .05: 15 minutes of one
     core. --threads is the number of simultaneous runs, each with one thread."""
 
-    part: Literal["methods", "rounds", "draws"] = "methods"
-    """What is compared: methods, --carry 2 to 16, or --draw-prompts."""
+    part: Literal["methods", "rounds", "changes", "few", "draws"] = "methods"
+    """What is compared: methods, --carry 2 to 16, --carry 8 that changes (R is halved three times;
+    at most half of the places are carried), the same on 256 mazes (until a tenth is left that was
+    never solved), or --draw-prompts."""
     methods: tuple[str, ...] = ()
     """Some of the part's; by default all."""
     sft_steps: int = 90
     """Warm-start steps of 64 solutions."""
     eval_mazes: int = 128
-    """Held-out mazes."""
     eval_samples: int = 128
-    """Samples of each in an evaluation."""
     evaluations: int = 3
-    """Evaluations of a run, after equal numbers of tokens, besides that of the warm start."""
     work: Path = Path("runs/never_give_up")
-    """Folder of the warm starts and the finished runs."""
 
 
 def ngu_sum(rewards: Tensor, valid: Tensor) -> Tensor:
@@ -94,16 +100,57 @@ class UntilSuccess(Stopping):
         return (self.most - drawn).clamp_max(self.block) * ~(rewards > 0.5).any(1)
 
 
-def until_success(one: TokenRun, trainer: Trainer) -> None:
+@dataclass
+class Falls(Carried):
+    """R is 8, 4, 2 and 1, each for 36 steps, about a quarter of a run."""
+
+    steps: int = 0
+
+    def observe(self, rewards: Tensor) -> dict[str, float]:
+        self.rounds = max(8 >> self.steps // 36, 1)
+        self.steps += 1
+        return super().observe(rewards)
+
+
+class Half(Carried):
+    """At most half of the places are carried: the oldest prompts are given up."""
+
+    def observe(self, rewards: Tensor) -> dict[str, float]:
+        metrics, rounds = super().observe(rewards), self.table[:, 1]
+        too_many = int((rounds > 0).sum()) - len(rounds) // 2
+        rounds[rounds.argsort(descending=True, stable=True)[: max(too_many, 0)]] = 0
+        return metrics
+
+
+@dataclass
+class Left(Carried):
+    """Carries until fewer than a tenth of the mazes are left that were never solved."""
+
+    solved: set[int] = field(default_factory=set)
+
+    def observe(self, rewards: Tensor) -> dict[str, float]:
+        self.solved |= {*(self.table[(rewards > 0.5).any(1), 0] % MAZES).tolist()}
+        self.rounds = 8 if MAZES - len(self.solved) >= MAZES / 10 else 1
+        return super().observe(rewards)
+
+
+CHANGES = {"carry-falls": Falls, "carry-half": Half, "carry-left": Left}
+
+
+def set_rule(one: TokenRun, trainer: Trainer) -> None:
+    own = trainer.collector
     if one.name.startswith("ngu"):
-        rule = UntilSuccess(trainer.collector.num_prompts, 16, trainer.collector.num_rollouts, 1)
-        trainer.collector = replace(trainer.collector, schedule=rule)
+        rule = UntilSuccess(own.num_prompts, 16, own.num_rollouts, 1)
+        trainer.collector = replace(own, schedule=rule)
+    if one.name in CHANGES:
+        assert isinstance(own.chosen, Carried)
+        trainer.collector = replace(own, chosen=CHANGES[one.name](own.chosen.table, 8))
 
 
 class Mix(MazeTask):
-    """Mazes of odd sizes from 7 to `maze_size` in turn; the first 256 are trained on."""
+    """Mazes of odd sizes from 7 to `maze_size` in turn; the first MAZES are trained on."""
 
-    num_train_prompts = 256
+    num_train_prompts = MAZES
 
     def __init__(self, maze_size: int = 9, seed: int = 0):
         super().__init__(maze_size, seed)
@@ -132,8 +179,10 @@ def experiment(settings: HardSettings) -> dict[str, Any]:
     check_methods(settings.methods, known, settings)
     if settings.part == "draws":
         settings, start = replace(settings, work=settings.work / "mix"), [f"--task={FILE}:Mix"]
+    if settings.part == "few":
+        settings = replace(settings, training_mazes=MAZES)
     methods = {name: known[name] for name in settings.methods or known}
-    runs = compare(settings, methods, until_success, start)
+    runs = compare(settings, methods, set_rule, start)
     show(runs)
     table = Table("mazes with a success in the end, by pass rate before", *map(str, BINS))
     for one in runs:

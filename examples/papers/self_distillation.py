@@ -132,7 +132,6 @@ class SelfDistillationSettings(MazeSettings):
     eval_mazes: int = 64
     """Held-out mazes, of 64 samples each."""
     work: Path = Path("runs/self_distillation")
-    """Folder of the warm starts and the finished runs."""
 
 
 def experiment(settings: SelfDistillationSettings) -> dict[str, Any]:
@@ -148,6 +147,8 @@ def experiment(settings: SelfDistillationSettings) -> dict[str, Any]:
         methods[f"{name}, {teacher}"] = (
             {"objective": name} | own | (term if teacher != "none" else {})
         )
+    slow = methods["grpo, sibling"] | {"teacher_ema": 0.05}
+    methods["grpo, sibling, slow"] = slow  # a teacher that follows the policy
     runs = [
         TokenRun(
             name,
@@ -256,9 +257,11 @@ def draw(record: dict[str, Any]) -> Figure:
     runs, figure = record["results"]["runs"], Figure(figsize=(12, 4), layout="constrained")
     keys = "pass@1", f"pass@{SAMPLES}", "distinct"
     for axes, key in zip(figure.subplots(1, 3), keys, strict=True):
-        for i, (name, teacher) in enumerate(product(OBJECTIVES, TEACHERS)):
-            mean = float(values(runs, f"{name}, {teacher}")[key].mean())
-            axes.bar(f"{name}\n{teacher}", mean, color=f"C{i % len(TEACHERS)}")
+        for name in dict.fromkeys(one["method"] for one in runs if one["method"] != START):
+            objective, teacher = name.split(", ", 1)
+            mean = float(values(runs, name)[key].mean())
+            color = f"C{TEACHERS.index(teacher.partition(',')[0])}"
+            axes.bar(f"{objective}\n{teacher}", mean, color=color)
         axes.axhline(float(values(runs, START)[key].mean()), color="k", linestyle="--")
         axes.tick_params("x", rotation=90)
         axes.set(title=f"{key} (line: {START})")

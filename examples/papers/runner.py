@@ -485,10 +485,10 @@ def measure_steps(training_mazes: int, one: TokenRun) -> dict[str, Any]:
 
 def moment_variance(optimizer: torch.optim.Optimizer) -> float:
     """Estimate the variance of the gradient from Adam's moments (MaxPO): the sum over the weights
-    of v_hat - m_hat^2."""
+    of v_hat - m_hat^2; 0 where it was reset after the step."""
     total = 0.0
     for group in optimizer.param_groups:
-        for state in map(optimizer.state.__getitem__, group["params"]):
+        for state in filter(None, map(optimizer.state.__getitem__, group["params"])):
             first, second = (1 - beta ** float(state["step"]) for beta in group["betas"])
             variance = state["exp_avg_sq"] / second - (state["exp_avg"] / first).square()
             total += float(variance.sum(dtype=torch.float64))

@@ -32,6 +32,7 @@ from runner import (
     maze_options,
     measure_all,
     run,
+    standard_error,
     train_all,
 )
 from torch import Tensor
@@ -118,8 +119,8 @@ def shortest_way(grid: Grid, rng: random.Random) -> list[int]:
 
 @dataclass(frozen=True)
 class SelfDistillationSettings(MazeSettings):
-    """No teacher, the answer or a sibling beside grpo, maxrl and maxpo: 30 minutes of one core.
-    --threads is the number of simultaneous runs, each with one thread."""
+    """No teacher, the answer or a sibling beside grpo, maxrl and maxpo: 7 minutes of one
+    core at 100,000 tokens. --threads is the number of simultaneous runs, each with one thread."""
 
     maze_size: int = 7
     """Cells along one side of a maze."""
@@ -253,15 +254,14 @@ def bandits(settings: SelfDistillationSettings) -> dict[str, Any]:
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Draw pass@1, pass@64 and the number of distinct correct answers."""
+    """Draw pass@1, pass@64 and the number of distinct correct answers, with errors over mazes."""
     runs, figure = record["results"]["runs"], Figure(figsize=(12, 4), layout="constrained")
     keys = "pass@1", f"pass@{SAMPLES}", "distinct"
     for axes, key in zip(figure.subplots(1, 3), keys, strict=True):
         for name in dict.fromkeys(one["method"] for one in runs if one["method"] != START):
             objective, teacher = name.split(", ", 1)
-            mean = float(values(runs, name)[key].mean())
-            color = f"C{TEACHERS.index(teacher.partition(',')[0])}"
-            axes.bar(f"{objective}\n{teacher}", mean, color=color)
+            own, color = values(runs, name)[key], f"C{TEACHERS.index(teacher.partition(',')[0])}"
+            axes.bar(f"{objective}\n{teacher}", own.mean(), yerr=standard_error(own), color=color)
         axes.axhline(float(values(runs, START)[key].mean()), color="k", linestyle="--")
         axes.tick_params("x", rotation=90)
         axes.set(title=f"{key} (line: {START})")

@@ -164,16 +164,15 @@ def test_a_mix_of_mazes_scores_its_solutions(monkeypatch):
 
 def test_rules_end_what_is_carried(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
-    study, rounds = load("never_give_up"), {}
+    study, rounds = load("never_give_up"), []
     for rule in (study.Half, study.Falls, study.Left):
-        carried = rule(torch.tensor([[0, 2], [1, 1], [2, 0], [3, 4]]), 8)
-        if rule is study.Falls:
-            carried.steps = 72  # R = 2
-        if rule is study.Left:
-            carried.solved = {*range(5, 235)}  # and then 0
-        carried.observe(torch.tensor([[1.0], [0], [0], [0]]))
-        rounds[rule.__name__] = carried.table[:, 1].tolist()
-    assert rounds == {"Half": [0, 2, 1, 0], "Falls": [0, 0, 1, 0], "Left": [0, 0, 0, 0]}
+        carried = rule(torch.tensor([[512, 2], [1, 1], [2, 0], [3, 4]]), 8)
+        vars(carried).update(steps=72, solved={*range(2, 232)})  # R = 2; 26 are left
+        for rewards in ([1.0, 0, 0, 0], [1, 0, 1, 1]):
+            carried.observe(torch.tensor(rewards)[:, None])
+            rounds.append(carried.table[:, 1].tolist())
+    of_half, of_falls = [[0, 2, 1, 0], [0, 3, 0, 0]], [[0, 0, 1, 0], [0, 1, 0, 0]]
+    assert rounds == [*of_half, *of_falls, *[[0] * 4] * 2]
 
 
 def test_every_objective_is_in_the_league_or_is_left_out_for_a_reason(monkeypatch):

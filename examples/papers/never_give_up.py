@@ -7,7 +7,7 @@ rollouts go, at an equal number of sampled tokens and in equal time.
     python examples/papers/never_give_up.py --part few --lr 1e-4  # 256 mazes
     python examples/papers/never_give_up.py --part draws --maze-size 11
 
-Each part needs its own --out. A language model, on problems of two operations:
+Each part needs its own --out. A language model, on products of larger numbers:
 
     python examples/language/prepare.py --hard runs/hard
     python examples/papers/language_objectives.py --problems runs/hard

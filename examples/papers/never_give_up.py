@@ -4,7 +4,6 @@ rollouts go, at an equal number of sampled tokens and in equal time.
     python examples/papers/never_give_up.py                # methods, on 9x9 mazes
     python examples/papers/never_give_up.py --part rounds  # R of --carry R
     python examples/papers/never_give_up.py --part changes --lr 1e-4  # R that changes
-    python examples/papers/never_give_up.py --part few --lr 1e-4  # 256 mazes
     python examples/papers/never_give_up.py --part draws --maze-size 11
 
 Each part needs its own --out. A language model, on products of larger numbers:
@@ -17,7 +16,7 @@ Each part needs its own --out. A language model, on products of larger numbers:
 """
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +35,6 @@ from maxrl_fast.training.schedule import Carried, Stopping
 from maxrl_fast.training.trainer import Trainer
 
 FILE = Path(__file__)
-MAZES = 256  # of the parts few and draws
 BINS = (0, 0.02, 0.1, 1)  # upper ends of the pass rate before training
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "methods": {  # about 512 rollouts in a step
@@ -50,10 +48,6 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "rounds": {f"carry-{r}": {"objective": "maxrl", "carry": r} for r in (2, 4, 8, 16)},
     "changes": {f"carry-{x}": {"objective": "maxrl", "carry": 8} for x in ("8", "falls", "half")},
-    "few": {
-        "maxrl-16": {"objective": "maxrl"},
-        **{f"carry-{x}": {"objective": "maxrl", "carry": 8} for x in ("8", "left")},
-    },
     "draws": {
         f"{name}-{rule}": {"objective": name, "draw_prompts": rule, "task": f"{FILE}:Mix"}
         for name in ("grpo", "maxrl")
@@ -67,10 +61,9 @@ class HardSettings(StoppingSettings):
     """Rules for where rollouts go, from warm starts with pass@1 near .05: 15 minutes of one
     core. --threads is the number of simultaneous runs, each with one thread."""
 
-    part: Literal["methods", "rounds", "changes", "few", "draws"] = "methods"
-    """What is compared: methods, --carry 2 to 16, --carry 8 that changes (R is halved three times;
-    at most half of the places are carried), the same on 256 mazes (until a tenth is left that was
-    never solved), or --draw-prompts."""
+    part: Literal["methods", "rounds", "changes", "draws"] = "methods"
+    """What is compared: methods, --carry 2 to 16, --carry 8 that changes (R is halved three times,
+    or at most half of the places are carried), or --draw-prompts."""
     methods: tuple[str, ...] = ()
     """Some of the part's; by default all."""
     sft_steps: int = 90
@@ -122,19 +115,7 @@ class Half(Carried):
         return metrics
 
 
-@dataclass
-class Left(Carried):
-    """Carries until fewer than a tenth of the mazes are left that were never solved."""
-
-    solved: set[int] = field(default_factory=set)
-
-    def observe(self, rewards: Tensor) -> dict[str, float]:
-        self.solved |= {*(self.table[(rewards > 0.5).any(1), 0] % MAZES).tolist()}
-        self.rounds = 8 if MAZES - len(self.solved) >= MAZES / 10 else 1
-        return super().observe(rewards)
-
-
-CHANGES = {"carry-falls": Falls, "carry-half": Half, "carry-left": Left}
+CHANGES = {"carry-falls": Falls, "carry-half": Half}
 
 
 def set_rule(one: TokenRun, trainer: Trainer) -> None:
@@ -148,9 +129,9 @@ def set_rule(one: TokenRun, trainer: Trainer) -> None:
 
 
 class Mix(MazeTask):
-    """Mazes of odd sizes from 7 to `maze_size` in turn; the first MAZES are trained on."""
+    """Mazes of odd sizes from 7 to `maze_size` in turn; the first 256 are trained on."""
 
-    num_train_prompts = MAZES
+    num_train_prompts = 256
 
     def __init__(self, maze_size: int = 9, seed: int = 0):
         super().__init__(maze_size, seed)
@@ -179,8 +160,6 @@ def experiment(settings: HardSettings) -> dict[str, Any]:
     check_methods(settings.methods, known, settings)
     if settings.part == "draws":
         settings, start = replace(settings, work=settings.work / "mix"), [f"--task={FILE}:Mix"]
-    if settings.part == "few":
-        settings = replace(settings, training_mazes=MAZES)
     methods = {name: known[name] for name in settings.methods or known}
     runs = compare(settings, methods, set_rule, start)
     show(runs)

@@ -155,7 +155,7 @@ def test_a_script_runs_and_refuses_a_bad_setting(
     assert (tmp_path / "out" / f"{script}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_mix_scores_its_solutions_and_rules_end_carrying(monkeypatch):
+def test_a_mix_scores_its_solutions_and_rules_end_visits(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     study = load("never_give_up")
     mix, rounds = study.Mix(11), []
@@ -166,7 +166,7 @@ def test_a_mix_scores_its_solutions_and_rules_end_carrying(monkeypatch):
     assert torch.equal(*epochs)
     for rule in (study.Half, study.Falls):
         carried = rule(torch.tensor([[0, 2], [1, 1], [2, 0], [3, 4]]), 8)
-        carried.steps = 72  # of Falls: R = 2
+        carried.steps = 72  # Falls: R = 2
         for rewards in ([1.0, 0, 0, 0], [1, 0, 1, 1]):
             carried.observe(torch.tensor(rewards)[:, None])
             rounds.append(carried.table[:, 1].tolist())

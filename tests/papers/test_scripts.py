@@ -155,7 +155,7 @@ def test_a_script_runs_and_refuses_a_bad_setting(
     assert (tmp_path / "out" / f"{script}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_mix_scores_its_solutions_and_rules_end_visits(monkeypatch):
+def test_a_mix_scores_solutions_and_rules_end_visits(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     study = load("never_give_up")
     mix, rounds = study.Mix(11), []

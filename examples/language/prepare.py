@@ -53,6 +53,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/language"))
-    parser.add_argument("--hard", action="store_true", help="problems of two operations")
+    parser.add_argument("--hard", action="store_true", help="products of larger numbers")
     given = parser.parse_args()
     main(given.folder, HARD if given.hard else KINDS)

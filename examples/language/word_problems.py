@@ -17,7 +17,7 @@ EXAMPLE = [
     {"role": "assistant", "content": "8"},
 ]
 KINDS = ("sum", "product", "boxes", "lost")
-HARD = ("left",)
+HARD = ("crates",)
 HELD_OUT = 5  # the numbers of one problem of about this many are held out
 
 
@@ -29,12 +29,10 @@ def problem(kind: str, rng: random.Random) -> tuple[str, int, tuple[int, int]]:
         return f"What is {many} + {few}?", many + few, (many, few)
     if kind == "product":
         return f"What is {few} * {more}?", few * more, (few, more)
-    if kind == "boxes":
-        question = f"{name} has {few} boxes of {more} {things}. How many {things} does {name} have?"
-        return question, few * more, (few, more)
-    if kind == "left":
-        question = f"{name} has {few} boxes of {many} {things} and loses {more} {things}. How many "
-        return f"{question}are left?", few * many - more, (few, many)
+    if kind in ("boxes", "crates"):
+        each = more if kind == "boxes" else many
+        question = f"{name} has {few} boxes of {each} {things}. How many {things} does {name} have?"
+        return question, few * each, (few, each)
     question = f"{name} had {many} {things} and lost {few}. How many {things} are left?"
     return question, many - few, (many, few)
 

@@ -47,13 +47,9 @@ class AheadSettings(StoppingSettings):
     lags: tuple[int, ...] = (0, 1, 4)
     """Values of --ahead; differences are from the first."""
     tokens: int = 500_000
-    """Sampled tokens of a run, which ends with the step that reaches them."""
     eval_samples: int = 16
-    """Samples of each maze in an evaluation."""
     evaluations: int = 4
-    """Evaluations of a run, after equal numbers of tokens, besides that of the warm start."""
     work: Path = Path("runs/ahead")
-    """Folder of the warm starts and the finished runs."""
 
 
 def experiment(settings: AheadSettings) -> dict[str, Any]:

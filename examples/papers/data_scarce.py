@@ -12,7 +12,6 @@ command continues with those that are missing.
 import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -58,9 +57,6 @@ class ScarceSettings(MazeSettings):
     prompts: int = 16
     """Prompts of a step."""
     eval_samples: int = 16
-    """Samples of each held-out maze in an evaluation."""
-    work: Path = Path("runs/mazes")
-    """Folder of the warm starts and the finished runs."""
 
 
 def experiment(settings: ScarceSettings) -> dict[str, Any]:
@@ -72,7 +68,7 @@ def experiment(settings: ScarceSettings) -> dict[str, Any]:
             raise InputError(f"{flags}, got {value} and {divisor}")
     methods = {name: {**METHODS[name], "rollouts": ROLLOUTS} for name in settings.methods}
     steps = settings.epochs * settings.training_mazes // settings.prompts
-    of_runs = settings.work, methods, steps, settings.evaluations, settings.training_mazes
+    of_runs = methods, steps, settings.evaluations, settings.training_mazes
     results = {"runs": run_steps(settings, *of_runs)}
     show(results["runs"], settings.epochs)
     return results

@@ -53,8 +53,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "maxrl-carry": {"objective": "maxrl", "carry": 8},
     "grpo-dynamic": {"objective": "grpo", "dynamic_sampling": 4},
 }
-SIBLING = {"kl": "full", "kl_coef": 0.05, "teacher_prompt": "sibling"}
-METHODS |= {f"{x}-sibling": METHODS[x] | SIBLING for x in ("grpo", "maxrl", "maxpo-4")}
+TAUGHT = {"kl": "full", "kl_coef": 0.05}
+for x in ("grpo", "maxrl", "maxpo-4"):
+    METHODS |= {
+        f"{x}-{y}": METHODS[x] | TAUGHT | {"teacher_prompt": y} for y in ("answer", "sibling")
+    }
 BEFORE = "before training"
 COMPARED = "grpo"  # the others' differences from it are paired by prompt
 
@@ -66,8 +69,8 @@ class LanguageSettings(Settings):
 
     objectives: tuple[str, ...] = tuple(METHODS)[:6]
     """Of grpo, maxrl, maxpo-4, rloo, pacs, maxpo-8, maxrl-stop (4 successes of at most 64
-    rollouts), maxrl-carry (--carry 8), grpo-dynamic (dynamic sampling), and grpo-sibling,
-    maxrl-sibling and maxpo-4-sibling (self-distillation)."""
+    rollouts), maxrl-carry (--carry 8), grpo-dynamic (dynamic sampling), and grpo,
+    maxrl and maxpo-4 with -answer or -sibling (self-distillation)."""
     seeds: int = 2
     """Seeds from --seed on."""
     tokens: int = 24_000

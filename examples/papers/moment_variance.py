@@ -13,7 +13,6 @@ same command continues with those that are missing.
 import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -29,8 +28,6 @@ from runner import (
     show_table,
 )
 from torch import Tensor
-
-from maxrl_fast.errors import InputError
 
 REFERENCE = "maxpo"
 METHODS = (REFERENCE, "expected_improvement", "pkpo")
@@ -50,20 +47,14 @@ class MomentSettings(MazeSettings):
     prompts: int = 16
     """Prompts of a step."""
     eval_samples: int = 16
-    """Samples of each held-out maze in an evaluation."""
     eval_mazes: int = 32
-    """Held-out mazes."""
-    work: Path = Path("runs/mazes")
-    """Folder of the warm starts and the finished runs."""
 
 
 def experiment(settings: MomentSettings) -> dict[str, Any]:
     check_methods(settings.methods, METHODS, settings)
-    if settings.steps < EVALUATIONS or settings.steps % EVALUATIONS:
-        raise InputError(f"--steps must be a multiple of {EVALUATIONS}, got {settings.steps}")
     shared = {"rollouts": ROLLOUTS, "k": K, "clip_grad": 1e9, "updates_per_step": 1}
     methods = {f"moments-{name}": {**shared, "objective": name} for name in settings.methods}
-    runs = run_steps(settings, settings.work, methods, settings.steps, EVALUATIONS)
+    runs = run_steps(settings, methods, settings.steps, EVALUATIONS)
     for one in runs:
         one["method"] = one["method"].removeprefix("moments-")
     show(runs)

@@ -3,9 +3,10 @@ rollouts go, at an equal number of sampled tokens and in equal time.
 
     python examples/papers/never_give_up.py                # methods, on 9x9 mazes
     python examples/papers/never_give_up.py --part rounds  # R of --carry R
+    python examples/papers/never_give_up.py --part changes --lr 1e-4  # R that changes
     python examples/papers/never_give_up.py --part draws --maze-size 11
 
-Each part needs its own --out. A language model, on problems of two operations:
+Each part needs its own --out. A language model, on products of larger numbers:
 
     python examples/language/prepare.py --hard runs/hard
     python examples/papers/language_objectives.py --problems runs/hard
@@ -30,7 +31,7 @@ from torch import Tensor
 from maxrl_fast import group_advantage
 from maxrl_fast.records import Prompts, Rollouts
 from maxrl_fast.tasks.maze import MazeTask
-from maxrl_fast.training.schedule import Stopping
+from maxrl_fast.training.schedule import Carried, Stopping
 from maxrl_fast.training.trainer import Trainer
 
 FILE = Path(__file__)
@@ -46,6 +47,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
         "ngu-mean": {"objective": f"{FILE}:ngu_mean", "rollouts": 128, "prompts": 8},
     },
     "rounds": {f"carry-{r}": {"objective": "maxrl", "carry": r} for r in (2, 4, 8, 16)},
+    "changes": {f"carry-{x}": {"objective": "maxrl", "carry": 8} for x in ("8", "falls", "half")},
     "draws": {
         f"{name}-{rule}": {"objective": name, "draw_prompts": rule, "task": f"{FILE}:Mix"}
         for name in ("grpo", "maxrl")
@@ -59,20 +61,17 @@ class HardSettings(StoppingSettings):
     """Rules for where rollouts go, from warm starts with pass@1 near .05: 15 minutes of one
     core. --threads is the number of simultaneous runs, each with one thread."""
 
-    part: Literal["methods", "rounds", "draws"] = "methods"
-    """What is compared: methods, --carry 2 to 16, or --draw-prompts."""
+    part: Literal["methods", "rounds", "changes", "draws"] = "methods"
+    """What is compared: methods, --carry 2 to 16, --carry 8 that changes (R is halved three times,
+    or at most half of the places are carried), or --draw-prompts."""
     methods: tuple[str, ...] = ()
     """Some of the part's; by default all."""
     sft_steps: int = 90
     """Warm-start steps of 64 solutions."""
     eval_mazes: int = 128
-    """Held-out mazes."""
     eval_samples: int = 128
-    """Samples of each in an evaluation."""
     evaluations: int = 3
-    """Evaluations of a run, after equal numbers of tokens, besides that of the warm start."""
     work: Path = Path("runs/never_give_up")
-    """Folder of the warm starts and the finished runs."""
 
 
 def ngu_sum(rewards: Tensor, valid: Tensor) -> Tensor:
@@ -94,11 +93,40 @@ class UntilSuccess(Stopping):
         return (self.most - drawn).clamp_max(self.block) * ~(rewards > 0.5).any(1)
 
 
-def until_success(one: TokenRun, trainer: Trainer) -> None:
+@dataclass
+class Falls(Carried):
+    """R is 8, 4, 2 and 1, each for 36 steps, about a quarter of a run."""
+
+    steps: int = 0
+
+    def observe(self, rewards: Tensor) -> dict[str, float]:
+        self.rounds = max(8 >> self.steps // 36, 1)
+        self.steps += 1
+        return super().observe(rewards)
+
+
+class Half(Carried):
+    """At most half of the places are carried: the oldest prompts are given up."""
+
+    def observe(self, rewards: Tensor) -> dict[str, float]:
+        metrics, rounds = super().observe(rewards), self.table[:, 1]
+        too_many = int((rounds > 0).sum()) - len(rounds) // 2
+        rounds[rounds.argsort(descending=True, stable=True)[: max(too_many, 0)]] = 0
+        return metrics
+
+
+CHANGES = {"carry-falls": Falls, "carry-half": Half}
+
+
+def set_rule(one: TokenRun, trainer: Trainer) -> None:
+    own = trainer.collector
     if one.name.startswith("ngu"):
-        sizes = trainer.collector.options
+        sizes = own.options
         rule = UntilSuccess(sizes.prompts, 16, sizes.rollouts, 1)
-        trainer.collector = replace(trainer.collector, schedule=rule)
+        trainer.collector = replace(own, schedule=rule)
+    if one.name in CHANGES:
+        assert isinstance(own.chosen, Carried)
+        trainer.collector = replace(own, chosen=CHANGES[one.name](own.chosen.table, 8))
 
 
 class Mix(MazeTask):
@@ -134,7 +162,7 @@ def experiment(settings: HardSettings) -> dict[str, Any]:
     if settings.part == "draws":
         settings, start = replace(settings, work=settings.work / "mix"), [f"--task={FILE}:Mix"]
     methods = {name: known[name] for name in settings.methods or known}
-    runs = compare(settings, methods, until_success, start)
+    runs = compare(settings, methods, set_rule, start)
     show(runs)
     table = Table("mazes with a success in the end, by pass rate before", *map(str, BINS))
     for one in runs:

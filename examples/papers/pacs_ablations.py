@@ -11,7 +11,6 @@ command continues with those that are missing.
 import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -27,8 +26,6 @@ from runner import (
     series,
     show_table,
 )
-
-from maxrl_fast.errors import InputError
 
 PACS = "pacs"  # beta 1, score rloo, class weights
 METHODS: dict[str, dict[str, Any]] = {
@@ -61,18 +58,13 @@ class AblationSettings(MazeSettings):
     steps: int = 24
     """Steps of four updates; a multiple of 6, the evaluations besides that of the warm start."""
     eval_samples: int = 32
-    """Samples of each held-out maze in an evaluation."""
-    work: Path = Path("runs/mazes")
-    """Folder of the warm starts and the finished runs."""
 
 
 def experiment(settings: AblationSettings) -> dict[str, Any]:
     check_methods(settings.methods, METHODS, settings)
-    if settings.steps < EVALUATIONS or settings.steps % EVALUATIONS:
-        raise InputError(f"--steps must be a multiple of {EVALUATIONS}, got {settings.steps}")
     shared = {"objective": PACS, "rollouts": 16, "updates_per_step": UPDATES}
     methods = {name: {**shared, **METHODS[name]} for name in settings.methods}
-    runs = run_steps(settings, settings.work, methods, settings.steps, EVALUATIONS)
+    runs = run_steps(settings, methods, settings.steps, EVALUATIONS)
     show(runs)
     return {"runs": runs}
 

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -94,6 +95,7 @@ def run(
         except OSError as error:
             raise InputError(f"--out must be a folder that can be written: {error}") from None
         torch.set_num_threads(settings.threads)
+        of_code = commit()  # before the code can change
         results = experiment(settings)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -106,11 +108,22 @@ def run(
         "settings": {key: value for key, value in asdict(settings).items() if key != "out"},
         "seconds": round(time.perf_counter() - start, 1),
         **versions(),
+        "commit": of_code,
         "results": rounded(results),
     }
     write_results(settings.out, record, draw(record))
     print(f"{record['seconds']:.0f} s; written {settings.out / name}.json and .png")
     return 0
+
+
+def commit() -> str | None:
+    """Return the commit of this code, with -dirty where files differ from it; None outside of git.
+    Runs that were finished before may be of an earlier one."""
+    if shutil.which("git") is None:
+        return None
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, timeout=60)
+    return found.stdout.decode().strip() or None
 
 
 def read_settings(
@@ -354,7 +367,9 @@ class MazeSettings(Settings):
     eval_mazes: int = 256
     """Held-out mazes."""
     eval_samples: int = 64
-    """Samples of each in an evaluation."""
+    """Samples of each held-out maze in an evaluation."""
+    work: Path = Path("runs/mazes")
+    """Folder of the warm starts and the finished runs."""
 
 
 def check_methods(methods: Sequence[str], known: Iterable[str], settings: MazeSettings) -> None:
@@ -417,7 +432,6 @@ def repeat_prompts(trainer: Trainer, count: int) -> None:
 
 def run_steps(
     settings: MazeSettings,
-    work: Path,
     methods: dict[str, dict[str, Any]],
     steps: int,
     evaluations: int,
@@ -425,6 +439,8 @@ def run_steps(
 ) -> list[dict[str, Any]]:
     """Train with the options of each method for `steps` steps from the warm start of each seed, and
     return what `measure_steps` does, with the method's name."""
+    if steps < evaluations or steps % evaluations:
+        raise InputError(f"--steps must be a multiple of {evaluations}, got {steps}")
     runs = [
         TokenRun(
             name,
@@ -432,9 +448,9 @@ def run_steps(
             {**maze_options(settings, seed, policy), **options, "steps": steps},
             0,  # the steps are the limit
             evaluations,
-            work / f"{name}-{training_mazes}-{seed}.json",
+            settings.work / f"{name}-{training_mazes}-{seed}.json",
         )
-        for seed, policy in warm_starts(settings, work).items()
+        for seed, policy in warm_starts(settings, settings.work).items()
         for name, options in methods.items()
     ]
     found = measure_all(partial(measure_steps, training_mazes), runs, settings.threads)
@@ -469,10 +485,10 @@ def measure_steps(training_mazes: int, one: TokenRun) -> dict[str, Any]:
 
 def moment_variance(optimizer: torch.optim.Optimizer) -> float:
     """Estimate the variance of the gradient from Adam's moments (MaxPO): the sum over the weights
-    of v_hat - m_hat^2."""
+    of v_hat - m_hat^2; 0 where it was reset after the step."""
     total = 0.0
     for group in optimizer.param_groups:
-        for state in map(optimizer.state.__getitem__, group["params"]):
+        for state in filter(None, map(optimizer.state.__getitem__, group["params"])):
             first, second = (1 - beta ** float(state["step"]) for beta in group["betas"])
             variance = state["exp_avg_sq"] / second - (state["exp_avg"] / first).square()
             total += float(variance.sum(dtype=torch.float64))

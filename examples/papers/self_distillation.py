@@ -32,6 +32,7 @@ from runner import (
     maze_options,
     measure_all,
     run,
+    standard_error,
     train_all,
 )
 from torch import Tensor
@@ -118,8 +119,8 @@ def shortest_way(grid: Grid, rng: random.Random) -> list[int]:
 
 @dataclass(frozen=True)
 class SelfDistillationSettings(MazeSettings):
-    """No teacher, the answer or a sibling beside grpo, maxrl and maxpo: 30 minutes of one core.
-    --threads is the number of simultaneous runs, each with one thread."""
+    """No teacher, the answer or a sibling beside grpo, maxrl and maxpo: 7 minutes of one
+    core at 100,000 tokens. --threads is the number of simultaneous runs, each with one thread."""
 
     maze_size: int = 7
     """Cells along one side of a maze."""
@@ -132,7 +133,6 @@ class SelfDistillationSettings(MazeSettings):
     eval_mazes: int = 64
     """Held-out mazes, of 64 samples each."""
     work: Path = Path("runs/self_distillation")
-    """Folder of the warm starts and the finished runs."""
 
 
 def experiment(settings: SelfDistillationSettings) -> dict[str, Any]:
@@ -148,6 +148,8 @@ def experiment(settings: SelfDistillationSettings) -> dict[str, Any]:
         methods[f"{name}, {teacher}"] = (
             {"objective": name} | own | (term if teacher != "none" else {})
         )
+    slow = methods["grpo, sibling"] | {"teacher_ema": 0.05}
+    methods["grpo, sibling, slow"] = slow  # a teacher that follows the policy
     runs = [
         TokenRun(
             name,
@@ -252,13 +254,14 @@ def bandits(settings: SelfDistillationSettings) -> dict[str, Any]:
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """Draw pass@1, pass@64 and the number of distinct correct answers."""
+    """Draw pass@1, pass@64 and the number of distinct correct answers, with errors over mazes."""
     runs, figure = record["results"]["runs"], Figure(figsize=(12, 4), layout="constrained")
     keys = "pass@1", f"pass@{SAMPLES}", "distinct"
     for axes, key in zip(figure.subplots(1, 3), keys, strict=True):
-        for i, (name, teacher) in enumerate(product(OBJECTIVES, TEACHERS)):
-            mean = float(values(runs, f"{name}, {teacher}")[key].mean())
-            axes.bar(f"{name}\n{teacher}", mean, color=f"C{i % len(TEACHERS)}")
+        for name in dict.fromkeys(one["method"] for one in runs if one["method"] != START):
+            objective, teacher = name.split(", ", 1)
+            own, color = values(runs, name)[key], f"C{TEACHERS.index(teacher.partition(',')[0])}"
+            axes.bar(f"{objective}\n{teacher}", own.mean(), yerr=standard_error(own), color=color)
         axes.axhline(float(values(runs, START)[key].mean()), color="k", linestyle="--")
         axes.tick_params("x", rotation=90)
         axes.set(title=f"{key} (line: {START})")

@@ -61,7 +61,6 @@ class StoppingSettings(MazeSettings):
     evaluations: int = 6
     """Evaluations of a run, after equal numbers of tokens, besides that of the warm start."""
     work: Path = Path("runs/stopping")
-    """Folder of the warm starts and the finished runs."""
 
 
 def experiment(settings: StoppingSettings) -> dict[str, Any]:

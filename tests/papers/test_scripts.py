@@ -57,6 +57,8 @@ SCRIPTS = """
       --evaluations 1 --eval-samples 16 | --objectives best | objective must be one that
     language_objectives | --problems problems --objectives grpo --seeds 1 --tokens 20 --prompts 2
       --rollouts 2 --eval-samples 2 --training-problems 8 | --training-problems 9 | at most 8
+    league_settings | --seeds 1 --maze-size 7 --sft-steps 20 --prompts 2 --steps 54 --eval-mazes 4
+      --methods pacs_paper | --steps 2 | must be a multiple of 6
     maze_scaling | --maze-size 7 --sft-steps 20 --steps 2 --prompts 2 --rollouts 4 --seeds 1
       --objectives maxpo --eval-mazes 4 --eval-samples 4 | --rollouts 2 | must be at least 4 each
     maze_table | --recipe {recipe} --objectives maxrl --steps 2 | --steps 0 | must be at least 1
@@ -107,6 +109,7 @@ KNOWN = {
     "guessing": lambda x: [len(counts) for counts in x["runs"][0]["num_correct"]] == [31] * 2,
     "language_objectives": lambda x: [len(one["num_correct"]) for one in x["runs"]] == [4, 4],
     "moment_variance": lambda x: len(x["runs"][0]["moment_variance"]) == 10,
+    "league_settings": lambda x: len(x["runs"][0]["entropy"]) == 6,
     "maze_scaling": lambda x: [step for step, _ in x["runs"][0]["reward"]] == [1, 2],
     "maze_table": lambda x: x["runs"]["maxrl"]["pass_at_k"].keys() == {"0", "2"},
     "pacs_ablations": lambda x: [len(one["entropy"]) for one in x["runs"]] == [6, 6],
@@ -152,14 +155,22 @@ def test_a_script_runs_and_refuses_a_bad_setting(
     assert (tmp_path / "out" / f"{script}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_mix_of_mazes_scores_its_solutions(monkeypatch):
+def test_a_mix_scores_solutions_and_rules_end_visits(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
-    mix = load("never_give_up").Mix(11)
+    study = load("never_give_up")
+    mix, rounds = study.Mix(11), []
     prompts, solutions = mix.demonstrations(254, 7)
     assert mix.score(prompts, solutions).tolist() == [1.0] * 7
     assert set(prompts.lengths.tolist()) == {60, 94, 136}
     epochs = [mix.prompts("train", start, 2).tokens for start in (0, 256)]
     assert torch.equal(*epochs)
+    for rule in (study.Half, study.Falls):
+        carried = rule(torch.tensor([[0, 2], [1, 1], [2, 0], [3, 4]]), 8)
+        carried.steps = 72  # Falls: R = 2
+        for rewards in ([1.0, 0, 0, 0], [1, 0, 1, 1]):
+            carried.observe(torch.tensor(rewards)[:, None])
+            rounds.append(carried.table[:, 1].tolist())
+    assert rounds == [[0, 2, 1, 0], [0, 3, 0, 0], [0, 0, 1, 0], [0, 1, 0, 0]]
 
 
 def test_every_objective_is_in_the_league_or_is_left_out_for_a_reason(monkeypatch):

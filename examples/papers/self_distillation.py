@@ -39,7 +39,7 @@ from torch import Tensor
 
 from maxrl_fast.evaluation.coverage import pass_at_k
 from maxrl_fast.ops import group_advantage
-from maxrl_fast.records import Prompts, Rollouts, unpack
+from maxrl_fast.records import Prompts, Rollouts, pack, unpack
 from maxrl_fast.rollout import RolloutRequest
 from maxrl_fast.tasks import ReferenceAnswer
 from maxrl_fast.tasks.maze import (
@@ -83,8 +83,9 @@ class OpenMazes(MazeTask):
         for i in range(start, start + count):
             rng, grid = random.Random(f"way {self.seed} {i}"), self.maze("train", i)
             tokens, hint = encode_maze(grid), [*shortest_way(grid, rng), DONE]
-            prompts.append([tokens, tokens, hint + tokens, tokens + hint][i % 4])
-            is_hint = i % 4 > 1 and rng.random() < 0.5
+            # to read what follows the maze is harder to learn
+            prompts.append([tokens, hint + tokens, tokens + hint, tokens + hint][i % 4])
+            is_hint = i % 4 > 0 and rng.random() < 0.5
             answers.append([*(hint if is_hint else [*shortest_way(grid, rng), DONE]), EOS])
         ids = [*range(start, start + count)]
         return prompts_of(prompts, ids, [{}] * count), Rollouts.given(answers)
@@ -119,16 +120,18 @@ def shortest_way(grid: Grid, rng: random.Random) -> list[int]:
 
 @dataclass(frozen=True)
 class SelfDistillationSettings(MazeSettings):
-    """No teacher, the answer or a sibling beside grpo, maxrl and maxpo: 7 minutes of one
-    core at 100,000 tokens. --threads is the number of simultaneous runs, each with one thread."""
+    """No teacher, the answer or a sibling beside grpo, maxrl and maxpo: 15 minutes of one core.
+    --threads is the number of simultaneous runs, each with one thread."""
 
     maze_size: int = 7
     """Cells along one side of a maze."""
+    sft_steps: int = 600
+    """Warm-start steps of 64 solutions, after which a teacher reads what it is given."""
     prompts: int = 16
     """Mazes of a step, of 16 rollouts each."""
-    tokens: int = 50_000
+    tokens: int = 100_000
     """Sampled tokens of a run, which ends with the step that reaches them."""
-    coefficient: float = 0.05
+    coefficient: float = 0.1
     """--kl-coef of the teacher's term."""
     eval_mazes: int = 64
     """Held-out mazes, of 64 samples each."""
@@ -141,22 +144,25 @@ def experiment(settings: SelfDistillationSettings) -> dict[str, Any]:
     common: dict[str, Any] = {**POLICY, "steps": 0, "sft-steps": settings.sft_steps}
     common |= {"sft-batch": 64, "sft-lr": 3e-3, "eval-prompts": 16, "task": task["task"]}
     flags = {f"start-{x}": flags_of({**common, "seed": x}) for x in seeds}
-    starts = train_all(flags, settings.work, settings.threads, "warm starts")
+    folders = train_all(flags, settings.work, settings.threads, "warm starts")
+    starts = {x: folders[f"start-{x}"] / "checkpoints" / "step-000000" for x in seeds}
     methods: dict[str, dict[str, Any]] = {START: {}}
+    term = {"kl": "full", "kl_coef": settings.coefficient}
     for teacher, (name, own) in product(TEACHERS, OBJECTIVES.items()):
-        term = {"kl": "full", "kl_coef": settings.coefficient, "teacher_prompt": teacher}
-        methods[f"{name}, {teacher}"] = (
-            {"objective": name} | own | (term if teacher != "none" else {})
-        )
-    slow = methods["grpo, sibling"] | {"teacher_ema": 0.05}
-    methods["grpo, sibling, slow"] = slow  # a teacher that follows the policy
+        more = term | {"teacher_prompt": teacher} if teacher != "none" else {}
+        methods[f"{name}, {teacher}"] = {"objective": name} | own | more
+    # a teacher that follows the policy, or stays what it was
+    methods["grpo, sibling, slow"] = methods["grpo, sibling"] | {"teacher_ema": 0.05}
+    for name in OBJECTIVES:
+        methods[f"{name}, sibling, fixed"] = methods[f"{name}, sibling"] | {"reference": START}
     runs = [
         TokenRun(
             name,
             x,
-            maze_options(settings, x, str(starts[f"start-{x}"] / "checkpoints" / "step-000000"))
+            maze_options(settings, x, str(starts[x]))
             | {**task, "rollouts": 16, "steps": 10**6}
-            | own,
+            | own
+            | ({"reference": str(starts[x])} if "reference" in own else {}),
             settings.tokens * (name != START),
             settings.eval_mazes,
             settings.work / f"{name.replace(', ', '-')}-{x}.json",
@@ -177,11 +183,20 @@ def measure(one: TokenRun) -> dict[str, Any]:
         record = trainer.step(len(taught) + 1, len(taught) * collector.options.prompts)
         done += record.batch.num_tokens
         taught.append(record.metrics.get("frac_with_teacher", 0.0))
-    prompts = collector.task.prompts("test", 0, one.evaluations)
-    rollouts = trainer.engine.generate(
-        RolloutRequest(prompts, SAMPLES, collector.sampling, one.seed)
-    )
-    is_correct = collector.task.score(prompts, rollouts).view(-1, SAMPLES) > 0
+    task, mazes = collector.task, collector.task.prompts("test", 0, one.evaluations)
+
+    def answers(prompts: Prompts) -> tuple[Rollouts, Tensor]:
+        request = RolloutRequest(prompts, SAMPLES, collector.sampling, one.seed)
+        rollouts = trainer.engine.generate(request)
+        return rollouts, task.score(mazes, rollouts).view(-1, SAMPLES) > 0
+
+    rollouts, is_correct = answers(mazes)
+    found = [x.answer for x in task.reference_answers(mazes, Rollouts.given([[]] * len(mazes)))]
+    own = unpack(mazes.tokens, mazes.lengths)
+    read = {
+        "answer": [maze + way for maze, way in zip(own, found, strict=True)],
+        "sibling": [way + maze for maze, way in zip(own, found, strict=True)],
+    }
     ways = iter(map(tuple, unpack(rollouts.tokens, rollouts.lengths)))
     different = [
         {way for x, way in zip(row, ways, strict=False) if x} for row in is_correct.tolist()
@@ -192,6 +207,11 @@ def measure(one: TokenRun) -> dict[str, Any]:
         "correct": is_correct.sum(1).tolist(),
         "distinct": [*map(len, different)],
         "entropy": -float(rollouts.logprobs.mean()),
+        # how often what a teacher reads gives a correct answer
+        "reads": {
+            name: float(answers(Prompts(*pack(x), mazes.ids))[1].double().mean())
+            for name, x in read.items()
+        },
     }
 
 
@@ -207,7 +227,7 @@ def show(runs: list[dict[str, Any]]) -> None:
     """Print means with standard errors over mazes and seeds, and the differences from the runs
     without a teacher, paired by maze."""
     keys = [*values(runs, START)]
-    table = Table("", *keys, "entropy", "taught", *(f"{key} - none" for key in keys))
+    table = Table("", *keys, "entropy", "taught", "reads", *(f"{key} - none" for key in keys))
     for name in dict.fromkeys(one["method"] for one in runs):
         own, apart = values(runs, name), list[str]()
         of_name = [one for one in runs if one["method"] == name]
@@ -215,7 +235,9 @@ def show(runs: list[dict[str, Any]]) -> None:
         if name != START:
             alone = values(runs, f"{name.partition(',')[0]}, none")
             apart = [cell(own[key] - alone[key]) for key in keys]
-        table.add_row(name, *map(cell, own.values()), *(f"{x:.3f}" for x in means), *apart)
+        means += [sum(x["reads"][key] for x in of_name) / len(of_name) for key in TEACHERS[1:]]
+        numbers = [f"{x:.3f}" for x in means[:2]] + [", ".join(f"{x:.2f}" for x in means[2:])]
+        table.add_row(name, *map(cell, own.values()), *numbers, *apart)
     (Console() if sys.stdout.isatty() else Console(width=200)).print(table)
 
 
@@ -255,13 +277,13 @@ def bandits(settings: SelfDistillationSettings) -> dict[str, Any]:
 
 def draw(record: dict[str, Any]) -> Figure:
     """Draw pass@1, pass@64 and the number of distinct correct answers, with errors over mazes."""
-    runs, figure = record["results"]["runs"], Figure(figsize=(12, 4), layout="constrained")
+    runs, figure = record["results"]["runs"], Figure(figsize=(12, 5), layout="constrained")
     keys = "pass@1", f"pass@{SAMPLES}", "distinct"
     for axes, key in zip(figure.subplots(1, 3), keys, strict=True):
         for name in dict.fromkeys(one["method"] for one in runs if one["method"] != START):
-            objective, teacher = name.split(", ", 1)
-            own, color = values(runs, name)[key], f"C{TEACHERS.index(teacher.partition(',')[0])}"
-            axes.bar(f"{objective}\n{teacher}", own.mean(), yerr=standard_error(own), color=color)
+            teacher = TEACHERS.index(name.split(", ")[1])
+            own = values(runs, name)[key]
+            axes.bar(name, own.mean(), yerr=standard_error(own), color=f"C{teacher}")
         axes.axhline(float(values(runs, START)[key].mean()), color="k", linestyle="--")
         axes.tick_params("x", rotation=90)
         axes.set(title=f"{key} (line: {START})")

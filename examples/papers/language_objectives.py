@@ -153,7 +153,7 @@ def language_run(settings: LanguageSettings, data: Path, name: str, seed: int) -
 
 def measure(one: TokenRun) -> dict[str, Any]:
     trainer, evaluator = build(one.options)
-    names = ("reward_mean", "entropy", "frac_prompts_solved", "truncated")
+    names = ("reward_mean", "entropy", "frac_prompts_solved")
     steps: dict[str, list[float]] = {name: [] for name in ("rollouts", *names)}
     passes, tokens, seconds, next_prompt = list[dict[str, Any]](), [0], 0.0, 0
     while True:
@@ -172,9 +172,12 @@ def measure(one: TokenRun) -> dict[str, Any]:
         steps["rollouts"].append(float(known) / len(record.batch.all_rewards))
         for name in names:
             steps[name].append(record.metrics[name])
+    last = steps["entropy"][-len(steps["entropy"]) // 10 :]
     return {
         "tokens": tokens,
-        **steps,
+        "reward_mean": steps["reward_mean"],
+        "entropy": sum(last) / max(len(last), 1),  # at the end
+        **{x: sum(steps[x]) / max(len(tokens) - 1, 1) for x in ("rollouts", "frac_prompts_solved")},
         "passes": passes,
         "num_correct": evaluation.num_correct.tolist(),  # of each held-out prompt, at the end
         "response_length": evaluation.num_tokens / evaluation.rewards.numel(),
@@ -201,16 +204,16 @@ def show(results: dict[str, Any]) -> None:
         runs = [one for one in results["runs"] if one["method"] == name]
         trained = list[str]()
         if name != BEFORE:
-            last = [x for one in runs for x in one["entropy"][-len(one["entropy"]) // 10 :]]
-            draws, solved = (
-                [x for one in runs for x in one[key]] for key in ("rollouts", "frac_prompts_solved")
-            )
+            means = {
+                key: sum(one[key] for one in runs) / len(runs)
+                for key in ("entropy", "rollouts", "frac_prompts_solved")
+            }
             trained = [
-                f"{sum(last) / len(last):.2f}",
+                f"{means['entropy']:.2f}",
                 f"{sum(one['tokens'][-1] for one in runs) / len(runs):,.0f}",
-                f"{len(draws) / len(runs):.0f}",
-                f"{sum(draws) / len(draws):.1f}",
-                f"{1 - sum(solved) / len(solved):.3f}",
+                f"{sum(len(one['reward_mean']) for one in runs) / len(runs):.0f}",
+                f"{means['rollouts']:.1f}",
+                f"{1 - means['frac_prompts_solved']:.3f}",
                 f"{sum(one['passes'][-1]['seconds'] for one in runs) / len(runs):.0f}",
             ]
         cells = (f"{x:.3f} ± {e:.3f}" for x, e in zip(over_prompts.mean(0), errors, strict=True))

@@ -10,7 +10,6 @@
 #include <cstring>
 #include <functional>
 #include <iterator>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -126,8 +125,8 @@ struct Kernel {
   std::string name;
   const char* dtype;  // of the first type of its record, "" for a record without types
   Fields fields;
-  // of the packed record and the last argument: a number, or nothing
-  std::function<std::optional<int64_t>(std::string_view, int64_t)> run;
+  // of the packed record and the last argument: a number, -1 for nothing
+  std::function<int64_t(std::string_view, int64_t)> run;
 };
 
 inline std::vector<Kernel>& kernels() {
@@ -144,7 +143,7 @@ inline const char* dtype_of(const void*) { return ""; }
 template <typename Returned, typename Record, typename Last>
 bool define_for_dtype(const char* name, Returned (*kernel)(const Record&, Last)) {
   constexpr bool kOnCpu = std::is_same_v<Last, int>;
-  const auto run = [kernel](std::string_view packed, int64_t given) -> std::optional<int64_t> {
+  const auto run = [kernel](std::string_view packed, int64_t given) -> int64_t {
     const auto record = unpacked<Record>(packed);
     Last last;
     if constexpr (kOnCpu)
@@ -152,7 +151,7 @@ bool define_for_dtype(const char* name, Returned (*kernel)(const Record&, Last))
     else
       last = reinterpret_cast<Last>(given);
     if constexpr (std::is_void_v<Returned>)
-      return kernel(record, last), std::nullopt;
+      return kernel(record, last), -1;
     else
       return kernel(record, last);
   };

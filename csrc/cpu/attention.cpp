@@ -7,13 +7,12 @@
 // gradients of keys and values also add up, each in one order. Where several pieces see a segment,
 // their gradients of its keys are added afterwards, in the order of the pieces. Results are
 // therefore bitwise the same for any number of threads. A segment itself is never cut.
-#include "../attention.h"
-
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "../layer.h"
 #include "attention_tile.h"
 
 namespace maxrl::cpu {

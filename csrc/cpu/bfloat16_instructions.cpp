@@ -2,8 +2,6 @@
 
 #include <stdexcept>
 
-#include "dispatch.h"
-
 #if defined(MAXRL_HAS_BFLOAT16_INSTRUCTIONS)
 #include <cpuid.h>
 #include <sys/syscall.h>

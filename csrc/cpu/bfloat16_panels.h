@@ -10,7 +10,6 @@
 #include <cstring>
 
 #include "bfloat16_instructions.h"
-#include "dispatch.h"
 #include "panels.h"
 
 namespace maxrl::cpu {

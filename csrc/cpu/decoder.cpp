@@ -59,7 +59,7 @@ TileRow<Vectors> swiglu(TileRow<Vectors> gate, const TileRow<Vectors>& up) {
 }  // namespace
 
 template <typename Layout>
-void Decoder::Matrix::reset(Layout, int64_t out_size, int64_t in_size) {
+void PackedMatrix::reset(Layout, int64_t out_size, int64_t in_size) {
   using Element = typename Layout::Element;
   const int64_t size = padded(out_size) * Layout::depth(in_size);
   if (out != out_size || in != in_size)
@@ -69,10 +69,9 @@ void Decoder::Matrix::reset(Layout, int64_t out_size, int64_t in_size) {
   std::fill_n(panels.as<Element>(), size, Element{});
 }
 
-// Packs `rows` rows, starting at output row `first`; successive panels are `step` panels apart.
 template <typename Layout>
-void Decoder::Matrix::pack(Layout, const float* weights, int64_t first, int64_t rows, int64_t step,
-                           int num_threads) {
+void PackedMatrix::pack(Layout, const float* weights, int64_t first, int64_t rows, int64_t step,
+                        int num_threads) {
 #pragma omp parallel for num_threads(num_threads) schedule(static, kPanel)
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at =
@@ -82,6 +81,18 @@ void Decoder::Matrix::pack(Layout, const float* weights, int64_t first, int64_t 
     for (int64_t j = 0; j < in; ++j)
       panel[Layout::place(j, at % kPanel)] = Layout::from_float(weights[row * in + j]);
   }
+}
+
+template <typename Sink>
+void PackedMatrix::multiply(Arithmetic arithmetic, int64_t num_rows, const float* from,
+                            int64_t stride, BFloat16* rounded, const Sink& sink) const {
+  with_numbers(arithmetic, [&](auto numbers) {
+    using Numbers = decltype(numbers);
+    Numbers::multiply(
+        num_rows, [=](int64_t i) { return from + i * stride; }, in,
+        panels.as<typename Numbers::Element>(), panels_of(out), Numbers::depth(in) * kPanel,
+        rounded, sink);
+  });
 }
 
 Decoder::Decoder(const DecoderOptions& options)
@@ -102,11 +113,11 @@ template <typename Layout>
 void Decoder::load_in(Layout layout, const DecoderWeights& weights) {
   const int64_t hidden = sizes_.hidden, key_size = sizes_.kv_heads * sizes_.head_dim,
                 intermediate = sizes_.intermediate;
-  const auto pack = [&](Matrix& matrix, const float* from, int64_t first, int64_t rows,
+  const auto pack = [&](PackedMatrix& matrix, const float* from, int64_t first, int64_t rows,
                         int64_t step) {
     matrix.pack(layout, from, first, rows, step, weights.num_threads);
   };
-  const auto pack_whole = [&](Matrix& matrix, const float* from, int64_t out, int64_t in) {
+  const auto pack_whole = [&](PackedMatrix& matrix, const float* from, int64_t out, int64_t in) {
     matrix.reset(layout, out, in);
     pack(matrix, from, 0, out, 1);
   };
@@ -305,15 +316,10 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first,
     std::copy_n(embedding_.data() + rows[i].token * sizes_.hidden, sizes_.hidden, x + i * stride);
 
   // Multiplies the rows of `from` with a matrix.
-  const auto multiply = [&](const float* from, int64_t from_stride, const Matrix& matrix,
+  const auto multiply = [&](const float* from, int64_t from_stride, const PackedMatrix& matrix,
                             const auto& sink) {
-    with_numbers(sizes_.arithmetic, [&](auto numbers) {
-      using Numbers = decltype(numbers);
-      Numbers::multiply(
-          num_rows, [=](int64_t i) { return from + i * from_stride; }, matrix.in,
-          matrix.panels.as<typename Numbers::Element>(), panels_of(matrix.out),
-          Numbers::depth(matrix.in) * kPanel, workspace.rounded.as<BFloat16>(), sink);
-    });
+    matrix.multiply(sizes_.arithmetic, num_rows, from, from_stride,
+                    workspace.rounded.as<BFloat16>(), sink);
   };
   const auto add_to_hidden = [&](int64_t i, int64_t panel, auto row) {
     float* const to = x + i * stride + panel * kPanel;
@@ -374,4 +380,37 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first,
   });
 }
 
+namespace {
+
+// One of the multiplications by itself, for tests: c [m, n] = a [m, k] b [n, k]^T.
+struct PackedProduct {
+  Arithmetic arithmetic;
+  int64_t m, n, k;
+  const float *a, *b;
+  float* c;
+
+  MAXRL_FIELDS(arithmetic, m, n, k, a, b, c)
+};
+
+void packed_product(const PackedProduct& in, int num_threads) {
+  check_available(in.arithmetic);
+  const TileRegisters tiles(in.arithmetic);
+  PackedMatrix matrix;
+  with_layout(in.arithmetic, [&](auto layout) {
+    matrix.reset(layout, in.n, in.k);
+    matrix.pack(layout, in.b, 0, in.n, 1, num_threads);
+  });
+  std::vector<BFloat16> rounded((in.m + kMaxBFloat16Rows) * bfloat16_stride(in.k));
+  matrix.multiply(in.arithmetic, in.m, in.a, in.k, rounded.data(),
+                  [&](int64_t i, int64_t panel, const auto& row) {
+                    float columns[kPanel];
+                    row.write(columns);
+                    const int64_t first = panel * kPanel;
+                    std::copy_n(columns, std::min(kPanel, in.n - first), in.c + i * in.n + first);
+                  });
+}
+
+const bool defined = define_kernel("packed_product", packed_product);
+
+}  // namespace
 }  // namespace maxrl::cpu

@@ -5,11 +5,10 @@
 // are cut into tasks; a task packs blocks of rows of x and dy, and adds up their products, one
 // after the other. Every number is therefore summed in one order: results are bitwise the same for
 // any number of threads.
-#include "../linear.h"
-
 #include <algorithm>
 #include <stdexcept>
 
+#include "../layer.h"
 #include "aligned.h"
 #include "dispatch.h"
 #include "panels.h"

@@ -335,10 +335,7 @@ void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream) {
                   {in.q, in.k, in.v, in.k_cache, in.v_cache, in.prompt_out, in.out});
   if (in.num_rows == 0) return;
   constexpr int kSize = Chunk<Element>::kSize;
-  if (in.head_dim % kSize || in.head_dim > kWarp * kSize)
-    throw std::invalid_argument("head_dim must be a multiple of " + std::to_string(kSize) +
-                                " up to " + std::to_string(kWarp * kSize) + ", got " +
-                                std::to_string(in.head_dim));
+  check_size("head_dim", in.head_dim, kSize, kWarp * kSize);
   if (in.heads / in.kv_heads > 8)
     throw std::invalid_argument("at most 8 query heads may share a key/value head, got " +
                                 std::to_string(in.heads / in.kv_heads));

@@ -1,6 +1,5 @@
 // The divergence of a policy from a teacher on a GPU, a block for each row, which reads both logits
 // twice, for jsd three times, and writes the gradient.
-#include "../divergence.h"
 #include "softmax_rows.cuh"
 
 namespace maxrl::cuda {

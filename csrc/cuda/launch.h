@@ -28,6 +28,13 @@ inline void check_alignment(const char* kernel, std::initializer_list<const void
                                   " needs tensors and rows aligned to 16 bytes");
 }
 
+inline void check_size(const char* name, int size, int multiple, int most) {
+  if (size < multiple || size % multiple || size > most)
+    throw std::invalid_argument(std::string(name) + " must be a multiple of " +
+                                std::to_string(multiple) + " up to " + std::to_string(most) +
+                                ", got " + std::to_string(size));
+}
+
 // The shape of a launch. cluster_size: blocks of a thread-block cluster, 0 on GPUs that have none,
 // and for a launch without one.
 struct LaunchShape {

@@ -56,11 +56,4 @@ inline int64_t blocks_for(int64_t threads) {
   return (threads + kThreads - 1) / kThreads;
 }
 
-inline void check_size(const char* name, int size, int multiple, int most) {
-  if (size < multiple || size % multiple || size > most)
-    throw std::invalid_argument(std::string(name) + " must be a multiple of " +
-                                std::to_string(multiple) + " up to " + std::to_string(most) +
-                                ", got " + std::to_string(size));
-}
-
 }  // namespace maxrl::cuda

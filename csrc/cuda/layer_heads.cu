@@ -170,14 +170,8 @@ void rotate_heads_backward(const RotateHeadsBackward<Element>& in, cudaStream_t 
          kThreads, 0, 0, stream, in, lanes);
 }
 
-namespace {
+const bool defined = define_kernel("rotate_heads", rotate_heads<float>, rotate_heads<BFloat16>) &&
+                     define_kernel("rotate_heads_backward", rotate_heads_backward<float>,
+                                   rotate_heads_backward<BFloat16>);
 
-template <typename Element>
-bool define() {
-  return define_kernel("rotate_heads", rotate_heads<Element>) &&
-         define_kernel("rotate_heads_backward", rotate_heads_backward<Element>);
-}
-const bool defined = define<float>() && define<BFloat16>();
-
-}  // namespace
 }  // namespace maxrl::cuda

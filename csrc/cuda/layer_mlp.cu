@@ -111,15 +111,10 @@ void chosen_rows_backward(const ChosenRows<Element>& in, cudaStream_t stream) {
          blocks_for(in.num_rows * (in.size / Chunk<Element>::kSize)), kThreads, 0, 0, stream, in);
 }
 
-namespace {
+const bool defined =
+    define_kernel("swiglu", swiglu<float>, swiglu<BFloat16>) &&
+    define_kernel("swiglu_backward", swiglu_backward<float>, swiglu_backward<BFloat16>) &&
+    define_kernel("chosen_rows_backward", chosen_rows_backward<float>,
+                  chosen_rows_backward<BFloat16>);
 
-template <typename Element>
-bool define() {
-  return define_kernel("swiglu", swiglu<Element>) &&
-         define_kernel("swiglu_backward", swiglu_backward<Element>) &&
-         define_kernel("chosen_rows_backward", chosen_rows_backward<Element>);
-}
-const bool defined = define<float>() && define<BFloat16>();
-
-}  // namespace
 }  // namespace maxrl::cuda

@@ -156,14 +156,8 @@ void add_rms_norm_backward(const AddRmsNormBackward<Element>& in, cudaStream_t s
          kThreads, 0, 0, stream, in, warps);
 }
 
-namespace {
+const bool defined = define_kernel("add_rms_norm", add_rms_norm<float>, add_rms_norm<BFloat16>) &&
+                     define_kernel("add_rms_norm_backward", add_rms_norm_backward<float>,
+                                   add_rms_norm_backward<BFloat16>);
 
-template <typename Element>
-bool define() {
-  return define_kernel("add_rms_norm", add_rms_norm<Element>) &&
-         define_kernel("add_rms_norm_backward", add_rms_norm_backward<Element>);
-}
-const bool defined = define<float>() && define<BFloat16>();
-
-}  // namespace
 }  // namespace maxrl::cuda

@@ -18,17 +18,42 @@
 // plan and evaluate run on one thread of every team, not the same one and at the same time, plan
 // for a later row. Both must return the same in all blocks of a cluster.
 #pragma once
+#include <cooperative_groups.h>
 #include <cuda_pipeline_primitives.h>
 
 #include <cstdint>
 
 #include "../token_loss.h"
-#include "cluster.cuh"
 #include "launch.h"
 #include "reduce.cuh"
 #include "softmax_layout.cuh"
 
 namespace maxrl::cuda {
+
+// Thread-block clusters, where the GPU has them (Hopper and later).
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+struct Cluster {
+  __device__ static auto own() { return cooperative_groups::this_cluster(); }
+  __device__ static unsigned rank() { return own().block_rank(); }
+  __device__ static unsigned size() { return own().num_blocks(); }
+  __device__ static void sync() { own().sync(); }
+  // The same shared variable of another block of the cluster.
+  template <typename T>
+  __device__ static const T* of_rank(const T* mine, unsigned rank) {
+    return own().map_shared_rank(const_cast<T*>(mine), rank);
+  }
+};
+#else
+struct Cluster {  // a block by itself
+  __device__ static unsigned rank() { return 0; }
+  __device__ static unsigned size() { return 1; }
+  __device__ static void sync() { __syncthreads(); }
+  template <typename T>
+  __device__ static const T* of_rank(const T* mine, unsigned) {
+    return mine;
+  }
+};
+#endif
 
 constexpr int kRowThreads = 256;
 constexpr int kAhead = 4;  // chunks of a thread on their way to shared memory

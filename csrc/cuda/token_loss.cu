@@ -26,7 +26,7 @@ struct LossWork {
   __device__ void finish(const StateOf& state_of) const {
     const auto sum_of = [&](int i) {
       double sum = 0.0;
-      for (int team = 0; team < teams; ++team) sum += state_of(team).values[i];
+      for (int team = 0; team < teams; ++team) sum += state_of(team).values()[i];
       return sum;
     };
     // All blocks of a cluster have the same sums: the first adds them.
@@ -34,8 +34,7 @@ struct LossWork {
     if (Cluster::rank() == 0)
       add_over_blocks<LossSums::kSize>(sum_of, workspace, blockIdx.x / size, gridDim.x / size,
                                        [this](int i, double sum) {
-                                         if (total && i == LossSums::kLoss)
-                                           *total = static_cast<Real>(sum);
+                                         if (total && i == 0) *total = static_cast<Real>(sum);
                                        });
   }
 };

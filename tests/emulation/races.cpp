@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "decoding.h"
-#include "divergence.h"
 #include "group_advantage.h"
 #include "layer.h"
 #include "log_ratio.h"

@@ -278,7 +278,9 @@ def contiguous_rows(logits: Tensor) -> Tensor:
     """Return them in a dtype of the kernels."""
     logits = logits.float() if logits.dtype is torch.float16 else logits
     logits = logits.resolve_neg()
-    return logits if logits.stride()[1] == 1 or logits.shape[1] == 1 else logits.contiguous()
+    if logits.stride()[1] == 1 or logits.shape[1] == 1:
+        return logits
+    return logits.clone(memory_format=torch.contiguous_format)  # also of no rows
 
 
 @eager

@@ -167,13 +167,13 @@ def plan_rows(
     bfloat16, in the first half of each of their rows."""
     letters = {"A": _PER_TOKEN[advantages_per_token], "W": _PER_TOKEN[weights_per_token]}
     slots = (_ROWS + _SLOTS[kernel] + _SIZES).format(C=rows, D=size, **letters).split()
-    if of_gradient is not dtype:
-        kernel += f"_in_{dtype_name(of_gradient)}"
     fields: dict[str, Any] = dict.fromkeys(choices(kernel), 0)
     for slot in slots:
         name, _, code = slot.partition(":")
         if code[0] in "MmNn":
             fields[name] = (0, 0) if code[0] in "Mm" else (0, False, 1.0)
+    if of_gradient is not dtype:
+        kernel += f"_in_{dtype_name(of_gradient)}"
     return make_plan(kernel, on_gpu, dtype, fields | dict(terms), slots, of_gradient)
 
 

@@ -39,9 +39,10 @@ _NAMES = LossSums._fields[1:]  # two counts, then means over the tokens with a g
 class Metrics(Mapping[str, Tensor]):
     """The metrics of LossSums [10] or more: made when one is read. Detached float64 scalars."""
 
+    _values: Mapping[str, Tensor] = {}
+
     def __init__(self, sums: Tensor):
         self.sums = sums
-        self._values: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         if not self._values:
@@ -69,11 +70,12 @@ def token_logprobs(
         targets: [T] integers below V.
         temperature: a number, or [T].
     """
-    rows = TokenRows(shape_of(logits), logits.device, targets, temperature)
+    rows = TokenRows(shape_of(logits), logits.device, targets, temperature, None)
     if not has_kernels(logits.device):
         rows.check()
         return token_logprobs_reference(logits, rows.targets, rows.temperatures())
-    logprobs, entropy = TokenLogprobs.apply(contiguous_rows(logits), rows)
+    logits = logits.float() if logits.dtype is torch.float16 else logits
+    logprobs, entropy = TokenLogprobs.apply(logits, rows)
     return logprobs, entropy
 
 
@@ -131,28 +133,24 @@ def policy_gradient_loss(
     numbers = clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef, loss_options
     inputs = LossInputs(
         *(shape_of(logits), logits.device, targets, temperature, mask),
-        terms=terms_of(loss, aggregation, *numbers),
-        advantages=advantages,
-        cu_seqlens=cu_seqlens,
-        advantages_per_token=advantages_per_token,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        importance_weights=importance_weights,
-        importance_weights_per_token=importance_weights_per_token,
-        denominator=denominator,
+        *(terms_of(loss, aggregation, *numbers), advantages, cu_seqlens, advantages_per_token),
+        *(old_logprobs, ref_logprobs, importance_weights, importance_weights_per_token),
+        denominator,
     )
     if not has_kernels(logits.device) or not inputs.terms.spec.fused:
         sums = _of_logits(logits, inputs)
         return sums[0].to(real_dtype(logits.dtype)), Metrics(sums.detach())
-    rows = contiguous_rows(logits)
+    rows = logits.float() if logits.dtype is torch.float16 else logits
     if inputs.needs_sequence_ratio:
         inputs.check()
         inputs.check_values()
         values = new_logprobs(rows)
         inputs.logprobs(rows, values)
         inputs.set_ratio(values[0])
-    total, gradient, sums = _new_results(rows)
-    inputs.loss(rows, gradient, sums, total)
+    (sums, total), gradient = _new_results(rows), None
+    if rows.requires_grad and torch.is_grad_enabled():
+        gradient = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    inputs.run("token_loss", rows, 0, None, sums, total, gradient=gradient)
     return _TokenLoss.apply(rows, (total, gradient)), Metrics(sums)
 
 
@@ -160,24 +158,14 @@ _SCALARS = {torch.float32: torch.empty(()), torch.float64: torch.empty((), dtype
 _SUMS = torch.empty(NUM_SUMS, dtype=torch.float64)
 
 
-def _new_sums(device: torch.device) -> Tensor:
-    """Return memory for LossSums [10], the first of what a kernel needs."""
-    if dispatch.is_gpu(device):
-        return torch.zeros(_C.LOSS_WORKSPACE, dtype=torch.float64, device=device)
-    return torch.empty_like(_SUMS)  # the fastest way to make a tensor
-
-
-def _new_results(logits: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return memory for a loss [], its gradient if it needs one, and LossSums."""
-    real, gradient = real_dtype(logits.dtype), None
-    if dispatch.is_gpu(logits.device):  # no row, no launch
-        make = logits.new_empty if len(logits) else logits.new_zeros
-        total = make((), dtype=real)
-    else:
-        total = torch.empty_like(_SCALARS[real])
-    if logits.requires_grad and torch.is_grad_enabled():
-        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return total, gradient, _new_sums(logits.device)
+def _new_results(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for LossSums [10], the first of what a kernel needs, and for a loss []."""
+    real = real_dtype(logits.dtype)
+    if not is_gpu(logits.device):
+        return torch.empty_like(_SUMS), torch.empty_like(_SCALARS[real])  # the fastest way
+    make = logits.new_empty if len(logits) else logits.new_zeros  # no row, no launch
+    sums = torch.zeros(_C.LOSS_WORKSPACE, dtype=torch.float64, device=logits.device)
+    return sums, make((), dtype=real)
 
 
 def _of_logits(logits: Tensor, inputs: LossInputs) -> Tensor:
@@ -270,17 +258,8 @@ def write_logprobs_gradient(
     """Write the gradient of the logits [C, V], which may be their memory, from those of the
     log-probs and the entropies [T]."""
     logprobs, entropy = (x[first : first + len(logits)].contiguous() for x in grads)
-    own = logprobs, entropy, gradient
-    rows.run("token_logprobs_backward", logits, first, None, *own, gradient=gradient)
-
-
-def contiguous_rows(logits: Tensor) -> Tensor:
-    """Return them in a dtype of the kernels."""
-    logits = logits.float() if logits.dtype is torch.float16 else logits
-    logits = logits.resolve_neg()
-    if logits.stride()[1] == 1 or logits.shape[1] == 1:
-        return logits
-    return logits.clone(memory_format=torch.contiguous_format)  # also of no rows
+    given = "token_logprobs_backward", logits, first, None, logprobs, entropy
+    rows.run(*given, gradient=gradient)
 
 
 @eager
@@ -310,8 +289,9 @@ def linear_policy_gradient_loss(
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
     of_terms = {x: options.pop(x) for x in LossTerms.__dataclass_fields__ if x in options}
-    options |= {"advantages": advantages, "cu_seqlens": cu_seqlens, "terms": LossTerms(**of_terms)}
-    inputs = LossInputs((len(hidden), size), hidden.device, targets, **options)
+    of_rows = targets, options.pop("temperature", 1.0), options.pop("mask", None)
+    given = *of_rows, LossTerms(**of_terms), advantages, cu_seqlens
+    inputs = LossInputs((len(hidden), size), hidden.device, *given, **options)
     loss, sums = loss_of_hidden(hidden, weight, inputs, softcap, chunk)
     return loss, Metrics(sums)
 
@@ -381,8 +361,8 @@ class _LinearLoss(LossFunction):
         chunks = Chunks(rows, weight, chunk, softcap, needed)
         for start, stop, logits in chunks:
             gradient = chunks.gradient(start, stop) if any(needed) else None
-            sums = _new_sums(hidden.device)
-            inputs.loss(logits, gradient, sums, None, start, index)
+            sums, _ = _new_results(logits)
+            inputs.run("token_loss", logits, start, index, sums, None, gradient=gradient)
             total += sums[:NUM_SUMS]
             if gradient is not None:
                 chunks.backward(start, stop)
@@ -411,7 +391,7 @@ def linear_token_logprobs(
     the rest as in token_logprobs. The backward pass recomputes the logits.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
-    rows = TokenRows((len(hidden), size), hidden.device, targets, temperature)
+    rows = TokenRows((len(hidden), size), hidden.device, targets, temperature, None)
     rows.check()
     if not has_kernels(hidden.device):
         logits = capped_logits(hidden, weight, softcap)

@@ -3,7 +3,7 @@ checked in C++, on a CPU; a GPU would wait. csrc/token_loss.h has the records.""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
@@ -109,12 +109,13 @@ class LossTerms:
         return replace(self, loss=self.spec.masks, loss_options=None)
 
     @cached_property
-    def of_kernel(self) -> tuple[tuple[str, Any], ...]:
-        """LossTerms of csrc/token_loss.h."""
+    def of_plan(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
+        """By what the loss is divided without a denominator, T or S, and fields of its record."""
         coefs = {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef}
         divides = self.aggregation == "seq_mean_token_mean"
         own = {"loss": self.spec.name, "kl": self.kl, "divides_responses": divides}
-        return tuple({**own, **self.clips, **coefs}.items())
+        size = "T" if self.aggregation == "token_mean" else "S"
+        return size, tuple({**own, **self.clips, **coefs}.items())
 
 
 _NOT_NEGATIVE = "a number of at least 0", lambda x: x >= 0
@@ -144,8 +145,8 @@ _SLOTS = {
     "token_logprobs_backward": "grad_logprobs:Pr{C} grad_entropy:Pr{C} gradient:Mg{C}V",
     "token_loss": "cu_seqlens:Pqs advantages:Nx{A} advantages_by_token:?-{A} "
     "importance_weights:nx{W} weights_by_token:?-{W} old_logprobs:nxT ref_logprobs:nxT "
-    "denominator:/-{D} denominator:nx counts:nxS sequence_log_ratio:nxS gradient:mg{C}V sums:Pd "
-    "total:pr num_sequences:=-S",
+    "denominator:/-{D} denominator:nx counts:nxS sequence_log_ratio:nxS sums:Pd total:pr "
+    "gradient:mg{C}V num_sequences:=-S",
 }
 _PER_TOKEN = {True: "T", False: "S", None: "A"}
 
@@ -157,14 +158,13 @@ def plan_rows(
     dtype: torch.dtype,
     of_gradient: torch.dtype,
     rows: str,
-    terms: tuple[tuple[str, Any], ...] = (),
     size: str = "T",
+    terms: tuple[tuple[str, Any], ...] = (),
     advantages_per_token: bool | None = None,
     weights_per_token: bool | None = None,
 ) -> _C.Plan:
-    """Return the plan of a kernel for logits of this dtype. rows: C or T, their number. size: by
-    what the loss is divided without a denominator. A GPU's gradient of float32 logits may be
-    bfloat16, in the first half of each of their rows."""
+    """Return the plan of a kernel for logits of this dtype. rows: C or T, their number. A GPU's
+    gradient of float32 logits may be bfloat16, in the first half of each of their rows."""
     letters = {"A": _PER_TOKEN[advantages_per_token], "W": _PER_TOKEN[weights_per_token]}
     slots = (_ROWS + _SLOTS[kernel] + _SIZES).format(C=rows, D=size, **letters).split()
     fields: dict[str, Any] = dict.fromkeys(choices(kernel), 0)
@@ -185,14 +185,13 @@ class TokenRows:
     shape: tuple[int, int]
     device: torch.device
     targets: Tensor
-    temperature: float | Tensor = 1.0
-    mask: Tensor | None = None
-    is_checked: bool = field(default=False, init=False)
+    temperature: float | Tensor
+    mask: Tensor | None
 
     def check(self) -> None:
         """Make the arguments as kernels read them, once; raise TypeError or ValueError for what
         cannot be, but for its values."""
-        if not self.is_checked:
+        if not hasattr(self, "is_checked"):
             self.is_checked = True
             self.convert()
 
@@ -220,23 +219,31 @@ class TokenRows:
     ) -> None:
         """Run a kernel on logits [C, V] of the tokens first, first + 1, ..., or index[first], ...
 
-        made: its last arguments; gradient: one of them. The kernel gets the arguments as they are;
-        C++ checks them, on a CPU with their values. Raises ValueError and TypeError."""
-        rows, on_gpu = "T" if len(logits) == len(self) else "C", dispatch.is_gpu(self.device)
-        dtypes = logits.dtype, logits.dtype if gradient is None else gradient.dtype
+        made: further arguments, such as memory for results; gradient: of the logits. A kernel gets
+        the arguments as they are; C++ checks them, on a CPU with their values. Raises ValueError
+        and TypeError."""
+        of_gradient = logits.dtype if gradient is None else gradient.dtype
+        rows = "T" if logits.shape[0] == self.shape[0] else "C"
+        key = kernel, dispatch.is_gpu(self.device), logits.dtype, of_gradient, rows
         for _ in range(2):  # as they are, and as kernels read them
             of_plan, own = self.of_kernel(kernel)
-            plan = plan_rows(kernel, on_gpu, *dtypes, rows, *of_plan)
-            of_rows = logits, first, index, self.targets, self.temperature, self.mask
-            found = dispatch.run_plan(plan, self.device, (*of_rows, *own, *made))
+            arguments = (
+                *(logits, first, index, self.targets, self.temperature, self.mask),
+                *own,
+                *made,
+                gradient,
+            )
+            found = dispatch.run_plan(plan_rows(*key, *of_plan), self.device, arguments)
             if found == -1:
                 return
             self.check()
+            if logits.stride(1) != 1 or logits.is_neg():
+                logits = logits.clone(memory_format=torch.contiguous_format)
         if found >= 0:
             self.refuse()
         raise ValueError(
             f"{kernel} needs tensors with memory, and values that Python's checks allow, got "
-            f"{(*of_rows, *own)!r:.500}"
+            f"{arguments!r:.500}"
         )
 
     def refuse(self) -> None:
@@ -264,7 +271,7 @@ class TokenRows:
         ctx.rows = self
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class LossInputs(TokenRows):
     """The arguments of policy_gradient_loss for logits [T, V] = shape, as they are given
     until `check`."""
@@ -278,16 +285,17 @@ class LossInputs(TokenRows):
     importance_weights: Tensor | None = None
     importance_weights_per_token: bool | None = None
     denominator: float | Tensor | None = None
-    ratio: Tensor | None = field(default=None, init=False)  # [S], if the loss needs it
+    ratio: Tensor | None = None  # [S], if the loss needs it
 
     def __post_init__(self) -> None:
         if self.terms.kl_coef and self.ref_logprobs is None:
             raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
         if self.denominator is None and self.terms.aggregation == "seq_sum_constant":
             raise ValueError("aggregation 'seq_sum_constant' needs a denominator")
-        for name in ("advantages_per_token", "importance_weights_per_token"):
-            if getattr(self, name) is not None:
-                check_flag(name, getattr(self, name))
+        if self.advantages_per_token is not None:
+            check_flag("advantages_per_token", self.advantages_per_token)
+        if self.importance_weights_per_token is not None:
+            check_flag("importance_weights_per_token", self.importance_weights_per_token)
 
     def convert(self) -> None:
         super().convert()
@@ -344,31 +352,16 @@ class LossInputs(TokenRows):
 
     def of_kernel(self, kernel: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         if kernel != "token_loss":
-            return super().of_kernel(kernel)
+            return (), ()
         terms, counts = self.terms, None
         if self.mask is not None:
             self.check()
             counts = self.counts() if terms.aggregation == "seq_mean_token_mean" else None
-        size = "T" if terms.aggregation == "token_mean" else "S"
         by_token = self.advantages_per_token, self.importance_weights_per_token
-        return (terms.of_kernel, size, *by_token), (
+        return (*terms.of_plan, *by_token), (
             *(self.cu_seqlens, self.advantages, self.importance_weights, self.old_logprobs),
             *(self.ref_logprobs, self.denominator, counts, self.ratio),
         )
-
-    def loss(
-        self,
-        logits: Tensor,
-        gradient: Tensor | None,
-        sums: Tensor,
-        total: Tensor | None = None,
-        first: int = 0,
-        index: Tensor | None = None,
-    ) -> None:
-        """Write LossSums to `sums`, the first of them to `total` [], and the gradient of the logits
-        of the tokens that `run` names."""
-        made = gradient, sums, total
-        self.run("token_loss", logits, first, index, *made, gradient=gradient)
 
     @property
     def needs_sequence_ratio(self) -> bool:
@@ -439,8 +432,8 @@ def refuse(name: str, x: Any, device: torch.device, wanted: str) -> NoReturn:
 
 
 def shape_of(logits: Tensor) -> tuple[int, int]:
-    check_tensor("logits", logits)
-    if logits.dtype not in DTYPES or logits.dim() != 2:
+    if not isinstance(logits, Tensor) or logits.dtype not in DTYPES or logits.dim() != 2:
+        check_tensor("logits", logits)
         wanted = f"[T, V] of {', '.join(map(dtype_name, DTYPES))}"
         refuse("logits", logits, logits.device, wanted)
     num_tokens, vocab_size = logits.shape

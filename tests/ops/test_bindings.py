@@ -51,14 +51,14 @@ def test_a_field_of_an_enumeration_and_a_packed_record_are_checked():
 def test_a_planned_call_takes_only_arguments_as_its_kernel_reads_them():
     """Otherwise it returns -2 - i for argument i."""
     ones, bounds = torch.ones, torch.tensor([0, 2, 3])
-    made = [None, torch.zeros(10, dtype=torch.float64), torch.zeros(())]
+    made = [torch.zeros(10, dtype=torch.float64), torch.zeros(()), None]
     given = [ones(3, 4), 0, None, torch.tensor([1, 0, 2]), 1.0, None, bounds, ones(2), None]
     given += [ones(3), None, None, None, None, *made]
-    how = False, torch.float32, torch.float32, "T", LossTerms().of_kernel
+    how = False, torch.float32, torch.float32, "T", *LossTerms().of_plan
 
     def run(change, *by_token):
         arguments = [change.get(i, x) for i, x in enumerate(given)]
-        return plan_rows("token_loss", *how, "T", *by_token).run(tuple(arguments), 1)
+        return plan_rows("token_loss", *how, *by_token).run(tuple(arguments), 1)
 
     assert run({}) == run({}, False) == run({4: ones(3), 11: ones(())}) == -1
     assert run({7: ones(3)}) == run({7: ones(3)}, True) == -1

@@ -161,7 +161,7 @@ _SUMS = torch.empty(NUM_SUMS, dtype=torch.float64)
 def _new_results(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return memory for LossSums [10], the first of what a kernel needs, and for a loss []."""
     real = real_dtype(logits.dtype)
-    if not is_gpu(logits.device):
+    if not dispatch.is_gpu(logits.device):
         return torch.empty_like(_SUMS), torch.empty_like(_SCALARS[real])  # the fastest way
     make = logits.new_empty if len(logits) else logits.new_zeros  # no row, no launch
     sums = torch.zeros(_C.LOSS_WORKSPACE, dtype=torch.float64, device=logits.device)

@@ -49,7 +49,6 @@ def test_a_field_of_an_enumeration_and_a_packed_record_are_checked():
 
 
 def test_a_planned_call_takes_only_arguments_as_its_kernel_reads_them():
-    """Otherwise it returns -2 - i for argument i."""
     ones, bounds = torch.ones, torch.tensor([0, 2, 3])
     made = [torch.zeros(10, dtype=torch.float64), torch.zeros(()), None]
     given = [ones(3, 4), 0, None, torch.tensor([1, 0, 2]), 1.0, None, bounds, ones(2), None]
@@ -60,23 +59,20 @@ def test_a_planned_call_takes_only_arguments_as_its_kernel_reads_them():
         arguments = [change.get(i, x) for i, x in enumerate(given)]
         return plan_rows("token_loss", *how, *by_token).run(tuple(arguments), 1)
 
-    assert run({}) == run({}, False) == run({4: ones(3), 11: ones(())}) == -1
-    assert run({7: ones(3)}) == run({7: ones(3)}, True) == -1
-    of_one_token = {6: torch.tensor([0, 1, 2, 3]), 7: ones(3)}  # S = T: the size decides nothing
+    assert run({}) == run({4: ones(3), 11: ones(())}) == run({7: ones(3)}, True) == -1
+    of_one_token = {6: torch.arange(4), 7: ones(3)}  # S = T: the size decides nothing
     assert (run(of_one_token), run(of_one_token, True), run({}, True)) == (-9, -1, -9)
     wrong = {
-        0: (ones(4, 3).t(), ones(3, 4).half(), ones(3), None),
+        0: (ones(4, 3).t(), ones(3, 4).half(), ones(3)),
         3: (torch.tensor([1, 0, 2], dtype=torch.int32), torch.tensor([[1], [0], [2]]), None),
-        4: (0.0, math.nan, math.inf, ones(2), 1, "1", None),
-        5: (ones(3), ones(2, dtype=torch.bool)),
-        6: (bounds[None], bounds[:0], None),
+        4: (0.0, math.inf, ones(2), None),
+        6: (bounds[None],),
         7: (ones(1), torch._neg_view(ones(2)), None, [1.0, 1.0]),
-        9: (ones(6)[::2], ones(3, device="meta"), ones(3).bfloat16(), ones(2)),
-        11: (ones(1), -1.0, 3),
+        9: (ones(6)[::2], ones(3, device="meta"), ones(3).bfloat16()),
+        11: (ones(1), -1.0),
     }
     for place, values in wrong.items():
-        for x in values:
-            assert run({place: x}) == -2 - place, (place, x)
+        assert {run({place: x}) for x in values} == {-2 - place}
     assert run({11: -ones(())}) >= 0  # a value, which the kernel refuses
 
 

@@ -56,14 +56,14 @@ def test_a_planned_call_takes_only_arguments_as_its_kernel_reads_them():
     how = False, torch.float32, torch.float32, "T", *LossTerms().of_plan
 
     def run(change, *by_token):
-        arguments = [change.get(i, x) for i, x in enumerate(given)]
-        return plan_rows("token_loss", *how, *by_token).run(tuple(arguments), 1)
+        plan = plan_rows("token_loss", *how, *by_token)
+        return plan.run(tuple(change.get(i, x) for i, x in enumerate(given)), 1)
 
     assert run({}) == run({4: ones(3), 11: ones(())}) == run({7: ones(3)}, True) == -1
-    of_one_token = {6: torch.arange(4), 7: ones(3)}  # S = T: the size decides nothing
+    of_one_token = {6: torch.arange(4), 7: ones(3)}  # S = T
     assert (run(of_one_token), run(of_one_token, True), run({}, True)) == (-9, -1, -9)
     wrong = {
-        0: (ones(4, 3).t(), ones(3, 4).half(), ones(3)),
+        0: (ones(4, 3).t(), ones(3, 4).half()),
         3: (torch.tensor([1, 0, 2], dtype=torch.int32), torch.tensor([[1], [0], [2]]), None),
         4: (0.0, math.inf, ones(2), None),
         6: (bounds[None],),
@@ -73,7 +73,7 @@ def test_a_planned_call_takes_only_arguments_as_its_kernel_reads_them():
     }
     for place, values in wrong.items():
         assert {run({place: x}) for x in values} == {-2 - place}
-    assert run({11: -ones(())}) >= 0  # a value, which the kernel refuses
+    assert run({11: -ones(())}) >= 0
 
 
 def test_the_stub_names_what_the_module_has():

@@ -18,8 +18,8 @@ struct AddRmsNorm {
   int size;
   Real eps;
   const Element *x, *delta;  // [U, H]; delta may be null: sum is x then, and not written
-  const Element* weight;     // [H]
-  Element *sum, *normed;     // [U, H]
+  const Element* weight;  // [H]
+  Element *sum, *normed;  // [U, H]
 
   MAXRL_FIELDS(num_rows, size, eps, x, delta, weight, sum, normed)
 };
@@ -31,12 +31,12 @@ struct AddRmsNormBackward {
   Real eps;
   const Element *sum, *weight;
   const Element *grad_sum, *grad_normed;  // [U, H]; grad_sum may be null
-  Element* grad_x;                        // [U, H], also the gradient in delta
-  int64_t num_partials;                   // P
+  Element* grad_x;  // [U, H], also the gradient in delta
+  int64_t num_partials;  // P
   Real* grad_weight;  // [P, H]: partial p has the rows p, p + P, ...; one on a CPU
 
-  MAXRL_FIELDS(num_rows, size, eps, sum, weight, grad_sum, grad_normed, grad_x, num_partials,
-               grad_weight)
+  MAXRL_FIELDS(
+      num_rows, size, eps, sum, weight, grad_sum, grad_normed, grad_x, num_partials, grad_weight)
 };
 
 // Rows of heads of size D: [U, heads, D], with this stride between rows.
@@ -65,7 +65,7 @@ struct RotateHeads {
   int64_t num_positions;  // heads at other positions become NaN
 
   MAXRL_FIELDS(num_rows, head_dim, eps, direction, from, norm, to, to_stride, cos, sin, positions,
-               num_positions)
+      num_positions)
 
   // Head `head` of the queries, keys or values of row u.
   MAXRL_HOST_DEVICE const Element* source(int which, int64_t u, int head) const {
@@ -135,9 +135,9 @@ struct ChosenRows {
 // contiguous.
 struct Linear {
   int64_t num_rows, in_size, out_size;
-  const float *x, *weight;     // [U, K], [N, K]
-  const float *bias, *added;   // [N], [U, N]; may be null
-  float* y;                    // [U, N]
+  const float *x, *weight;  // [U, K], [N, K]
+  const float *bias, *added;  // [N], [U, N]; may be null
+  float* y;  // [U, N]
 
   MAXRL_FIELDS(num_rows, in_size, out_size, x, weight, bias, added, y)
 };
@@ -146,8 +146,8 @@ struct Linear {
 // in W.
 struct LinearBackward {
   int64_t num_rows, in_size, out_size;
-  const float *grad, *x, *weight;             // [U, N], [U, K], [N, K]
-  float *grad_x, *grad_weight, *grad_bias;    // [U, K], [N, K], [N]
+  const float *grad, *x, *weight;  // [U, N], [U, K], [N, K]
+  float *grad_x, *grad_weight, *grad_bias;  // [U, K], [N, K], [N]
 
   MAXRL_FIELDS(num_rows, in_size, out_size, grad, x, weight, grad_x, grad_weight, grad_bias)
 };

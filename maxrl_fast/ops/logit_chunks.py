@@ -211,6 +211,7 @@ class TokenBatch(NamedTuple):
         if isinstance(divisor, Tensor):
             weights = divisor.reciprocal().expand(len(inputs))
         else:  # without a copy from the host, which would wait for a GPU
+            assert divisor is not None, "inputs must be checked"
             weights = torch.full_like(factors, 1 / divisor)
         if inputs.terms.aggregation == "seq_mean_token_mean":
             weights = weights / inputs.by_tokens(inputs.counts().clamp_min(1))

@@ -369,7 +369,12 @@ class Learner:
         denominator = plan.denominator / num_ranks
         inputs = LossInputs(
             *((len(hidden), len(weight)), hidden.device, batch.targets, scaling["temperature"]),
-            *(None, settings, advantages, batch.cu_seqlens, has_weights, batch.old_logprobs),
+            mask=None,
+            terms=settings,
+            advantages=advantages,
+            cu_seqlens=batch.cu_seqlens,
+            advantages_per_token=has_weights,
+            old_logprobs=batch.old_logprobs,
             ref_logprobs=batch.ref_logprobs if settings.kl_coef else None,
             denominator=denominator,
         )

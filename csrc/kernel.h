@@ -10,7 +10,6 @@
 #include <cstring>
 #include <functional>
 #include <iterator>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -74,11 +73,11 @@ struct Fields {
       code = "i";
       for (const char* name : kNamesOf<T>) code += std::string("|") + name;
     } else {
-      code = std::is_pointer_v<T>          ? "Q"
-             : std::is_same_v<T, bool>     ? "?"
-             : std::is_floating_point_v<T> ? "d"
-             : sizeof(T) == 8              ? "q"
-                                           : "i";
+      code = std::is_pointer_v<T>       ? "Q"
+          : std::is_same_v<T, bool>     ? "?"
+          : std::is_floating_point_v<T> ? "d"
+          : sizeof(T) == 8              ? "q"
+                                        : "i";
     }
     return code;
   }
@@ -126,8 +125,8 @@ struct Kernel {
   std::string name;
   const char* dtype;  // of the first type of its record, "" for a record without types
   Fields fields;
-  // of the packed record and the last argument: a number, or nothing
-  std::function<std::optional<int64_t>(std::string_view, int64_t)> run;
+  // of the packed record and the last argument: a number, -1 for nothing
+  std::function<int64_t(std::string_view, int64_t)> run;
 };
 
 inline std::vector<Kernel>& kernels() {
@@ -144,7 +143,7 @@ inline const char* dtype_of(const void*) { return ""; }
 template <typename Returned, typename Record, typename Last>
 bool define_for_dtype(const char* name, Returned (*kernel)(const Record&, Last)) {
   constexpr bool kOnCpu = std::is_same_v<Last, int>;
-  const auto run = [kernel](std::string_view packed, int64_t given) -> std::optional<int64_t> {
+  const auto run = [kernel](std::string_view packed, int64_t given) -> int64_t {
     const auto record = unpacked<Record>(packed);
     Last last;
     if constexpr (kOnCpu)
@@ -152,12 +151,12 @@ bool define_for_dtype(const char* name, Returned (*kernel)(const Record&, Last))
     else
       last = reinterpret_cast<Last>(given);
     if constexpr (std::is_void_v<Returned>)
-      return kernel(record, last), std::nullopt;
+      return kernel(record, last), -1;
     else
       return kernel(record, last);
   };
   kernels().push_back({std::string(name) + (kOnCpu ? "_cpu" : "_cuda"),
-                       dtype_of(static_cast<Record*>(nullptr)), fields_of<Record>(), run});
+      dtype_of(static_cast<Record*>(nullptr)), fields_of<Record>(), run});
   return true;
 }
 

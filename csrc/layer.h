@@ -1,5 +1,5 @@
-// The elementwise parts of a decoder layer: residual addition with RMS norm, rotary embedding,
-// SwiGLU, chosen rows.
+// The parts of a decoder layer in training: residual addition with RMS norm, rotary embedding,
+// SwiGLU, chosen rows, linear layers, attention over a forest of prefixes.
 #pragma once
 #include <cstdint>
 
@@ -18,8 +18,8 @@ struct AddRmsNorm {
   int size;
   Real eps;
   const Element *x, *delta;  // [U, H]; delta may be null: sum is x then, and not written
-  const Element* weight;     // [H]
-  Element *sum, *normed;     // [U, H]
+  const Element* weight;  // [H]
+  Element *sum, *normed;  // [U, H]
 
   MAXRL_FIELDS(num_rows, size, eps, x, delta, weight, sum, normed)
 };
@@ -31,12 +31,12 @@ struct AddRmsNormBackward {
   Real eps;
   const Element *sum, *weight;
   const Element *grad_sum, *grad_normed;  // [U, H]; grad_sum may be null
-  Element* grad_x;                        // [U, H], also the gradient in delta
-  int64_t num_partials;                   // P
+  Element* grad_x;  // [U, H], also the gradient in delta
+  int64_t num_partials;  // P
   Real* grad_weight;  // [P, H]: partial p has the rows p, p + P, ...; one on a CPU
 
-  MAXRL_FIELDS(num_rows, size, eps, sum, weight, grad_sum, grad_normed, grad_x, num_partials,
-               grad_weight)
+  MAXRL_FIELDS(
+      num_rows, size, eps, sum, weight, grad_sum, grad_normed, grad_x, num_partials, grad_weight)
 };
 
 // Rows of heads of size D: [U, heads, D], with this stride between rows.
@@ -65,7 +65,7 @@ struct RotateHeads {
   int64_t num_positions;  // heads at other positions become NaN
 
   MAXRL_FIELDS(num_rows, head_dim, eps, direction, from, norm, to, to_stride, cos, sin, positions,
-               num_positions)
+      num_positions)
 
   // Head `head` of the queries, keys or values of row u.
   MAXRL_HOST_DEVICE const Element* source(int which, int64_t u, int head) const {
@@ -129,6 +129,53 @@ struct ChosenRows {
   Element* to;  // [U, H]
 
   MAXRL_FIELDS(num_rows, num_chosen, size, rows, order, starts, grad, to)
+};
+
+// y = x W^T + bias + added. U rows; in_size K and out_size N are multiples of 16. All arrays are
+// contiguous.
+struct Linear {
+  int64_t num_rows, in_size, out_size;
+  const float *x, *weight;  // [U, K], [N, K]
+  const float *bias, *added;  // [N], [U, N]; may be null
+  float* y;  // [U, N]
+
+  MAXRL_FIELDS(num_rows, in_size, out_size, x, weight, bias, added, y)
+};
+
+// The gradients in x, W and bias. Each may be null; that in bias is written only together with that
+// in W.
+struct LinearBackward {
+  int64_t num_rows, in_size, out_size;
+  const float *grad, *x, *weight;  // [U, N], [U, K], [N, K]
+  float *grad_x, *grad_weight, *grad_bias;  // [U, K], [N, K], [N]
+
+  MAXRL_FIELDS(num_rows, in_size, out_size, grad, x, weight, grad_x, grad_weight, grad_bias)
+};
+
+// Segments of tokens in depth-first order. A token attends to the earlier ones of its segment, to
+// itself, and to all of the segments above.
+struct Forest {
+  int64_t num_tokens, num_segments;
+  const int64_t* lengths;  // [num_segments], at least 1
+  const int64_t* parents;  // [num_segments], the segment above, -1: none
+
+  MAXRL_FIELDS(num_tokens, num_segments, lengths, parents)
+};
+
+// Real: float, or double for double elements. Query head h attends to key head h / (heads /
+// key_heads). The backward kernel computes all gradients from o and lse.
+template <typename Element, typename Real>
+struct TreeAttention {
+  Forest forest;
+  int64_t heads, key_heads, head_dim;  // head_dim: 1 to 256
+  const Element *q, *k,
+      *v;  // [num_tokens, heads, head_dim], and for k and v [num_tokens, key_heads, head_dim]
+  Element* o;  // [num_tokens, heads, head_dim]
+  Real* lse;  // [num_tokens, heads]: log2 of the sum of exp(score)
+  const Element* grad;  // dL/do; the rest is null in a forward pass
+  Element *grad_q, *grad_k, *grad_v;
+
+  MAXRL_FIELDS(forest, heads, key_heads, head_dim, q, k, v, o, lse, grad, grad_q, grad_k, grad_v)
 };
 
 }  // namespace maxrl

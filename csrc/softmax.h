@@ -12,7 +12,7 @@ namespace maxrl {
 
 // The sums over a row, or a part of it, without the target.
 struct PartialSoftmax {
-  double top;             // greatest logit, -inf if there is none
+  double top;  // greatest logit, -inf if there is none
   double others, moment;  // sums of e^x and of x e^x
 
   MAXRL_HOST_DEVICE static PartialSoftmax empty() {
@@ -56,9 +56,9 @@ struct RowGradient {
 struct Softmax {
   double top, inverse_temperature;
   double others;  // e^x over all tokens but the target
-  double p;       // of the target
+  double p;  // of the target
   double log_total, inverse_total;
-  double logp;     // of the target
+  double logp;  // of the target
   double entropy;  // nats
 
   Softmax() = default;
@@ -83,7 +83,7 @@ struct Softmax {
                  h = grads.grad_entropy * inverse_temperature;
     const double of_entropy = p > 0.0 ? p * (logp + entropy) : 0.0;
     return {g * others * inverse_total - h * of_entropy,
-            (-g - h * (entropy - log_total)) * inverse_total, -h * inverse_total};
+        (-g - h * (entropy - log_total)) * inverse_total, -h * inverse_total};
   }
 };
 

@@ -28,7 +28,7 @@ inline constexpr const char* kNamesOf<Divergence>[4] = {"k1", "k2", "k3", "k3+"}
 struct LossTerms {
   Loss loss;
   double clip_low, clip_high;  // the ratio is clipped to [1 - clip_low, 1 + clip_high]
-  double dual_clip;            // for A < 0 the loss is at most -A dual_clip; infinite: no limit
+  double dual_clip;  // for A < 0 the loss is at most -A dual_clip; infinite: no limit
   Divergence kl;
   double kl_coef, entropy_coef;
   MAXRL_FIELDS(loss, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
@@ -41,30 +41,16 @@ struct LossTerms {
 // Sums over the rows: the weighted loss, the tokens that are not masked, and how many of these have
 // no gradient. The other sums are over the tokens that have a gradient.
 struct LossSums {
-  enum Name {
-    kLoss,
-    kTokens,
-    kDropped,
-    kRatio,
-    kRatioClamped,
-    kClippedLow,
-    kClippedHigh,
-    kKl,
-    kEntropy,
-    kLogprobDiff,
-    kSize
-  };
-  // The fields of LossSums in maxrl_fast/ops/loss_kernel.py, which compares them when it is
-  // imported.
-  static constexpr const char* kNames[kSize] = {
-      "loss",         "tokens", "dropped_tokens", "ratio",       "ratio_clamped", "clipped_low",
-      "clipped_high", "kl",     "entropy",        "logprob_diff"};
-  static_assert(kNames[kSize - 1] != nullptr);
-  double values[kSize];
-  MAXRL_HOST_DEVICE void add(const LossSums& other) {
-    for (int i = 0; i < kSize; ++i) values[i] += other.values[i];
-  }
+  double loss, tokens, dropped_tokens, ratio, ratio_clamped, clipped_low, clipped_high, kl, entropy,
+      logprob_diff;
+  static constexpr int kSize = 10;
+
+  // compared with LossSums in maxrl_fast/ops/loss_kernel.py when it is imported
+  MAXRL_FIELDS(loss, tokens, dropped_tokens, ratio, ratio_clamped, clipped_low, clipped_high, kl,
+      entropy, logprob_diff)
+  MAXRL_HOST_DEVICE const double* values() const { return &loss; }
 };
+static_assert(sizeof(LossSums) == LossSums::kSize * sizeof(double));
 
 // A matrix with contiguous rows, or null.
 template <typename Element>
@@ -95,7 +81,7 @@ struct TokenRows {
   int64_t num_rows, vocab_size, num_tokens, first;
   const int64_t* index;
   const int64_t* targets;  // [T]
-  Numbers temperature;     // of all tokens, or [T]
+  Numbers temperature;  // of all tokens, or [T]
   const bool* mask;  // [T], or null. Of a token that is left out nothing is read
 
   MAXRL_FIELDS(num_rows, first, index, vocab_size, num_tokens, targets, mask, temperature)
@@ -135,12 +121,12 @@ struct TokenLossInputs {
   Numbers old_logprobs, ref_logprobs;  // [T] of the sampling and the reference policy, or absent
   Numbers denominator;  // [1]: what the sum over tokens is divided by
   bool divides_responses;  // and the tokens of a response by their number,
-  Numbers counts;          // [S], or without it the response's length
+  Numbers counts;  // [S], or without it the response's length
   Numbers sequence_log_ratio;  // [S]: mean log-ratios of responses, for gspo, or absent
 
   MAXRL_FIELDS(tokens, advantages, importance_weights, old_logprobs, ref_logprobs, denominator,
-               counts, sequence_log_ratio, num_sequences, cu_seqlens, advantages_by_token,
-               weights_by_token, divides_responses)
+      counts, sequence_log_ratio, num_sequences, cu_seqlens, advantages_by_token, weights_by_token,
+      divides_responses)
 
   // The last response that starts at or before token t: its own.
   MAXRL_HOST_DEVICE int64_t sequence_of(int64_t t) const {
@@ -165,10 +151,12 @@ struct TokenLossInputs {
                  count = counts.data ? counts.at(sequence) : length;
     return weight / (count > 1.0 ? count : 1.0);
   }
-  // Whether bounds and importance weights are allowed, on a CPU.
+  // Whether bounds, importance weights and the denominator are allowed, on a CPU.
   bool are_usable() const {
     const int64_t last = num_sequences;
     if (cu_seqlens[0] != 0 || cu_seqlens[last] != tokens.num_tokens) return false;
+    if (const double divisor = denominator.at(0); !(divisor > 0.0 && divisor <= DBL_MAX))
+      return false;
     for (int64_t s = 0; s < last; ++s)
       if (cu_seqlens[s + 1] < cu_seqlens[s]) return false;
     const int64_t num_weights = weights_by_token ? tokens.num_tokens : last;
@@ -182,22 +170,22 @@ struct TokenLossInputs {
 struct PlannedToken {
   int64_t t, sequence;
   double advantage;  // times the importance weight
-  double weight;     // of the token's loss in the total
+  double weight;  // of the token's loss in the total
 };
 
 // Counts the token of a row, and returns whether its logits must be read. Otherwise its gradient
 // and loss are 0.
 MAXRL_HOST_DEVICE inline bool plan_token(const TokenLossInputs& in, const LossTerms& terms,
-                                         int64_t row, LossSums& sums, PlannedToken& token) {
+    int64_t row, LossSums& sums, PlannedToken& token) {
   token.t = in.tokens.token_of(row);
   if (!in.tokens.counts(token.t)) return false;
   token.sequence = in.sequence_of(token.t);
   token.advantage = in.advantages.at(in.advantages_by_token ? token.t : token.sequence) *
-                    in.importance_of(token.t, token.sequence);
+      in.importance_of(token.t, token.sequence);
   token.weight = in.weight_of(token.sequence);
   const bool must_read = terms.has_gradient(token.advantage);
-  sums.values[LossSums::kTokens] += 1.0;
-  sums.values[LossSums::kDropped] += !must_read;
+  sums.tokens += 1.0;
+  sums.dropped_tokens += !must_read;
   return must_read;
 }
 
@@ -274,35 +262,34 @@ MAXRL_HOST_DEVICE inline TokenLoss policy_gradient_term(const LossTerms& terms, 
 // Adds the row to the sums and returns its gradients. Each number is added as soon as it is known,
 // which frees its registers.
 MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs& in, const LossTerms& terms,
-                                               const PlannedToken& planned, const Softmax& softmax,
-                                               LossSums& sums) {
+    const PlannedToken& planned, const Softmax& softmax, LossSums& sums) {
   const double advantage = planned.advantage, weight = planned.weight;
   const double log_ratio =
       in.old_logprobs.data ? softmax.logp - in.old_logprobs.at(planned.t) : 0.0;
   const ClampedLogRatio to_old = clamp_log_ratio(
       in.sequence_log_ratio.data ? in.sequence_log_ratio.at(planned.sequence) : log_ratio);
   const double ratio = exp(to_old.value);
-  sums.values[LossSums::kRatio] += ratio;
-  sums.values[LossSums::kLogprobDiff] += fabs(log_ratio);
+  sums.ratio += ratio;
+  sums.logprob_diff += fabs(log_ratio);
   TokenLoss token = policy_gradient_term(terms, {advantage, softmax.logp, to_old, ratio});
   if (advantage == 0.0) token.value = token.grad_logp = 0.0;  // even if the ratio is NaN
-  sums.values[LossSums::kClippedLow] += token.clipped_low;
-  sums.values[LossSums::kClippedHigh] += token.clipped_high;
+  sums.clipped_low += token.clipped_low;
+  sums.clipped_high += token.clipped_high;
   bool is_clamped = to_old.is_clamped;
   if (in.ref_logprobs.data) {
     const ClampedLogRatio to_ref = clamp_log_ratio(softmax.logp - in.ref_logprobs.at(planned.t));
     const TokenLoss kl = divergence(terms.kl, to_ref.value);
     is_clamped |= to_ref.is_clamped;
-    sums.values[LossSums::kKl] += kl.value;
+    sums.kl += kl.value;
     if (terms.kl_coef != 0.0) {
       token.value += terms.kl_coef * kl.value;
       if (!to_ref.is_clamped) token.grad_logp += terms.kl_coef * kl.grad_logp;
     }
   }
-  sums.values[LossSums::kRatioClamped] += is_clamped;
-  sums.values[LossSums::kEntropy] += softmax.entropy;
+  sums.ratio_clamped += is_clamped;
+  sums.entropy += softmax.entropy;
   if (terms.entropy_coef != 0.0) token.value -= terms.entropy_coef * softmax.entropy;
-  sums.values[LossSums::kLoss] += weight * token.value;
+  sums.loss += weight * token.value;
   return {weight * token.grad_logp, -weight * terms.entropy_coef};
 }
 
@@ -352,6 +339,29 @@ struct ScaleCall {
   const double* scale;  // [1]
 
   MAXRL_FIELDS(matrix, num_rows, row_size, scale)
+};
+
+// The divergence D of a policy from a teacher, row by row of their logits, and its gradient in the
+// policy's, for CUDA, by the formulas in docs/token_loss.md#divergence-from-a-teacher.
+enum class TeacherDivergence { kReverse, kForward, kJsd };
+template <>
+inline constexpr const char* kNamesOf<TeacherDivergence>[3] = {"reverse", "forward", "jsd"};
+
+// All rows start at multiples of 16 bytes.
+template <typename Gradient>
+struct DivergenceRows {
+  Rows<const float> policy, teacher;
+  Rows<Gradient> gradient;  // or null; it may be the memory of `policy`, of bfloat16 the first half
+                            // of each row
+  int64_t num_rows, vocab_size;
+  const float* temperature;  // [rows]
+  const double* coefficients;  // [rows], which the gradient is multiplied by
+  double* values;  // [rows]: D
+  TeacherDivergence divergence;
+  double beta;
+
+  MAXRL_FIELDS(policy, teacher, gradient, num_rows, vocab_size, temperature, coefficients, values,
+      divergence, beta)
 };
 
 }  // namespace maxrl

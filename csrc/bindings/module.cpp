@@ -5,14 +5,15 @@
 #include <pybind11/stl.h>
 
 #include <cctype>
+#include <cfloat>
 
 #include "../cpu/dispatch.h"
 #include "../generation.h"
 #include "../token_loss.h"
 
 template <>
-inline constexpr const char* maxrl::kNamesOf<maxrl::cpu::Instructions>[3] = {"baseline", "avx2",
-                                                                             "avx512"};
+inline constexpr const char* maxrl::kNamesOf<maxrl::cpu::Instructions>[3] = {
+    "baseline", "avx2", "avx512"};
 
 namespace maxrl::bindings {
 
@@ -75,41 +76,44 @@ struct TensorInterface {
   int (*view)(PyObject*, TensorView*);
 };
 
-// A kernel's call on a CPU but for its tensors, which it checks.
+// A kernel's call but for its arguments, which it checks.
 class Plan {
  public:
-  // What a call writes at this place of the packed record: of a tensor (P, M, N, or p, m, n: or of
-  // None nothing) its address, for M with the stride of its rows, for N with whether it is float64;
-  // = a size, / a size as Numbers, ? whether the last size A was T.
+  // What a call writes at this place of the packed record. Of an argument: P a tensor's address, M
+  // also the stride of its rows, N also whether it is float64, or a number above 0; in lower case
+  // None too, which writes nothing. I: an integer. = a size, / a size as Numbers, ? whether the
+  // last tensor of this size has T numbers.
   struct Slot {
     uint16_t at;
     char form;
     uint8_t kind, bits;  // of DLDataType; 0 bits: 32 or 64
-    char sizes[2];       // names or spaces; s is S + 1, A is T or S
+    char sizes[2];  // names or spaces; s is S + 1, A is T or S
   };
 
   Plan(const py::object& tensor, const std::string& kernel, std::string_view dtype,
-       std::string record, std::string_view slots)
-      : kernel_(find_kernel(kernel, dtype)), record_(std::move(record)),
-        slots_(slots.size() / sizeof(Slot)), is_neg_(tensor.attr("is_neg")) {
+      std::string record, std::string_view slots)
+      : kernel_(find_kernel(kernel, dtype)), on_cpu_(kernel.rfind("_cpu") != kernel.npos),
+        record_(std::move(record)), slots_(slots.size() / sizeof(Slot)),
+        is_neg_(tensor.attr("is_neg")) {
     std::memcpy(slots_.data(), slots.data(), slots.size());
     const py::capsule interface = tensor.attr("__dlpack_c_exchange_api__");
     interface_ = interface.get_pointer<TensorInterface>();
     if (interface_->major != 1) throw py::import_error("PyTorch's DLPack must have version 1");
   }
 
-  // What the kernel returns; nothing if it did not run, as a tensor is not as it reads them.
-  std::optional<int64_t> run(const py::tuple& tensors, int64_t num_threads) const {
-    Call call{record_, {}};
+  // What the kernel returns, -1 for nothing. -2 - i if argument i is not as it reads them.
+  int64_t run(const py::tuple& arguments, int64_t last) const {
+    Call call{record_, {}, {}};
     std::fill_n(call.sizes, 128, -1);
     size_t next = 0;
     for (const Slot& slot : slots_)
       if (!std::isalpha(slot.form))
         put_size(call, slot);
-      else if (next == tensors.size() || !put(call, slot, PyTuple_GET_ITEM(tensors.ptr(), next++)))
-        return PyErr_Clear(), std::nullopt;
+      else if (next == arguments.size() ||
+          !put(call, slot, PyTuple_GET_ITEM(arguments.ptr(), next++)))
+        return PyErr_Clear(), -1 - static_cast<int64_t>(next);
     const py::gil_scoped_release release;
-    return kernel_.run(call.packed, num_threads);
+    return kernel_.run(call.packed, last);
   }
 
  private:
@@ -117,6 +121,7 @@ class Plan {
 
   struct Call {
     std::string packed;
+    TensorView first;  // of a tensor, whose device is that of all
     int64_t sizes[128];  // by name; -1: not known
     template <typename T>
     void write(int64_t at, T x) {
@@ -137,25 +142,34 @@ class Plan {
   };
 
   static void put_size(Call& call, const Slot& slot) {
-    const int64_t size = call.size(slot.sizes[0]);
+    const char name = slot.sizes[0];
+    const int64_t size = call.size(name);
     if (slot.form == '=') call.write(slot.at, size);
     if (slot.form == '/') call.write(slot.at + kNext + 1, static_cast<double>(size > 1 ? size : 1));
-    if (slot.form == '?') call.write(slot.at, size == 1);
+    if (slot.form == '?') call.write(slot.at, name == 'A' ? size == 1 : name == 'T');
   }
 
   bool put(Call& call, const Slot& slot, PyObject* x) const {
     const int form = std::toupper(slot.form);
     if (x == Py_None) return form != slot.form;
+    if (form == 'I') return call.write(slot.at, PyLong_AsLongLong(x)), true;
+    if (form == 'N' && PyFloat_CheckExact(x)) {
+      const double number = PyFloat_AS_DOUBLE(x);
+      call.write(slot.at + kNext + 1, number);
+      return number > 0.0 && number <= DBL_MAX;
+    }
     const auto is_neg = py::reinterpret_steal<py::object>(PyObject_CallOneArg(is_neg_.ptr(), x));
     if (is_neg.ptr() != Py_False) return false;  // of a view, memory may have the other sign
     TensorView tensor{};
     if (interface_->view(x, &tensor) != 0) return false;  // without memory
     constexpr int32_t kCpu = 1;
-    if (tensor.device_type != kCpu || tensor.kind != slot.kind ||
+    if (!call.first.device_type) call.first = tensor;
+    if (tensor.device_type != (on_cpu_ ? kCpu : call.first.device_type) ||
+        tensor.device != call.first.device || tensor.kind != slot.kind ||
         (slot.bits ? tensor.bits != slot.bits : tensor.bits < 32))
       return false;
     const int dims = (slot.sizes[0] != ' ') + (slot.sizes[1] != ' ');
-    if (dims && dims != tensor.dims) return false;
+    if ((dims || form == 'N') && dims != tensor.dims) return false;
     int64_t dense = 1;
     for (int i = dims - 1; i >= 0; --i) {
       const bool is_free = tensor.shape[i] <= 1 || (form == 'M' && i == 0);
@@ -170,6 +184,7 @@ class Plan {
   }
 
   const Kernel& kernel_;
+  bool on_cpu_;
   std::string record_;
   std::vector<Slot> slots_;
   py::object is_neg_;
@@ -177,9 +192,9 @@ class Plan {
 };
 
 void bind_plans(py::module_& m) {
-  py::class_<Plan>(m, "CpuPlan")
+  py::class_<Plan>(m, "Plan")
       .def(py::init<const py::object&, const std::string&, std::string_view, std::string,
-                    std::string_view>())
+          std::string_view>())
       .def("run", &Plan::run);
 }
 
@@ -195,8 +210,8 @@ void bind_instructions(py::module_& m) {
     for (int i = static_cast<int>(cpu::processor_instructions()); i >= 0; --i)
       if (name == kNamesOf<Instructions>[i])
         return void(cpu::widest_instructions = static_cast<Instructions>(i));
-    throw py::value_error("this machine does not have the instruction set '" + std::string(name) +
-                          "'");
+    throw py::value_error(
+        "this machine does not have the instruction set '" + std::string(name) + "'");
   });
 }
 
@@ -214,7 +229,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("MAX_LOG_RATIO") = kMaxLogRatio;
   m.attr("FIELDS") = pybind11::dict();
   bindings::export_names(m, "Loss", kNamesOf<Loss>);
-  bindings::export_names(m, "LossSums", LossSums::kNames);
+  bindings::export_fields(m, "LossSums", fields_of<LossSums>());
   bindings::export_fields(m, "DecoderOptions", fields_of<DecoderOptions>());
   bindings::export_fields(m, "DecoderWeights", fields_of<DecoderWeights>());
   bindings::export_fields(m, "LayerWeights", fields_of<LayerWeights>());

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "../generation.h"
+#include "dispatch.h"
 
 // AMX needs the permission of the operating system, which is asked for as on Linux. Older compilers
 // lack the instructions.
@@ -14,12 +15,9 @@
 #if defined(__x86_64__) && defined(__linux__) && MAXRL_COMPILES_AMX
 #define MAXRL_HAS_BFLOAT16_INSTRUCTIONS
 #include <immintrin.h>
-#define MAXRL_AVX512_BF16 \
-  __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx512bf16,avx2,fma"), flatten))
-#define MAXRL_AMX                                                                         \
-  __attribute__((                                                                         \
-      target("amx-tile,amx-bf16,avx512f,avx512vl,avx512bw,avx512dq,avx512bf16,avx2,fma"), \
-      flatten))
+#define MAXRL_AVX512_BF16 __attribute__((target(MAXRL_AVX512_NAMES ",avx512bf16"), flatten))
+#define MAXRL_AMX \
+  __attribute__((target(MAXRL_AVX512_NAMES ",avx512bf16,amx-tile,amx-bf16"), flatten))
 #endif
 
 namespace maxrl::cpu {

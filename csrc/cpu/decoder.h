@@ -40,6 +40,24 @@ struct PromptState {
   std::vector<float> logits;  // [vocab], of its last token
 };
 
+// A matrix in panels, in the Layout of the decoder's numbers.
+struct PackedMatrix {
+  int64_t out = 0, in = 0;
+  AlignedBytes panels;
+  AlignedVector<float> bias;  // padded to whole panels, or empty
+
+  template <typename Layout>
+  void reset(Layout, int64_t out, int64_t in);
+  // Packs `rows` rows, starting at output row `first`; successive panels are `step` panels apart.
+  template <typename Layout>
+  void pack(
+      Layout, const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads);
+  // Calls sink(i, panel, row) for the products of rows that are `stride` floats apart.
+  template <typename Sink>
+  void multiply(Arithmetic arithmetic, int64_t num_rows, const float* from, int64_t stride,
+      BFloat16* rounded, const Sink& sink) const;
+};
+
 class Decoder {
  public:
   static constexpr int64_t kMaxRows = 96;  // per call of forward
@@ -69,38 +87,28 @@ class Decoder {
   const DecoderSizes& sizes() const { return sizes_; }
 
  private:
-  struct Matrix {  // packed into panels
-    int64_t out = 0, in = 0;
-    AlignedBytes panels;  // in the Layout of the decoder's numbers
-    AlignedVector<float> bias;  // padded to whole panels, or empty
-    template <typename Layout>
-    void pack(Layout, const float* weights, int64_t first, int64_t rows, int64_t step,
-              int num_threads);
-    template <typename Layout>
-    void reset(Layout, int64_t out, int64_t in);
-  };
   struct Layer {
     std::vector<float> input_norm, post_norm, q_norm, k_norm;
-    Matrix qkv, o, gate_up, down;  // gate_up: panels of gate and up alternate
+    PackedMatrix qkv, o, gate_up, down;  // gate_up: panels of gate and up alternate
   };
 
   template <typename Vectors>
   void rotate_and_store(const Layer& layer, int64_t index, const DecoderRow* rows, int64_t num_rows,
-                        float* qkv) const;
+      float* qkv) const;
   template <typename Layout>
   void load_in(Layout layout, const DecoderWeights& weights);
   template <typename Numbers>
   void attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv,
-              Workspace& workspace) const;
+      Workspace& workspace) const;
   template <typename Numbers>
   void attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, int64_t first, int count,
-                   const float* qkv, Workspace& workspace) const;
+      const float* qkv, Workspace& workspace) const;
 
   DecoderSizes sizes_;
   int64_t qkv_size_, query_size_;
   std::vector<float> cos_, sin_, embedding_, norm_;
   std::vector<Layer> layers_;
-  Matrix head_;
+  PackedMatrix head_;
 };
 
 }  // namespace maxrl::cpu

@@ -36,7 +36,8 @@ inline bool use_avx512() { return widest_instructions >= Instructions::kAvx512; 
 
 // flatten: all that it calls is inlined, and so compiled for these instructions.
 #define MAXRL_AVX2 __attribute__((target("avx2,fma"), flatten))
-#define MAXRL_AVX512 __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"), flatten))
+#define MAXRL_AVX512_NAMES "avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"
+#define MAXRL_AVX512 __attribute__((target(MAXRL_AVX512_NAMES), flatten))
 
 #endif
 
@@ -47,8 +48,8 @@ MAXRL_AVX512 __attribute__((noinline)) void compiled_for(Vectors<float, 16>, con
   work();
 }
 template <typename Real, typename Work>
-MAXRL_AVX2 __attribute__((noinline)) void compiled_for(Vectors<Real, 32 / sizeof(Real)>,
-                                                       const Work& work) {
+MAXRL_AVX2 __attribute__((noinline)) void compiled_for(
+    Vectors<Real, 32 / sizeof(Real)>, const Work& work) {
   work();
 }
 #endif
@@ -81,21 +82,24 @@ inline int64_t rows_per_piece(int64_t vocab_size) {
   return std::max<int64_t>(1, (1 << 17) / std::max<int64_t>(vocab_size, 1));
 }
 
-// Calls work(Vectors{}, begin, end, scratch) on pieces of at most `grain` rows, whose bounds do not
+// Calls work(Vectors{}, piece, row, scratch) for all rows, in pieces of `grain` rows that do not
 // depend on the number of threads. Every thread has its own `scratch` of the given size, null if
 // that is 0.
 template <typename Real, typename Work>
-void for_rows(int64_t num_rows, int64_t grain, int64_t scratch_size, int num_threads,
-              const Work& work) {
+void for_rows(
+    int64_t num_rows, int64_t grain, int64_t scratch_size, int num_threads, const Work& work) {
   const int64_t pieces = (num_rows + grain - 1) / grain;
-  const std::unique_ptr<Real[]> scratch(scratch_size ? new Real[scratch_size * num_threads]
-                                                     : nullptr);
+  const std::unique_ptr<Real[]> scratch(
+      scratch_size ? new Real[scratch_size * num_threads] : nullptr);
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (pieces > 1)
   for (int64_t piece = 0; piece < pieces; ++piece) {
-    const int64_t begin = piece * grain, end = std::min(begin + grain, num_rows);
+    const int64_t end = std::min((piece + 1) * grain, num_rows);
     Real* const own = scratch ? scratch.get() + omp_get_thread_num() * scratch_size : nullptr;
-    with_widest<Real, 32>(
-        [&](auto vectors) { compiled_for(vectors, [&] { work(vectors, begin, end, own); }); });
+    with_widest<Real, 32>([&](auto vectors) {
+      compiled_for(vectors, [&] {
+        for (int64_t row = piece * grain; row < end; ++row) work(vectors, piece, row, own);
+      });
+    });
   }
 }
 

@@ -5,8 +5,26 @@
 
 #include "../token_loss.h"
 #include "vectors.h"
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 namespace maxrl::cpu {
+
+// Asks the operating system for huge pages: mapping a gradient of hundreds of megabytes in pages of
+// 4 KiB takes longer than computing it. It may ignore this.
+template <typename Element>
+void advise_huge_pages([[maybe_unused]] Rows<Element> matrix, [[maybe_unused]] int64_t num_rows) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = 4096;
+  constexpr int64_t kWorthwhile = 4 << 20;  // two huge pages
+  const int64_t bytes = num_rows * matrix.stride * static_cast<int64_t>(sizeof(Element));
+  if (bytes < kWorthwhile) return;
+  const auto address = reinterpret_cast<uintptr_t>(matrix.data),
+             first = (address + kPage - 1) / kPage * kPage;
+  madvise(reinterpret_cast<void*>(first), address + bytes - first, MADV_HUGEPAGE);
+#endif
+}
 
 constexpr int64_t kBlock = 2048;  // elements, which fit into the L1 cache
 constexpr int64_t kLargestStep = 16;

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "dispatch.h"
-#include "huge_pages.h"
 #include "softmax_row.h"
 
 namespace maxrl::cpu {
@@ -21,28 +20,24 @@ int64_t token_loss(const TokenLossCall<Element>& call, int num_threads) {
   const int64_t grain = rows_per_piece(rows.vocab_size),
                 scratch = call.gradient.data ? scratch_size(rows.vocab_size) : 0;
   std::vector<LossSums> partial((rows.num_rows + grain - 1) / grain);
-  for_rows<Real>(
-      rows.num_rows, grain, scratch, num_threads,
-      [&](auto vectors, int64_t begin, int64_t end, Real* own) {
-        LossSums sums{};
-        for (int64_t r = begin; r < end; ++r) {
-          Element* row_gradient = call.gradient.of(r);
-          PlannedToken token;
-          if (!plan_token(call.inputs, call.terms, r, sums, token)) {
-            if (row_gradient) std::fill_n(row_gradient, rows.vocab_size, Element{});
-            continue;
-          }
-          SoftmaxRow<decltype(vectors), Element> row(call.logits.of(r), rows, token.t, own);
-          const Softmax softmax = row.statistics();
-          const RowGrads grads = evaluate_row(call.inputs, call.terms, token, softmax, sums);
-          if (row_gradient) row.write_gradient(softmax, grads, row_gradient);
+  for_rows<Real>(rows.num_rows, grain, scratch, num_threads,
+      [&](auto vectors, int64_t piece, int64_t r, Real* own) {
+        Element* const gradient = call.gradient.of(r);
+        PlannedToken token;
+        if (!plan_token(call.inputs, call.terms, r, partial[piece], token)) {
+          if (gradient) std::fill_n(gradient, rows.vocab_size, Element{});
+          return;
         }
-        partial[begin / grain] = sums;
+        SoftmaxRow<decltype(vectors), Element> row(call.logits.of(r), rows, token.t, own);
+        const Softmax softmax = row.statistics();
+        const RowGrads grads =
+            evaluate_row(call.inputs, call.terms, token, softmax, partial[piece]);
+        if (gradient) row.write_gradient(softmax, grads, gradient);
       });
-  LossSums total{};
-  for (const LossSums& piece : partial) total.add(piece);
-  std::copy_n(total.values, static_cast<int>(LossSums::kSize), call.sums);
-  if (call.total) *call.total = static_cast<Real>(total.values[LossSums::kLoss]);
+  std::fill_n(call.sums, static_cast<int>(LossSums::kSize), 0.0);
+  for (const LossSums& piece : partial)
+    for (int i = 0; i < LossSums::kSize; ++i) call.sums[i] += piece.values()[i];
+  if (call.total) *call.total = static_cast<Real>(*call.sums);
   return -1;
 }
 

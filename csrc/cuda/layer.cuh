@@ -36,7 +36,7 @@ __device__ void store(Element* to, const float (&values)[size]) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) part[i] = values[start + i];
     __stwb(reinterpret_cast<uint4*>(to + start),
-           rounded<Element>(part).bits);  // the compiler splits some plain stores
+        rounded<Element>(part).bits);  // the compiler splits some plain stores
   }
 }
 
@@ -45,7 +45,7 @@ __device__ void store(Element* to, const float (&values)[size]) {
 struct NormGradient {
   float rate, slope;
   __device__ NormGradient(float squares, float product, int size,
-                          float eps)  // sum of x^2, of w g x
+      float eps)  // sum of x^2, of w g x
       : rate(rsqrtf(squares / size + eps)), slope(rate * rate * rate * product / size) {}
 };
 
@@ -54,13 +54,6 @@ inline int64_t blocks_for(int64_t threads) {
   if (threads > int64_t{UINT32_MAX} - kThreads)
     throw std::invalid_argument("a layer's batch has too many elements");
   return (threads + kThreads - 1) / kThreads;
-}
-
-inline void check_size(const char* name, int size, int multiple, int most) {
-  if (size < multiple || size % multiple || size > most)
-    throw std::invalid_argument(std::string(name) + " must be a multiple of " +
-                                std::to_string(multiple) + " up to " + std::to_string(most) +
-                                ", got " + std::to_string(size));
 }
 
 }  // namespace maxrl::cuda

@@ -107,24 +107,40 @@ def _flat(x: Any) -> list[Any]:
     return [y for part in x for y in _flat(part)] if isinstance(x, (tuple, list)) else [x]
 
 
-def cpu_plan(
-    kernel: str, dtype: torch.dtype, fields: dict[str, Any], slots: Sequence[str]
-) -> _C.CpuPlan:
-    """Return a kernel's call on a CPU without its tensors and sizes, for which `fields` have any
-    numbers. A slot is a field, a colon, and of Slot in csrc/bindings/module.cpp the form, an
-    element (. of the dtype, r of its arithmetic, d float64, x float32 or float64, q int64) and two
-    sizes."""
+def make_plan(
+    kernel: str,
+    on_gpu: bool,
+    dtype: torch.dtype,
+    fields: dict[str, Any],
+    slots: Sequence[str],
+    of_gradient: torch.dtype | None = None,
+) -> _C.Plan:
+    """Return a kernel's call without its arguments and sizes, for which `fields` have any numbers.
+    A slot is a field, a colon, and of Slot in csrc/bindings/module.cpp the form, an element (. of
+    the dtype, g of the gradient's, r of the arithmetic, d float64, x float32 or float64, q int64, b
+    bool, - none) and two sizes."""
     real = 2, 64 if dtype is torch.float64 else 32  # kind and bits
-    elements = {".": (4, 16) if dtype is torch.bfloat16 else real, "r": real}
-    elements |= {"d": (2, 64), "x": (2, 0), "q": (0, 64), " ": (0, 0)}
+    elements = {"r": real, "d": (2, 64), "x": (2, 0), "q": (0, 64), "b": (6, 8)}
+    elements |= dict.fromkeys(" -", (0, 0))
+    for name, x in ((".", dtype), ("g", of_gradient or dtype)):
+        elements[name] = (4, 16) if x is torch.bfloat16 else real
     places, at, packed = dict[str, int](), 0, b""
     for name, code in _C.FIELDS[kernel].items():
         places[name], at = at, at + struct.calcsize("=" + code.partition("|")[0])
     for slot in slots:
         name, _, code = slot.partition(":")
+        code = code.ljust(4)
         given = code[0].encode(), *elements[code[1]], code[2:].encode()
         packed += struct.pack("=HcBB2sx", places[name], *given)
-    return _C.CpuPlan(Tensor, f"{kernel}_cpu", dtype_name(dtype), pack(kernel, fields), packed)
+    device = "cuda" if on_gpu else "cpu"
+    return _C.Plan(Tensor, f"{kernel}_{device}", dtype_name(dtype), pack(kernel, fields), packed)
+
+
+def run_plan(plan: _C.Plan, device: torch.device, arguments: tuple[Any, ...]) -> int:
+    if not is_gpu(device):
+        return plan.run(arguments, torch.get_num_threads())
+    with torch.cuda.device(device):
+        return plan.run(arguments, torch.cuda.current_stream().cuda_stream)
 
 
 @lru_cache
@@ -194,12 +210,6 @@ class KernelLaunch:
         if not address and tensor.numel():  # as within torch.func.vmap or a FakeTensorMode
             raise ValueError("the kernels need tensors with values, got one without memory")
         return address
-
-    def number(self, x: float | Tensor | None) -> tuple[int, bool, float]:
-        """Return Numbers of csrc/token_loss.h, 1 if absent; a tensor as loss_kernel's `checked`."""
-        if isinstance(x, Tensor):
-            return self.keep(x), x.dtype is torch.float64, 0.0
-        return 0, False, 1.0 if x is None else x
 
     def keep_cached(self, tensor: Tensor) -> int:
         """Return the address of a tensor from a cache, which may drop it at any time: on a GPU

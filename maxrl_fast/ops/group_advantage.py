@@ -29,9 +29,9 @@ from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import (
     KernelLaunch,
     choices,
-    cpu_plan,
     eager,
     has_kernels,
+    make_plan,
 )
 from maxrl_fast.runtime.loading import describe_error
 
@@ -108,7 +108,7 @@ def _of_full_groups(
         return None
     advantages = torch.empty_like(rewards)
     are_finite = plan.run((rewards, advantages), torch.get_num_threads())
-    return advantages if are_finite else None
+    return advantages if are_finite == 1 else None
 
 
 @lru_cache(maxsize=256, typed=True)  # 2.0 is not an integer
@@ -120,7 +120,7 @@ def _plan(
     order: Any,
     names: tuple[str, ...],
     *values: float,
-) -> tuple[_C.CpuPlan | None, Tensor | None]:
+) -> tuple[_C.Plan | None, Tensor | None]:
     """Return the kernel's plan for rewards [G, n], and its table; None without."""
     if row.kernel is None or row.inputs or dtype not in (torch.float32, torch.float64):
         return None, None
@@ -128,8 +128,8 @@ def _plan(
     table = _table_of_full_groups(row, size, n, torch.device("cpu")) if row.kernel.table else None
     fields = dict.fromkeys(choices("group_advantage"), 0) | _moments(row.kernel, numbers)
     fields["tables"] = 0 if table is None else KernelLaunch(table.device).keep(table)
-    slots = "rewards:P.GN", "advantages:P.GN", "num_groups:= G ", "group_size:= N "
-    return cpu_plan("group_advantage", dtype, fields, slots), table
+    slots = ["rewards:P.GN", "advantages:P.GN", "num_groups:=-G", "group_size:=-N"]
+    return make_plan("group_advantage", False, dtype, fields, slots), table
 
 
 def _moments(kernel: Kernel, options: dict[str, float]) -> dict[str, Any]:

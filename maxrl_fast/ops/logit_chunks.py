@@ -5,7 +5,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from maxrl_fast.algorithms.arguments import check_integer, check_number, check_t
 from maxrl_fast.algorithms.losses import checked
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO, Tokens, limited
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.loss_kernel import DTYPES, LossSums, LossTerms, TokenBatch, real_dtype
+from maxrl_fast.ops.loss_kernel import DTYPES, LossInputs, LossSums, LossTerms, real_dtype
 from maxrl_fast.runtime import tuning
 
 _MIN_CHUNK = 128  # tokens; smaller matrix multiplications are slow
@@ -189,6 +189,47 @@ def _full_precision_sums() -> Iterator[None]:
     finally:
         for name in allowed:
             setattr(matmul, name, True)
+
+
+class TokenBatch(NamedTuple):
+    """T tokens of S packed responses for a loss that is a function: what belongs to a response, a
+    mask or an average has become a float64 number of each token."""
+
+    targets: Tensor  # [T] int64
+    temperature: Tensor  # [T]
+    advantages: Tensor  # [T], times the importance weights
+    weights: Tensor  # [T], of the token's loss in the total; 0: masked
+    old_logprobs: Tensor | None  # [T]
+    ref_logprobs: Tensor | None  # [T]
+    cu_seqlens: Tensor  # [S+1] int64
+    importance_weights: Tensor | None = None  # [T], for losses with terms beside the advantages
+    statistics: Tensor | None = None  # [T, ...], of the loss's `statistics`
+
+    @classmethod
+    def of(cls, inputs: LossInputs) -> "TokenBatch":
+        (factors, importance), divisor = inputs.factors(), inputs.denominator
+        if isinstance(divisor, Tensor):
+            weights = divisor.reciprocal().expand(len(inputs))
+        else:  # without a copy from the host, which would wait for a GPU
+            assert divisor is not None, "inputs must be checked"
+            weights = torch.full_like(factors, 1 / divisor)
+        if inputs.terms.aggregation == "seq_mean_token_mean":
+            weights = weights / inputs.by_tokens(inputs.counts().clamp_min(1))
+        targets, tau, mask = inputs.targets, inputs.temperatures(), inputs.mask
+        if mask is not None:  # their own may be anything
+            weights, targets = weights.where(mask, 0.0), targets.where(mask, 0)
+            tau = tau.where(mask, 1.0)
+        given = inputs.old_logprobs, inputs.ref_logprobs
+        old, ref = (None if x is None else x.detach().double() for x in given)
+        return cls(targets, tau, factors, weights, old, ref, inputs.cu_seqlens, importance)
+
+    def loss_mask(self) -> Tensor:
+        return self.weights != 0
+
+    def at(self, part: slice) -> "TokenBatch":
+        """Return some of the tokens. `cu_seqlens` stay those of all tokens."""
+        own = {name: x[part] for name, x in self._asdict().items() if x is not None}
+        return self._replace(**own | {"cu_seqlens": self.cu_seqlens})
 
 
 _COPIES = 8  # float32 copies of a chunk of logits that functions of them and gradients need

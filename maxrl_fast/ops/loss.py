@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maxrl_fast import _C
 from maxrl_fast.ops import dispatch
 from maxrl_fast.ops.dispatch import KernelLaunch, check_first_order, eager, has_kernels, is_gpu
 from maxrl_fast.ops.logit_chunks import (
     Chunks,
+    TokenBatch,
     by_chunks,
     by_function,
     capped_logits,
@@ -26,9 +28,9 @@ from maxrl_fast.ops.loss_kernel import (
     LossSums,
     LossTerms,
     TokenRows,
-    by_plan,
     real_dtype,
     shape_of,
+    terms_of,
 )
 
 _NAMES = LossSums._fields[1:]  # two counts, then means over the tokens with a gradient
@@ -37,9 +39,10 @@ _NAMES = LossSums._fields[1:]  # two counts, then means over the tokens with a g
 class Metrics(Mapping[str, Tensor]):
     """The metrics of LossSums [10] or more: made when one is read. Detached float64 scalars."""
 
+    _values: Mapping[str, Tensor] = {}
+
     def __init__(self, sums: Tensor):
         self.sums = sums
-        self._values: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         if not self._values:
@@ -67,10 +70,12 @@ def token_logprobs(
         targets: [T] integers below V.
         temperature: a number, or [T].
     """
-    rows = TokenRows(shape_of(logits), logits.device, targets, temperature)
+    rows = TokenRows(shape_of(logits), logits.device, targets, temperature, None)
     if not has_kernels(logits.device):
+        rows.check()
         return token_logprobs_reference(logits, rows.targets, rows.temperatures())
-    logprobs, entropy = TokenLogprobs.apply(contiguous_rows(logits), rows)
+    logits = logits.float() if logits.dtype is torch.float16 else logits
+    logprobs, entropy = TokenLogprobs.apply(logits, rows)
     return logprobs, entropy
 
 
@@ -105,60 +110,68 @@ def policy_gradient_loss(
         logits: [T, V] float32, bfloat16, float16 or float64, with any row stride, computed in
             float32 (float64 for float64).
         targets: [T] integers.
-        advantages: [S], one per response, or [T], one per token.
+        advantages, importance_weights: [S] or [T]; weights, at least 0, are factors of the policy
+            gradient. advantages_per_token, importance_weights_per_token: whether they are [T], if
+            T = S. Default: their length decides.
         cu_seqlens: [S+1] integers, from 0 to T.
-        advantages_per_token: whether advantages are [T], if T = S. Default: their length decides.
         old_logprobs, ref_logprobs: [T] of the sampling policy (absent: the ratio is 1, with logp's
             gradient), and of the reference policy, required if kl_coef is not 0.
-        importance_weights: [S] or [T], at least 0: factors of the policy gradient.
-        importance_weights_per_token: like advantages_per_token.
         loss, loss_options: a name in `ops.LOSSES` or a function of `ops.Tokens`; its options.
         kl: an estimator, "k1", "k2", "k3" (Schulman 2020), or "k3+", k3 with k2's gradient.
         temperature: a number, or [T].
         aggregation: "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", or
             "seq_sum_constant", which needs `denominator`.
         mask: [T] bool, False for tokens to leave out, which are not read.
-        denominator: the number, or [], that divides the sum: the count of tokens or responses in
-            the whole batch, for micro-batches. Default: that of this call.
+        denominator: the number, or [], that divides the sum. Default: that of this call's tokens or
+            responses.
 
     Returns the loss, a float32 scalar (float64 for float64 logits), and detached float64 scalars on
     the device: tokens, those not masked; dropped_tokens, those with zero gradient; and means over
     the others, 0 over none: ratio, ratio_clamped, clipped_low, clipped_high, kl, entropy,
     logprob_diff (|logp - old|).
     """
-    terms = (loss, aggregation, clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef)
-    keywords = advantages_per_token, importance_weights_per_token, loss_options, mask, denominator
-    if all(x is None for x in keywords):
-        given = advantages, old_logprobs, ref_logprobs, importance_weights
-        found = by_plan((*terms, temperature), logits, targets, cu_seqlens, *given)
-        if found is not None:
-            *known, sums = found
-            return _TokenLoss.apply(logits, known), Metrics(sums)
+    numbers = clip_low, clip_high, dual_clip, kl, kl_coef, entropy_coef, loss_options
     inputs = LossInputs(
-        *(LossTerms(*terms, loss_options), shape_of(logits), logits.device, targets, advantages),
-        *(cu_seqlens, advantages_per_token, old_logprobs, ref_logprobs, importance_weights),
-        *(importance_weights_per_token, temperature, mask, denominator),
+        *(shape_of(logits), logits.device, targets, temperature, mask),
+        *(terms_of(loss, aggregation, *numbers), advantages, cu_seqlens, advantages_per_token),
+        *(old_logprobs, ref_logprobs, importance_weights, importance_weights_per_token),
+        denominator,
     )
     if not has_kernels(logits.device) or not inputs.terms.spec.fused:
         sums = _of_logits(logits, inputs)
         return sums[0].to(real_dtype(logits.dtype)), Metrics(sums.detach())
-    rows, sums, gradient = contiguous_rows(logits), inputs.new_sums(), None
-    if rows.requires_grad and torch.is_grad_enabled():
-        gradient = rows.new_empty(rows.shape)
-    make = rows.new_empty if rows.shape[0] else rows.new_zeros  # no row, no launch on a GPU
-    total = make((), dtype=real_dtype(rows.dtype))
+    rows = logits.float() if logits.dtype is torch.float16 else logits
     if inputs.needs_sequence_ratio:
+        inputs.check()
         inputs.check_values()
         values = new_logprobs(rows)
         inputs.logprobs(rows, values)
         inputs.set_ratio(values[0])
-    inputs.loss(rows, gradient, sums, total)
+    (sums, total), gradient = _new_results(rows), None
+    if rows.requires_grad and torch.is_grad_enabled():
+        gradient = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    inputs.run("token_loss", rows, 0, None, sums, total, gradient=gradient)
     return _TokenLoss.apply(rows, (total, gradient)), Metrics(sums)
+
+
+_SCALARS = {torch.float32: torch.empty(()), torch.float64: torch.empty((), dtype=torch.float64)}
+_SUMS = torch.empty(NUM_SUMS, dtype=torch.float64)
+
+
+def _new_results(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return memory for LossSums [10], the first of what a kernel needs, and for a loss []."""
+    real = real_dtype(logits.dtype)
+    if not dispatch.is_gpu(logits.device):
+        return torch.empty_like(_SUMS), torch.empty_like(_SCALARS[real])  # the fastest way
+    make = logits.new_empty if len(logits) else logits.new_zeros  # no row, no launch
+    sums = torch.zeros(_C.LOSS_WORKSPACE, dtype=torch.float64, device=logits.device)
+    return sums, make((), dtype=real)
 
 
 def _of_logits(logits: Tensor, inputs: LossInputs) -> Tensor:
     """Return the LossSums of a loss that is a function."""
-    batch = inputs.batch()
+    inputs.check()
+    batch = TokenBatch.of(inputs)
     if not has_kernels(logits.device) or inputs.terms.spec.reads_logits:
         # masked logits may be NaN, and so their gradient
         logits = torch.where(batch.loss_mask()[:, None], logits, 0.0)
@@ -219,9 +232,9 @@ class _TokenLoss(LossFunction):
 class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor]:
-        rows.save(ctx, logits)
         values = new_logprobs(logits)
         rows.logprobs(logits, values)
+        rows.save(ctx, logits)
         return values
 
     @staticmethod
@@ -245,18 +258,8 @@ def write_logprobs_gradient(
     """Write the gradient of the logits [C, V], which may be their memory, from those of the
     log-probs and the entropies [T]."""
     logprobs, entropy = (x[first : first + len(logits)].contiguous() for x in grads)
-    given: dict[str, Any] = {
-        "grad_logprobs": logprobs,
-        "grad_entropy": entropy,
-        "gradient": gradient,
-    }
-    rows.launch("token_logprobs_backward", logits, first, None, **given)
-
-
-def contiguous_rows(logits: Tensor) -> Tensor:
-    """Return them in a dtype of the kernels."""
-    logits = logits.float() if logits.dtype is torch.float16 else logits
-    return logits if logits.stride()[1] == 1 or logits.shape[1] == 1 else logits.contiguous()
+    given = "token_logprobs_backward", logits, first, None, logprobs, entropy
+    rows.run(*given, gradient=gradient)
 
 
 @eager
@@ -285,10 +288,10 @@ def linear_policy_gradient_loss(
         options: further arguments of policy_gradient_loss.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
-    shape = len(hidden), size
     of_terms = {x: options.pop(x) for x in LossTerms.__dataclass_fields__ if x in options}
-    given = targets, advantages, cu_seqlens
-    inputs = LossInputs(LossTerms(**of_terms), shape, hidden.device, *given, **options)
+    of_rows = targets, options.pop("temperature", 1.0), options.pop("mask", None)
+    given = *of_rows, LossTerms(**of_terms), advantages, cu_seqlens
+    inputs = LossInputs((len(hidden), size), hidden.device, *given, **options)
     loss, sums = loss_of_hidden(hidden, weight, inputs, softcap, chunk)
     return loss, Metrics(sums)
 
@@ -304,6 +307,7 @@ def loss_of_hidden(
     """Return linear_policy_gradient_loss of checked arguments, and the LossSums [10], detached.
     chunk: tokens; 0: the default. of_function: fields of TokenBatch, for losses that read them."""
     terms, spec = inputs.terms, inputs.terms.spec
+    inputs.check()
     if has_kernels(hidden.device) and spec.fused:
         if hidden.dtype is torch.float16:
             hidden, weight = hidden.float(), weight.float()
@@ -311,7 +315,7 @@ def loss_of_hidden(
         needed = is_enabled and hidden.requires_grad, is_enabled and weight.requires_grad
         sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
         return _LinearLoss.apply(hidden, weight, inputs, sums, chunk, softcap, needed), sums
-    batch = inputs.batch()
+    batch = TokenBatch.of(inputs)
     batch = batch._replace(**{name: x for name, x in of_function.items() if x is not None})
     hidden = torch.where(batch.loss_mask()[:, None], hidden, 0.0)  # masked states may be NaN
     tau = batch.temperature
@@ -357,8 +361,8 @@ class _LinearLoss(LossFunction):
         chunks = Chunks(rows, weight, chunk, softcap, needed)
         for start, stop, logits in chunks:
             gradient = chunks.gradient(start, stop) if any(needed) else None
-            sums = inputs.new_sums()
-            inputs.loss(logits, gradient, sums, None, start, index)
+            sums, _ = _new_results(logits)
+            inputs.run("token_loss", logits, start, index, sums, None, gradient=gradient)
             total += sums[:NUM_SUMS]
             if gradient is not None:
                 chunks.backward(start, stop)
@@ -387,7 +391,8 @@ def linear_token_logprobs(
     the rest as in token_logprobs. The backward pass recomputes the logits.
     """
     size, chunk = check_hidden(hidden, weight, chunk_tokens, softcap)
-    rows = TokenRows((len(hidden), size), hidden.device, targets, temperature)
+    rows = TokenRows((len(hidden), size), hidden.device, targets, temperature, None)
+    rows.check()
     if not has_kernels(hidden.device):
         logits = capped_logits(hidden, weight, softcap)
         return token_logprobs_reference(logits, rows.targets, rows.temperatures())

@@ -22,14 +22,9 @@ from maxrl_fast.algorithms.arguments import (
     is_host_readable,
 )
 from maxrl_fast.algorithms.losses import LOSSES, TokenLoss, find_loss
+from maxrl_fast.algorithms.tokens import sequence_sums
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.dispatch import (
-    KernelLaunch,
-    check_fields,
-    choices,
-    cpu_plan,
-    dtype_name,
-)
+from maxrl_fast.ops.dispatch import check_fields, choices, dtype_name, make_plan
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_constant"]
@@ -59,16 +54,11 @@ class LossSums(NamedTuple):
 NUM_SUMS = len(LossSums._fields)
 check_fields("LossSums", LossSums._fields)
 check_fields("Loss", FUSED)
-_NUMBERS = (  # fields of csrc/token_loss.h
-    *("advantages", "importance_weights", "old_logprobs", "ref_logprobs", "denominator"),
-    *("counts", "sequence_log_ratio"),
-)
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The arguments of policy_gradient_loss that are the same for all tokens, checked. The trainer
-    makes them once for a run."""
+    """The arguments of policy_gradient_loss that are the same for all tokens, checked."""
 
     loss: str | Callable[..., Tensor] = "ppo"
     aggregation: str = "token_mean"
@@ -118,13 +108,14 @@ class LossTerms:
         """The terms of the loss whose tokens this loss masks."""
         return replace(self, loss=self.spec.masks, loss_options=None)
 
-    @property
-    def of_kernel(self) -> dict[str, Any]:
-        """LossTerms of csrc/token_loss.h."""
+    @cached_property
+    def of_plan(self) -> tuple[str, tuple[tuple[str, Any], ...]]:
+        """By what the loss is divided without a denominator, T or S, and fields of its record."""
         coefs = {"kl_coef": self.kl_coef, "entropy_coef": self.entropy_coef}
         divides = self.aggregation == "seq_mean_token_mean"
         own = {"loss": self.spec.name, "kl": self.kl, "divides_responses": divides}
-        return {**own, **self.clips, **coefs}
+        size = "T" if self.aggregation == "token_mean" else "S"
+        return size, tuple({**own, **self.clips, **coefs}.items())
 
 
 _NOT_NEGATIVE = "a number of at least 0", lambda x: x >= 0
@@ -135,144 +126,142 @@ _LIMITS: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
-_SCALARS = {torch.float32: torch.empty(()), torch.float64: torch.empty((), dtype=torch.float64)}
-_SUMS = torch.empty(NUM_SUMS, dtype=torch.float64)
-
-
-def by_plan(
-    terms: tuple[Any, ...],
-    logits: Tensor,
-    targets: Tensor,
-    cu_seqlens: Tensor,
-    advantages: Tensor,
-    *optional: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor] | None:
-    """Return the loss [], its gradient and LossSums, from a call whose tensors C++ checks; None for
-    all that needs another way, or an error. terms: those of LossTerms, and a temperature. optional:
-    old and reference log-probs, and importance weights."""
-    is_tensor = isinstance(logits, Tensor)
-    if not is_tensor or terms[0] not in FUSED or dispatch.is_gpu(logits.device):
-        return None
+def terms_of(*given: Any) -> LossTerms:
+    """Return LossTerms from a cache, if they can be its key."""
     try:
-        plan = _plan(logits.dtype, optional[1] is None, *terms)
-    except TypeError:  # of what cannot be a key
-        return None
-    if plan is None:
-        return None
-    # empty_like is the fastest way to make a tensor
-    total, sums, gradient = (
-        torch.empty_like(_SCALARS[real_dtype(logits.dtype)]),
-        torch.empty_like(_SUMS),
-        None,
-    )
-    if logits.requires_grad and torch.is_grad_enabled():
-        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    tensors = logits, targets, cu_seqlens, advantages, *optional, gradient, sums, total
-    row = plan.run(tensors, torch.get_num_threads())
-    return (total, gradient, sums) if row == -1 else None
+        return _terms_of(*given) if isinstance(given[0], str) else LossTerms(*given)
+    except TypeError:
+        return LossTerms(*given)
 
 
-@lru_cache(maxsize=256, typed=True)  # True is not a number
-def _plan(dtype: torch.dtype, lacks_reference: bool, *given: Any) -> _C.CpuPlan | None:
-    """Return the plan of a loss with logits of this dtype; None for what needs another way."""
-    terms, temperature = LossTerms(*given[:-1]), given[-1]
-    if (
-        (terms.kl_coef and lacks_reference)
-        or terms.spec.by_sequence
-        or terms.aggregation == "seq_sum_constant"
-        or dtype not in (torch.bfloat16, *_SCALARS)
-        or type(temperature) is not float
-        or not 0 < temperature < math.inf
-    ):
-        return None
-    slots = [
-        *("logits:M.TV", "targets:PqT ", "cu_seqlens:Pqs ", "advantages:NxA "),
-        *("advantages_by_token:? A ", "old_logprobs:nxT ", "ref_logprobs:nxT "),
-        *("importance_weights:nxA ", "weights_by_token:? A ", "gradient:m.TV"),
-        *("sums:Pd  ", "total:Pr  ", "num_rows:= T ", "num_tokens:= T ", "vocab_size:= V "),
-        *(
-            "num_sequences:= S ",
-            f"denominator:/ {'T' if terms.aggregation == 'token_mean' else 'S'} ",
-        ),
-    ]
-    fields: dict[str, Any] = dict.fromkeys(choices("token_loss"), 0)
-    fields |= dict.fromkeys(("logits", "gradient"), (0, 0))
-    fields |= dict.fromkeys(_NUMBERS, (0, False, 1.0))
-    fields |= {"temperature": (0, False, temperature), **terms.of_kernel}
-    return cpu_plan("token_loss", dtype, fields, slots)
+_terms_of = lru_cache(maxsize=256)(LossTerms)
 
 
+# A kernel's arguments, in order, as make_plan takes them: C rows of T tokens, of S responses.
+_ROWS = "logits:M.{C}V first:I index:pqR targets:PqT temperature:NxT mask:pbT "
+_SIZES = " num_rows:=-{C} num_tokens:=-T vocab_size:=-V"
+_SLOTS = {
+    "token_logprobs": "logprobs:Pr{C} entropy:Pr{C}",
+    "token_logprobs_backward": "grad_logprobs:Pr{C} grad_entropy:Pr{C} gradient:Mg{C}V",
+    "token_loss": "cu_seqlens:Pqs advantages:Nx{A} advantages_by_token:?-{A} "
+    "importance_weights:nx{W} weights_by_token:?-{W} old_logprobs:nxT ref_logprobs:nxT "
+    "denominator:/-{D} denominator:nx counts:nxS sequence_log_ratio:nxS sums:Pd total:pr "
+    "gradient:mg{C}V num_sequences:=-S",
+}
+_PER_TOKEN = {True: "T", False: "S", None: "A"}
+
+
+@lru_cache(maxsize=256)
+def plan_rows(
+    kernel: str,
+    on_gpu: bool,
+    dtype: torch.dtype,
+    of_gradient: torch.dtype,
+    rows: str,
+    size: str = "T",
+    terms: tuple[tuple[str, Any], ...] = (),
+    advantages_per_token: bool | None = None,
+    weights_per_token: bool | None = None,
+) -> _C.Plan:
+    """Return the plan of a kernel for logits of this dtype. rows: C or T, their number. A GPU's
+    gradient of float32 logits may be bfloat16, in the first half of each of their rows."""
+    letters = {"A": _PER_TOKEN[advantages_per_token], "W": _PER_TOKEN[weights_per_token]}
+    slots = (_ROWS + _SLOTS[kernel] + _SIZES).format(C=rows, D=size, **letters).split()
+    fields: dict[str, Any] = dict.fromkeys(choices(kernel), 0)
+    for slot in slots:
+        name, _, code = slot.partition(":")
+        if code[0] in "MmNn":
+            fields[name] = (0, 0) if code[0] in "Mm" else (0, False, 1.0)
+    if of_gradient is not dtype:
+        kernel += f"_in_{dtype_name(of_gradient)}"
+    return make_plan(kernel, on_gpu, dtype, fields | dict(terms), slots, of_gradient)
+
+
+@dataclass(eq=False)
 class TokenRows:
     """Targets and temperatures of T tokens, whose rows of logits a kernel reads. shape: T and the
     vocabulary's size. mask: bool [T]; nothing else of tokens with False is read."""
 
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        device: torch.device,
-        targets: Tensor,
-        temperature: float | Tensor,
-        mask: Tensor | None = None,
-    ):
-        (self.num_tokens, self.vocab_size), self.device = shape, device
-        self.targets = checked("targets", targets, shape[0], device)
-        self.temperature = check_temperature(temperature, shape[0], device)
-        self.mask = optional("mask", mask, shape[0], device)
+    shape: tuple[int, int]
+    device: torch.device
+    targets: Tensor
+    temperature: float | Tensor
+    mask: Tensor | None
 
-    def launch(
+    def check(self) -> None:
+        """Make the arguments as kernels read them, once; raise TypeError or ValueError for what
+        cannot be, but for its values."""
+        if not hasattr(self, "is_checked"):
+            self.is_checked = True
+            self.convert()
+
+    def convert(self) -> None:
+        size, device = len(self), self.device
+        self.targets = checked("targets", self.targets, size, device)
+        self.temperature = check_temperature(self.temperature, size, device)
+        self.mask = optional("mask", self.mask, size, device)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def of_kernel(self, kernel: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return what the plan depends on beside the logits, and further arguments."""
+        return (), ()
+
+    def run(
         self,
         kernel: str,
         logits: Tensor,
         first: int,
         index: Tensor | None,
-        numbers: Mapping[str, float | Tensor | None] = {},
-        **fields: Any,
+        *made: Tensor | None,
+        gradient: Tensor | None = None,
     ) -> None:
         """Run a kernel on logits [C, V] of the tokens first, first + 1, ..., or index[first], ...
 
-        numbers, fields: what else is in the kernel's record, the gradient as a matrix or None.
-        Raises ValueError for values that are not allowed."""
-        call, variant, numbers = KernelLaunch(self.device), "", dict(numbers)
-        if "gradient" in fields:
-            gradient, fields["gradient"] = fields["gradient"], (0, 0)
-            if gradient is not None:
-                fields["gradient"] = call.matrix("gradient", gradient)
-                variant = variant_for(logits, gradient)
-        numbers["temperature"] = self.temperature
-        row = call.launch(
-            kernel + variant,
-            dtype=logits.dtype,
-            logits=call.matrix("logits", logits),
-            num_rows=len(logits),
-            first=first,
-            index=index,
-            vocab_size=self.vocab_size,
-            num_tokens=self.num_tokens,
-            targets=self.targets,
-            mask=self.mask,
-            **{name: call.number(x) for name, x in numbers.items()},
-            **fields,
-        )
-        if row is not None and row >= 0:
+        made: further arguments, such as memory for results; gradient: of the logits. A kernel gets
+        the arguments as they are; C++ checks them, on a CPU with their values. Raises ValueError
+        and TypeError."""
+        of_gradient = logits.dtype if gradient is None else gradient.dtype
+        rows = "T" if logits.shape[0] == self.shape[0] else "C"
+        key = kernel, dispatch.is_gpu(self.device), logits.dtype, of_gradient, rows
+        for _ in range(2):  # as they are, and as kernels read them
+            of_plan, own = self.of_kernel(kernel)
+            arguments = (
+                *(logits, first, index, self.targets, self.temperature, self.mask),
+                *own,
+                *made,
+                gradient,
+            )
+            found = dispatch.run_plan(plan_rows(*key, *of_plan), self.device, arguments)
+            if found == -1:
+                return
+            self.check()
+            if logits.stride(1) != 1 or logits.is_neg():
+                logits = logits.clone(memory_format=torch.contiguous_format)
+        if found >= 0:
             self.refuse()
-            raise ValueError(f"{kernel} refuses a value at row {row}, which Python's checks allow")
+        raise ValueError(
+            f"{kernel} needs tensors with memory, and values that Python's checks allow, got "
+            f"{arguments!r:.500}"
+        )
 
     def refuse(self) -> None:
         """Raise ValueError for a value that a kernel does not take."""
         self.temperatures()
-        wrong = (self.targets < 0) | (self.targets >= self.vocab_size)
-        wanted = f"in [0, {self.vocab_size})"
+        wrong = (self.targets < 0) | (self.targets >= self.shape[1])
+        wanted = f"in [0, {self.shape[1]})"
         check_values("targets", self.targets, wanted, wrong, self.mask, "token ")
 
     def temperatures(self) -> Tensor:
         """Return them as [T] float64; check their values on a CPU."""
-        return token_temperature(self.temperature, self.num_tokens, self.device, self.mask)
+        return token_temperature(self.temperature, len(self), self.device, self.mask)
 
     def logprobs(
         self, logits: Tensor, to: Sequence[Tensor], first: int = 0, index: Tensor | None = None
     ) -> None:
         """Write log-probs and entropies [C]; of a masked token any number."""
-        self.launch("token_logprobs", logits, first, index, logprobs=to[0], entropy=to[1])
+        self.run("token_logprobs", logits, first, index, *to)
 
     def save(self, ctx: Any, *tensors: Tensor) -> None:
         """Save tensors for a backward pass, which raises where these, targets or temperatures have
@@ -282,93 +271,65 @@ class TokenRows:
         ctx.rows = self
 
 
-class TokenBatch(NamedTuple):
-    """T tokens of S packed responses for a loss that is a function: what belongs to a response, a
-    mask or an average has become a float64 number of each token."""
-
-    targets: Tensor  # [T] int64
-    temperature: Tensor  # [T]
-    advantages: Tensor  # [T], times the importance weights
-    weights: Tensor  # [T], of the token's loss in the total; 0: masked
-    old_logprobs: Tensor | None  # [T]
-    ref_logprobs: Tensor | None  # [T]
-    cu_seqlens: Tensor  # [S+1] int64
-    importance_weights: Tensor | None = None  # [T], for losses with terms beside the advantages
-    statistics: Tensor | None = None  # [T, ...], of the loss's `statistics`
-
-    def loss_mask(self) -> Tensor:
-        return self.weights != 0
-
-    def at(self, part: slice) -> "TokenBatch":
-        """Return some of the tokens. `cu_seqlens` stay those of all tokens."""
-        own = {name: x[part] for name, x in self._asdict().items() if x is not None}
-        return self._replace(**own | {"cu_seqlens": self.cu_seqlens})
-
-
+@dataclass(eq=False)
 class LossInputs(TokenRows):
-    """The arguments of policy_gradient_loss for logits [T, V] = shape, checked but for values."""
+    """The arguments of policy_gradient_loss for logits [T, V] = shape, as they are given
+    until `check`."""
 
-    def __init__(
-        self,
-        terms: LossTerms,
-        shape: tuple[int, int],
-        device: torch.device,
-        targets: Tensor,
-        advantages: Tensor,
-        cu_seqlens: Tensor,
-        advantages_per_token: bool | None = None,
-        old_logprobs: Tensor | None = None,
-        ref_logprobs: Tensor | None = None,
-        importance_weights: Tensor | None = None,
-        importance_weights_per_token: bool | None = None,
-        temperature: float | Tensor = 1.0,
-        mask: Tensor | None = None,
-        denominator: float | Tensor | None = None,
-    ):
-        super().__init__(shape, device, targets, temperature, mask)
-        if terms.kl_coef and ref_logprobs is None:
+    terms: LossTerms
+    advantages: Tensor
+    cu_seqlens: Tensor
+    advantages_per_token: bool | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    importance_weights: Tensor | None = None
+    importance_weights_per_token: bool | None = None
+    denominator: float | Tensor | None = None
+    ratio: Tensor | None = None  # [S], if the loss needs it
+
+    def __post_init__(self) -> None:
+        if self.terms.kl_coef and self.ref_logprobs is None:
             raise ValueError("kl_coef is not 0, so ref_logprobs must be given")
-        if terms.aggregation == "seq_sum_constant" and denominator is None:
+        if self.denominator is None and self.terms.aggregation == "seq_sum_constant":
             raise ValueError("aggregation 'seq_sum_constant' needs a denominator")
-        self.terms = terms
-        self.ratio: Tensor | None = None  # [S], if the loss needs it
-        self.old = optional("old_logprobs", old_logprobs, shape[0], device)
-        self.ref = optional("ref_logprobs", ref_logprobs, shape[0], device)
-        self.cu_seqlens = checked_bounds(cu_seqlens, shape[0], device)
-        self.num_sequences = self.cu_seqlens.shape[0] - 1
-        self.advantages, self.by_token = self._of_responses(
-            "advantages", advantages, advantages_per_token
-        )
-        self.importance, self.importance_by_token = importance_weights, False
-        if importance_weights is not None:
-            self.importance, self.importance_by_token = self._of_responses(
-                "importance_weights", importance_weights, importance_weights_per_token
-            )
-        self.denominator = loss_denominator(
-            denominator, terms.aggregation, shape[0], self.num_sequences, self.mask, device
-        )
+        if self.advantages_per_token is not None:
+            check_flag("advantages_per_token", self.advantages_per_token)
+        if self.importance_weights_per_token is not None:
+            check_flag("importance_weights_per_token", self.importance_weights_per_token)
 
-    def _of_responses(self, name: str, x: Tensor, given: bool | None) -> tuple[Tensor, bool]:
-        """Return numbers as a kernel reads them, and whether they are per token [T], not per
+    def convert(self) -> None:
+        super().convert()
+        size, device = len(self), self.device
+        self.old_logprobs = optional("old_logprobs", self.old_logprobs, size, device)
+        self.ref_logprobs = optional("ref_logprobs", self.ref_logprobs, size, device)
+        self.cu_seqlens = checked_bounds(self.cu_seqlens, size, device)
+        self._check_responses("advantages")
+        if self.importance_weights is not None:
+            self._check_responses("importance_weights")
+        of = self.terms.aggregation, size, len(self.cu_seqlens) - 1, self.mask, device
+        self.denominator = loss_denominator(self.denominator, *of)
+
+    def _check_responses(self, name: str) -> None:
+        """Make numbers as a kernel reads them, and find whether they are per token [T] or per
         response [S]. If T = S and no keyword is given, every response must have one token, which a
         GPU cannot check without waiting."""
-        sizes = {False: self.num_sequences, True: self.num_tokens}
+        x, given, bounds = getattr(self, name), getattr(self, f"{name}_per_token"), self.cu_seqlens
+        sizes = {False: len(bounds) - 1, True: len(self)}
         if given is not None:
-            check_flag(f"{name}_per_token", given)
             sizes = {given: sizes[given]}
         check_tensor(name, x, self.device, "the logits are")
         size = x.shape[0] if x.dim() == 1 else -1
         if size not in sizes.values():
             wanted = " or ".join(f"[{'ST'[by]}] = [{size}]" for by, size in sizes.items())
             raise ValueError(f"{name} must be {wanted}, got the shape {tuple(x.shape)}")
-        if size and given is None and self.num_sequences == self.num_tokens:
-            bounds = self.cu_seqlens
-            if not is_host_readable(bounds) or bool((bounds.diff() != 1).any()):
-                raise ValueError(
-                    f"{name} may have one number per token or one per response, since T = S = "
-                    f"{self.num_tokens}: give {name}_per_token=True or {name}_per_token=False"
-                )
-        return checked(name, x, size, self.device), size != sizes.get(False)
+        is_open = size and given is None and len(bounds) - 1 == len(self)
+        if is_open and not (is_host_readable(bounds) and bool((bounds.diff() == 1).all())):
+            raise ValueError(
+                f"{name} may have one number per token or one per response, since T = S = {size}: "
+                f"give {name}_per_token=True or {name}_per_token=False"
+            )
+        setattr(self, name, checked(name, x, size, self.device))
+        setattr(self, f"{name}_per_token", size != sizes.get(False))
 
     def refuse(self) -> None:
         self.check_values()
@@ -376,84 +337,64 @@ class LossInputs(TokenRows):
 
     def check_values(self) -> None:
         """Raise ValueError for the first that is not allowed, but for targets; not on a GPU."""
-        check_sequences(self.cu_seqlens, self.num_tokens, self.device)
-        if self.importance is not None and is_host_readable(self.importance):
-            mask = self.mask if self.importance_by_token else None
-            is_wrong = self.importance < 0
-            check_values("importance_weights", self.importance, "at least 0", is_wrong, mask)
+        check_sequences(self.cu_seqlens, len(self), self.device)
+        weights = self.importance_weights
+        if weights is not None and is_host_readable(weights):
+            mask = self.mask if self.importance_weights_per_token else None
+            check_values("importance_weights", weights, "at least 0", weights < 0, mask)
 
     def counts(self) -> Tensor:
         """Return how many tokens of each response [S] are not masked."""
-        check_sequences(self.cu_seqlens, self.num_tokens, self.device)
+        check_sequences(self.cu_seqlens, len(self), self.device)
         if self.mask is None:
             return self.cu_seqlens.diff()
-        return sums_of(self.mask.double(), self.cu_seqlens)
+        return sequence_sums(self.mask.double(), self.cu_seqlens.diff())
 
-    def new_sums(self) -> Tensor:
-        """Return memory for LossSums [10], the first of what a kernel needs."""
-        if dispatch.is_gpu(self.device):
-            return torch.zeros(_C.LOSS_WORKSPACE, dtype=torch.float64, device=self.device)
-        return torch.empty_like(_SUMS)
-
-    def loss(
-        self,
-        logits: Tensor,
-        gradient: Tensor | None,
-        sums: Tensor,
-        total: Tensor | None = None,
-        first: int = 0,
-        index: Tensor | None = None,
-    ) -> None:
-        """Write LossSums to `sums`, the first of them to `total` [], and the gradient of the logits
-        of the tokens that `launch` names."""
-        terms = self.terms.of_kernel
-        counts = self.counts() if terms["divides_responses"] and self.mask is not None else None
-        given = self.advantages, self.importance, self.old, self.ref, self.denominator
-        self.launch(
-            *("token_loss", logits, first, index),
-            dict(zip(_NUMBERS, (*given, counts, self.ratio), strict=True)),
-            num_sequences=self.num_sequences,
-            cu_seqlens=self.cu_seqlens,
-            advantages_by_token=self.by_token,
-            weights_by_token=self.importance_by_token,
-            **terms,
-            gradient=gradient,
-            sums=sums,
-            total=total,
+    def of_kernel(self, kernel: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        if kernel != "token_loss":
+            return (), ()
+        terms, counts = self.terms, None
+        if self.mask is not None:
+            self.check()
+            counts = self.counts() if terms.aggregation == "seq_mean_token_mean" else None
+        by_token = self.advantages_per_token, self.importance_weights_per_token
+        return (*terms.of_plan, *by_token), (
+            *(self.cu_seqlens, self.advantages, self.importance_weights, self.old_logprobs),
+            *(self.ref_logprobs, self.denominator, counts, self.ratio),
         )
 
     @property
     def needs_sequence_ratio(self) -> bool:
-        return self.terms.spec.by_sequence and self.old is not None
+        return self.terms.spec.by_sequence and self.old_logprobs is not None
 
     def set_ratio(self, logprobs: Tensor, index: Tensor | None = None) -> None:
         """Compute each response's mean log-ratio over tokens that are not masked, from the
         log-probs of all tokens, or of those of an ascending index that are not masked."""
-        assert self.old is not None
-        old, keep, bounds = self.old.detach(), self.mask, self.cu_seqlens
+        assert self.old_logprobs is not None
+        old, keep, bounds = self.old_logprobs.detach(), self.mask, self.cu_seqlens
         if index is not None:
             old, keep, bounds = old[index], None, torch.searchsorted(index, bounds)
-        difference = (logprobs - old.to(logprobs.dtype)).double()
+        difference, lengths = (logprobs - old.to(logprobs.dtype)).double(), bounds.diff()
         keep = torch.ones_like(difference, dtype=torch.bool) if keep is None else keep
-        sums = sums_of(difference.where(keep, 0.0), bounds)
-        means = sums / sums_of(keep.double(), bounds).clamp_min(1)
+        sums = sequence_sums(difference.where(keep, 0.0), lengths)
+        means = sums / sequence_sums(keep.double(), lengths).clamp_min(1)
         self.ratio = means.to(logprobs.dtype).double()
 
-    def by_tokens(self, x: Tensor, by_token: bool = False) -> Tensor:
+    def by_tokens(self, x: Tensor, by_token: bool | None = False) -> Tensor:
         """Repeat one number per response [S] for each of its tokens [T], unless it has its own."""
         if by_token:
             return x
-        return torch.repeat_interleave(x, self.cu_seqlens.diff(), output_size=self.num_tokens)
+        return torch.repeat_interleave(x, self.cu_seqlens.diff(), output_size=len(self))
 
     def factors(self) -> tuple[Tensor, Tensor | None]:
         """Return advantages [T] float64, times the importance weights, and these, checked."""
         self.check_values()
-        factors, weights = self.by_tokens(self.advantages.detach().double(), self.by_token), None
-        if self.importance is not None:
-            importance = self.importance.detach().double()
-            weights = self.by_tokens(importance, self.importance_by_token)
-            factors = factors * weights
-        return factors, weights
+        factors = self.by_tokens(self.advantages.detach().double(), self.advantages_per_token)
+        if self.importance_weights is None:
+            return factors, None
+        weights = self.importance_weights.detach().double()
+        weights = self.by_tokens(weights, self.importance_weights_per_token)
+        return factors * weights, weights
 
     def needed_rows(self) -> Tensor:
         """Return which rows of logits [T] the kernel reads: those with a gradient, and with a ratio
@@ -466,37 +407,9 @@ class LossInputs(TokenRows):
             return counted
         needed = counted & (factors != 0)
         if self.needs_sequence_ratio:
-            has_gradient = sums_of(needed.double(), self.cu_seqlens) > 0
+            has_gradient = sequence_sums(needed.double(), self.cu_seqlens.diff()) > 0
             needed = counted & self.by_tokens(has_gradient)
         return needed
-
-    def batch(self) -> TokenBatch:
-        """Return the numbers of each token, for a loss that is a function."""
-        (factors, importance), divisor = self.factors(), self.denominator
-        if isinstance(divisor, Tensor):
-            weights = divisor.reciprocal().expand(self.num_tokens)
-        else:  # without a copy from the host, which would wait for a GPU
-            weights = torch.full_like(factors, 1 / divisor)
-        if self.terms.aggregation == "seq_mean_token_mean":
-            weights = weights / self.by_tokens(self.counts().clamp_min(1))
-        targets, tau, mask = self.targets, self.temperatures(), self.mask
-        if mask is not None:  # their own may be anything
-            weights, targets = weights.where(mask, 0.0), targets.where(mask, 0)
-            tau = tau.where(mask, 1.0)
-        old, ref = (None if x is None else x.detach().double() for x in (self.old, self.ref))
-        return TokenBatch(targets, tau, factors, weights, old, ref, self.cu_seqlens, importance)
-
-
-def sums_of(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    # not index_add, which adds in a varying order on a GPU
-    return torch.segment_reduce(values, "sum", offsets=cu_seqlens, initial=0.0)
-
-
-def variant_for(logits: Tensor, gradient: Tensor) -> str:
-    """Return the end of a kernel's name. On a GPU the gradient of float32 logits may be bfloat16,
-    in the first half of each of their rows."""
-    same = gradient.dtype is logits.dtype
-    return "" if same else f"_in_{dtype_name(gradient.dtype)}"
 
 
 # --- checks of arguments
@@ -519,8 +432,8 @@ def refuse(name: str, x: Any, device: torch.device, wanted: str) -> NoReturn:
 
 
 def shape_of(logits: Tensor) -> tuple[int, int]:
-    check_tensor("logits", logits)
-    if logits.dtype not in DTYPES or logits.dim() != 2:
+    if not isinstance(logits, Tensor) or logits.dtype not in DTYPES or logits.dim() != 2:
+        check_tensor("logits", logits)
         wanted = f"[T, V] of {', '.join(map(dtype_name, DTYPES))}"
         refuse("logits", logits, logits.device, wanted)
     num_tokens, vocab_size = logits.shape
@@ -546,7 +459,7 @@ def checked(name: str, x: Any, size: int, device: torch.device) -> Tensor:
         refuse(name, x, device, wanted.format(size))
     if x.dtype not in read:
         x = x.detach().to(torch.int64 if dtypes is INTEGERS else torch.float64)
-    return x if x.is_contiguous() else x.contiguous()
+    return x.contiguous().resolve_neg()
 
 
 def optional(name: str, x: Any, size: int, device: torch.device) -> Tensor | None:
@@ -621,7 +534,7 @@ def loss_denominator(
     if given is None and aggregation == "token_mean" and mask is not None:
         return mask.sum().clamp_min(1).double()
     if given is None:
-        return max(num_tokens if aggregation == "token_mean" else num_sequences, 1)
+        return float(max(num_tokens if aggregation == "token_mean" else num_sequences, 1))
     return check_denominator(given, device)
 
 

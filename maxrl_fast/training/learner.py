@@ -399,16 +399,14 @@ class Learner:
         # scaling the loss would cost a pass over its gradients
         denominator = plan.denominator / num_ranks
         inputs = LossInputs(
-            settings,
-            (len(hidden), len(weight)),
-            hidden.device,
-            batch.targets,
-            advantages,
-            batch.cu_seqlens,
+            *((len(hidden), len(weight)), hidden.device, batch.targets, scaling["temperature"]),
+            mask=None,
+            terms=settings,
+            advantages=advantages,
+            cu_seqlens=batch.cu_seqlens,
             advantages_per_token=has_weights,
             old_logprobs=batch.old_logprobs,
             ref_logprobs=batch.ref_logprobs if settings.kl_coef else None,
-            temperature=scaling["temperature"],
             denominator=denominator,
         )
         at, statistics = batch.target_index, plan.statistics

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from maxrl_fast import _C
 from maxrl_fast.model import attention
-from maxrl_fast.ops import dispatch
+from maxrl_fast.ops import dispatch, loss_kernel
 from maxrl_fast.ops.group_advantage import forget_tables
 
 GPU = torch.device("cuda", 0)
@@ -39,7 +39,6 @@ _BY_VALUES = (
     "bincount",
 )
 _LARGEST_KNOWN = 1 << 20  # elements of a tensor whose values are kept
-_CUDA_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
 class PretendGpu(TorchDispatchMode):
@@ -74,9 +73,6 @@ class PretendGpu(TorchDispatchMode):
             return hasattr(args[0], "is_pretended_pinned")
         if not inputs and not goes_to_gpu:
             return func(*args, **kwargs)
-        if func.namespace == "maxrl_fast":  # the package's own code, down to its launch
-            with self:
-                return func.redispatch(_CUDA_KERNELS, *args, **kwargs)
         with self:  # below autograd, operations come here before they are decomposed
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
@@ -272,9 +268,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendGpu]:
             is_real = tensor.dtype in (torch.float32, torch.float64)
             if is_real and tensor.numel() < _LARGEST_KNOWN and not _is_known(tensor):
                 tensor.known = torch.ones(tensor.shape, dtype=tensor.dtype)
-        return None
+        return -1
 
+    def run_plan(plan: Any, device: torch.device, arguments: tuple[Any, ...]) -> Any:
+        if device.type == "cpu":
+            return run_plan_on_host(plan, device, arguments)
+        call = dispatch.KernelLaunch(device)
+        _ = [keep(call, x) for x in arguments if isinstance(x, Tensor)]
+        return run(call, plan, None, None)
+
+    def make_plan(kernel: str, on_gpu: bool, *given: Any) -> Any:
+        return kernel if on_gpu else dispatch.make_plan(kernel, on_gpu, *given)
+
+    run_plan_on_host = dispatch.run_plan
     monkeypatch.setattr(dispatch.KernelLaunch, "keep", keep)
     monkeypatch.setattr(dispatch.KernelLaunch, "run", run)
+    monkeypatch.setattr(dispatch, "run_plan", run_plan)
+    monkeypatch.setattr(loss_kernel, "make_plan", make_plan)
     yield pretended
     forget_tables()
+    loss_kernel.plan_rows.cache_clear()

@@ -32,6 +32,7 @@ def emulated_gpu() -> Iterator[None]:
         # without the CPU's short path
         patch.setattr(sys.modules["maxrl_fast.ops.group_advantage"], "_plan", lambda *key: None)
         patch.setattr(dispatch.KernelLaunch, "run", run)
+        patch.setattr(dispatch, "run_plan", lambda plan, device, given: plan.run(given, 0))
         yield
 
 

@@ -423,7 +423,7 @@ def test_rows_may_be_more_than_32_bits_apart(around):
     with around():
         pairs = zip(*(ops.token_logprobs(x, targets) for x in (far, near)), strict=True)
         for logits in (far, near):
-            rows = TokenRows((3, 71), logits.device, targets, 1.0)
+            rows = TokenRows((3, 71), logits.device, targets, 1.0, None)
             write_logprobs_gradient(rows, logits, (torch.ones(3), torch.full((3,), 0.5)), logits)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert torch.equal(far, near)

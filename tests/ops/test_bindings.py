@@ -1,4 +1,5 @@
 import ast
+import math
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 
 from maxrl_fast import _C
 from maxrl_fast.ops.dispatch import KernelLaunch, pack
-from maxrl_fast.ops.loss_kernel import by_plan
+from maxrl_fast.ops.loss_kernel import LossTerms, plan_rows
 
 MEMORY = torch.zeros(16)  # real, so that a call that is not refused returns
 FIELDS = {"num_rows": 1, "size": 16, "eps": 1e-6}
@@ -47,36 +48,32 @@ def test_a_field_of_an_enumeration_and_a_packed_record_are_checked():
             _C.group_advantage_cpu("float32", wrong, 1)
 
 
-def test_a_planned_call_takes_only_tensors_as_its_kernel_reads_them():
-    terms, bounds, ones = (
-        ("ppo", "token_mean", 0.2, 0.2, None, "k3", 0.0, 0.0, 1.0),
-        [0, 2, 3],
-        torch.ones,
-    )
-    given = [
-        ones(3, 4),
-        torch.tensor([1, 0, 2]),
-        torch.tensor(bounds),
-        ones(2),
-        ones(3),
-        None,
-        None,
-    ]
-    assert by_plan(terms, *given) is not None
-    of_one_token = torch.tensor([0, 1, 2, 3]), ones(3)  # S = T, so the size decides nothing
-    assert by_plan(terms, *given[:2], *of_one_token, *given[4:]) is None
-    no_bounds = torch.tensor(bounds)[:0], ones(3)
-    assert by_plan(terms, *given[:2], *no_bounds, *given[4:]) is None
+def test_a_planned_call_takes_only_arguments_as_its_kernel_reads_them():
+    ones, bounds = torch.ones, torch.tensor([0, 2, 3])
+    made = [torch.zeros(10, dtype=torch.float64), torch.zeros(()), None]
+    given = [ones(3, 4), 0, None, torch.tensor([1, 0, 2]), 1.0, None, bounds, ones(2), None]
+    given += [ones(3), None, None, None, None, *made]
+    how = False, torch.float32, torch.float32, "T", *LossTerms().of_plan
+
+    def run(change, *by_token):
+        plan = plan_rows("token_loss", *how, *by_token)
+        return plan.run(tuple(change.get(i, x) for i, x in enumerate(given)), 1)
+
+    assert run({}) == run({4: ones(3), 11: ones(())}) == run({7: ones(3)}, True) == -1
+    of_one_token = {6: torch.arange(4), 7: ones(3)}  # S = T
+    assert (run(of_one_token), run(of_one_token, True), run({}, True)) == (-9, -1, -9)
     wrong = {
-        0: (ones(4, 3).t(), ones(3, 4).half(), ones(3)),
-        1: (torch.tensor([1, 0, 2], dtype=torch.int32), torch.tensor([[1], [0], [2]]), None),
-        2: (torch.tensor([bounds]), torch.tensor(bounds)[:0]),
-        3: (ones(1), torch._neg_view(ones(2)), None, [1.0, 1.0]),
-        4: (ones(6)[::2], ones(3, device="meta"), ones(3).bfloat16(), ones(2)),
+        0: (ones(4, 3).t(), ones(3, 4).half()),
+        3: (torch.tensor([1, 0, 2], dtype=torch.int32), torch.tensor([[1], [0], [2]]), None),
+        4: (0.0, math.inf, ones(2), None),
+        6: (bounds[None],),
+        7: (ones(1), torch._neg_view(ones(2)), None, [1.0, 1.0]),
+        9: (ones(6)[::2], ones(3, device="meta"), ones(3).bfloat16()),
+        11: (ones(1), -1.0),
     }
-    for place, tensors in wrong.items():
-        for x in tensors:
-            assert by_plan(terms, *given[:place], x, *given[place + 1 :]) is None, (place, x)
+    for place, values in wrong.items():
+        assert {run({place: x}) for x in values} == {-2 - place}
+    assert run({11: -ones(())}) >= 0
 
 
 def test_the_stub_names_what_the_module_has():

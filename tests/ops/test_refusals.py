@@ -30,6 +30,8 @@ def refuses(function, given, change, message, error=ValueError):
     ("change", "message"),
     table(r"""
     targets=arange(T) | targets must be in \[0, 7\), got 7 at token 7
+    logits=zeros(T + 1, V), targets=zeros(T + 8).long()[:T] | targets must be
+      integers \[T\] = \[23\]
     cu_seqlens=tensor([0, 5, 4, 5, 6, 7, T]) | cu_seqlens must rise from 0 to T = 22
     cu_seqlens=tensor([0, 2**63 - 1, -2, 4, 5, 6, T]) | cu_seqlens must rise
     advantages=zeros(5) | must be \[S\] = \[6\] or \[T\] = \[22\], got the shape \(5,\)

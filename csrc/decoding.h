@@ -26,8 +26,8 @@ struct DecodeAttention {
   Element* out;  // [A, Hq, D]
 
   MAXRL_FIELDS(num_rows, limit, heads, kv_heads, head_dim, q, k, v, q_stride, k_stride, v_stride,
-      k_cache, v_cache, lengths, prompt_out, prompt_lse, lse_row_stride, lse_head_stride,
-      num_splits, partial, out)
+               k_cache, v_cache, lengths, prompt_out, prompt_lse, lse_row_stride, lse_head_stride,
+               num_splits, partial, out)
 };
 
 // R of A rows, each once, vocabulary V, at most `limit` tokens per row. Rows that are done do not
@@ -48,7 +48,7 @@ struct DecodeSample {
   float* logprobs;  // [A, limit] under the distribution at the temperature, 0 at temperature 0
 
   MAXRL_FIELDS(num_rows, vocab_size, limit, logits, samples_per_logits, rows, temperature, keys,
-      stops, last, length, done, tokens, logprobs)
+               stops, last, length, done, tokens, logprobs)
 };
 
 }  // namespace maxrl

@@ -11,8 +11,8 @@ namespace maxrl {
 // Of the matrix multiplications: float32, or bfloat16 with float32 sums by these instructions.
 enum class Arithmetic { kFloat32, kPlainBFloat16, kAvx512BFloat16, kAmx };
 template <>
-inline constexpr const char* kNamesOf<Arithmetic>[4] = {
-    "float32", "bfloat16, plain C++", "bfloat16, AVX512-BF16", "bfloat16, AMX"};
+inline constexpr const char* kNamesOf<Arithmetic>[4] = {"float32", "bfloat16, plain C++",
+                                                        "bfloat16, AVX512-BF16", "bfloat16, AMX"};
 
 struct DecoderSizes {
   int64_t layers, hidden, intermediate, heads, kv_heads, head_dim, vocab;
@@ -36,8 +36,8 @@ struct LayerWeights {
   const float *input_norm, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o, *post_norm,
       *gate, *up, *down;
 
-  MAXRL_FIELDS(
-      input_norm, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, o, post_norm, gate, up, down)
+  MAXRL_FIELDS(input_norm, q, k, v, q_bias, k_bias, v_bias, q_norm, k_norm, o, post_norm, gate, up,
+               down)
 };
 struct DecoderWeights {
   const float *embedding, *norm, *head;
@@ -75,7 +75,8 @@ struct GenerationJob {
   int num_threads;
 
   MAXRL_FIELDS(num_prompts, num_samples, max_new_tokens, num_slots, max_kept_bytes, max_turns,
-      tokens, cu_seqlens, keys, sampling, responses, logprobs, lengths, truncated, num_threads)
+               tokens, cu_seqlens, keys, sampling, responses, logprobs, lengths, truncated,
+               num_threads)
 };
 
 struct GenerationStatistics {
@@ -85,8 +86,8 @@ struct GenerationStatistics {
   int64_t prompt_tokens;
   int64_t peak_cache_bytes;
 
-  MAXRL_FIELDS(
-      prefill_seconds, decode_seconds, steps, decoded_rows, prompt_tokens, peak_cache_bytes)
+  MAXRL_FIELDS(prefill_seconds, decode_seconds, steps, decoded_rows, prompt_tokens,
+               peak_cache_bytes)
 };
 
 }  // namespace maxrl

@@ -39,8 +39,8 @@ struct GroupAdvantage {
   int64_t ddof;
   Real* advantages;  // [G, N]
 
-  MAXRL_FIELDS(
-      num_groups, group_size, rewards, valid, tables, centred, scale, eps, ddof, advantages)
+  MAXRL_FIELDS(num_groups, group_size, rewards, valid, tables, centred, scale, eps, ddof,
+               advantages)
 
   MAXRL_HOST_DEVICE const double* offsets(int64_t group) const {
     return tables + (valid ? group * 2 * group_size : 0);

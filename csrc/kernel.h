@@ -73,11 +73,11 @@ struct Fields {
       code = "i";
       for (const char* name : kNamesOf<T>) code += std::string("|") + name;
     } else {
-      code = std::is_pointer_v<T>       ? "Q"
-          : std::is_same_v<T, bool>     ? "?"
-          : std::is_floating_point_v<T> ? "d"
-          : sizeof(T) == 8              ? "q"
-                                        : "i";
+      code = std::is_pointer_v<T>          ? "Q"
+             : std::is_same_v<T, bool>     ? "?"
+             : std::is_floating_point_v<T> ? "d"
+             : sizeof(T) == 8              ? "q"
+                                           : "i";
     }
     return code;
   }
@@ -156,7 +156,7 @@ bool define_for_dtype(const char* name, Returned (*kernel)(const Record&, Last))
       return kernel(record, last);
   };
   kernels().push_back({std::string(name) + (kOnCpu ? "_cpu" : "_cuda"),
-      dtype_of(static_cast<Record*>(nullptr)), fields_of<Record>(), run});
+                       dtype_of(static_cast<Record*>(nullptr)), fields_of<Record>(), run});
   return true;
 }
 

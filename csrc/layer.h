@@ -35,8 +35,8 @@ struct AddRmsNormBackward {
   int64_t num_partials;  // P
   Real* grad_weight;  // [P, H]: partial p has the rows p, p + P, ...; one on a CPU
 
-  MAXRL_FIELDS(
-      num_rows, size, eps, sum, weight, grad_sum, grad_normed, grad_x, num_partials, grad_weight)
+  MAXRL_FIELDS(num_rows, size, eps, sum, weight, grad_sum, grad_normed, grad_x, num_partials,
+               grad_weight)
 };
 
 // Rows of heads of size D: [U, heads, D], with this stride between rows.
@@ -65,7 +65,7 @@ struct RotateHeads {
   int64_t num_positions;  // heads at other positions become NaN
 
   MAXRL_FIELDS(num_rows, head_dim, eps, direction, from, norm, to, to_stride, cos, sin, positions,
-      num_positions)
+               num_positions)
 
   // Head `head` of the queries, keys or values of row u.
   MAXRL_HOST_DEVICE const Element* source(int which, int64_t u, int head) const {

@@ -83,7 +83,7 @@ struct Softmax {
                  h = grads.grad_entropy * inverse_temperature;
     const double of_entropy = p > 0.0 ? p * (logp + entropy) : 0.0;
     return {g * others * inverse_total - h * of_entropy,
-        (-g - h * (entropy - log_total)) * inverse_total, -h * inverse_total};
+            (-g - h * (entropy - log_total)) * inverse_total, -h * inverse_total};
   }
 };
 

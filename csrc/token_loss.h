@@ -47,7 +47,7 @@ struct LossSums {
 
   // compared with LossSums in maxrl_fast/ops/loss_kernel.py when it is imported
   MAXRL_FIELDS(loss, tokens, dropped_tokens, ratio, ratio_clamped, clipped_low, clipped_high, kl,
-      entropy, logprob_diff)
+               entropy, logprob_diff)
   MAXRL_HOST_DEVICE const double* values() const { return &loss; }
 };
 static_assert(sizeof(LossSums) == LossSums::kSize * sizeof(double));
@@ -125,8 +125,8 @@ struct TokenLossInputs {
   Numbers sequence_log_ratio;  // [S]: mean log-ratios of responses, for gspo, or absent
 
   MAXRL_FIELDS(tokens, advantages, importance_weights, old_logprobs, ref_logprobs, denominator,
-      counts, sequence_log_ratio, num_sequences, cu_seqlens, advantages_by_token, weights_by_token,
-      divides_responses)
+               counts, sequence_log_ratio, num_sequences, cu_seqlens, advantages_by_token,
+               weights_by_token, divides_responses)
 
   // The last response that starts at or before token t: its own.
   MAXRL_HOST_DEVICE int64_t sequence_of(int64_t t) const {
@@ -176,12 +176,12 @@ struct PlannedToken {
 // Counts the token of a row, and returns whether its logits must be read. Otherwise its gradient
 // and loss are 0.
 MAXRL_HOST_DEVICE inline bool plan_token(const TokenLossInputs& in, const LossTerms& terms,
-    int64_t row, LossSums& sums, PlannedToken& token) {
+                                         int64_t row, LossSums& sums, PlannedToken& token) {
   token.t = in.tokens.token_of(row);
   if (!in.tokens.counts(token.t)) return false;
   token.sequence = in.sequence_of(token.t);
   token.advantage = in.advantages.at(in.advantages_by_token ? token.t : token.sequence) *
-      in.importance_of(token.t, token.sequence);
+                    in.importance_of(token.t, token.sequence);
   token.weight = in.weight_of(token.sequence);
   const bool must_read = terms.has_gradient(token.advantage);
   sums.tokens += 1.0;
@@ -262,7 +262,8 @@ MAXRL_HOST_DEVICE inline TokenLoss policy_gradient_term(const LossTerms& terms, 
 // Adds the row to the sums and returns its gradients. Each number is added as soon as it is known,
 // which frees its registers.
 MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs& in, const LossTerms& terms,
-    const PlannedToken& planned, const Softmax& softmax, LossSums& sums) {
+                                               const PlannedToken& planned, const Softmax& softmax,
+                                               LossSums& sums) {
   const double advantage = planned.advantage, weight = planned.weight;
   const double log_ratio =
       in.old_logprobs.data ? softmax.logp - in.old_logprobs.at(planned.t) : 0.0;
@@ -361,7 +362,7 @@ struct DivergenceRows {
   double beta;
 
   MAXRL_FIELDS(policy, teacher, gradient, num_rows, vocab_size, temperature, coefficients, values,
-      divergence, beta)
+               divergence, beta)
 };
 
 }  // namespace maxrl

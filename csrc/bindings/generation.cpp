@@ -26,14 +26,14 @@ void bind_generation(py::module_& m) {
         return std::make_unique<Decoder>(unpacked<DecoderOptions>(options));
       }))
       .def("load",
-          [](Decoder& decoder, std::string_view packed,
+           [](Decoder& decoder, std::string_view packed,
               const std::vector<std::string_view>& layers) {
-            auto weights = unpacked<DecoderWeights>(packed);
-            for (const std::string_view layer : layers)
-              weights.layers.push_back(unpacked<LayerWeights>(layer));
-            const py::gil_scoped_release release;
-            decoder.load(weights);
-          })
+             auto weights = unpacked<DecoderWeights>(packed);
+             for (const std::string_view layer : layers)
+               weights.layers.push_back(unpacked<LayerWeights>(layer));
+             const py::gil_scoped_release release;
+             decoder.load(weights);
+           })
       .def("forget", &Decoder::forget)
       .def_readonly("kept_bytes", &Decoder::kept_bytes)
       .def("cache_bytes", [](const Decoder& decoder, int64_t length) {
@@ -41,11 +41,11 @@ void bind_generation(py::module_& m) {
       });
   py::class_<Generation>(m, "CpuGeneration")
       .def(py::init([](Decoder& decoder, std::string_view packed, std::vector<int64_t> stop_ids) {
-        auto job = unpacked<GenerationJob>(packed);
-        job.sampling.stop_ids = std::move(stop_ids);
-        return std::make_unique<Generation>(decoder, job);
-      }),
-          py::keep_alive<1, 2>())
+             auto job = unpacked<GenerationJob>(packed);
+             job.sampling.stop_ids = std::move(stop_ids);
+             return std::make_unique<Generation>(decoder, job);
+           }),
+           py::keep_alive<1, 2>())
       .def("run", &Generation::run, "seconds"_a, py::call_guard<py::gil_scoped_release>())
       .def("take_turns", &Generation::take_turns)
       .def_property_readonly("all_wait", &Generation::all_wait)

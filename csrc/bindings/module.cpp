@@ -12,8 +12,8 @@
 #include "../token_loss.h"
 
 template <>
-inline constexpr const char* maxrl::kNamesOf<maxrl::cpu::Instructions>[3] = {
-    "baseline", "avx2", "avx512"};
+inline constexpr const char* maxrl::kNamesOf<maxrl::cpu::Instructions>[3] = {"baseline", "avx2",
+                                                                             "avx512"};
 
 namespace maxrl::bindings {
 
@@ -91,7 +91,7 @@ class Plan {
   };
 
   Plan(const py::object& tensor, const std::string& kernel, std::string_view dtype,
-      std::string record, std::string_view slots)
+       std::string record, std::string_view slots)
       : kernel_(find_kernel(kernel, dtype)), on_cpu_(kernel.rfind("_cpu") != kernel.npos),
         record_(std::move(record)), slots_(slots.size() / sizeof(Slot)),
         is_neg_(tensor.attr("is_neg")) {
@@ -110,7 +110,7 @@ class Plan {
       if (!std::isalpha(slot.form))
         put_size(call, slot);
       else if (next == arguments.size() ||
-          !put(call, slot, PyTuple_GET_ITEM(arguments.ptr(), next++)))
+               !put(call, slot, PyTuple_GET_ITEM(arguments.ptr(), next++)))
         return PyErr_Clear(), -1 - static_cast<int64_t>(next);
     const py::gil_scoped_release release;
     return kernel_.run(call.packed, last);
@@ -194,7 +194,7 @@ class Plan {
 void bind_plans(py::module_& m) {
   py::class_<Plan>(m, "Plan")
       .def(py::init<const py::object&, const std::string&, std::string_view, std::string,
-          std::string_view>())
+                    std::string_view>())
       .def("run", &Plan::run);
 }
 
@@ -210,8 +210,8 @@ void bind_instructions(py::module_& m) {
     for (int i = static_cast<int>(cpu::processor_instructions()); i >= 0; --i)
       if (name == kNamesOf<Instructions>[i])
         return void(cpu::widest_instructions = static_cast<Instructions>(i));
-    throw py::value_error(
-        "this machine does not have the instruction set '" + std::string(name) + "'");
+    throw py::value_error("this machine does not have the instruction set '" + std::string(name) +
+                          "'");
   });
 }
 

@@ -103,7 +103,7 @@ struct Plan {
     while (!path.empty()) pop();
     if (token != in.num_tokens)
       throw std::invalid_argument("lengths must add up to the " + std::to_string(in.num_tokens) +
-          " tokens, got " + std::to_string(token));
+                                  " tokens, got " + std::to_string(token));
   }
 
   int64_t pairs_of(int64_t s) const {
@@ -118,7 +118,8 @@ struct Plan {
     const int64_t end = places[stop - 1].token + in.lengths[stop - 1];
     const auto add_segment = [&](int64_t s, int64_t key, int64_t parent, int64_t sums) {
       piece.segments.push_back({places[s].token, in.lengths[s], key,
-          std::min(places[s].end, end) - first.token + first.above, parent, sums});
+                                std::min(places[s].end, end) - first.token + first.above, parent,
+                                sums});
     };
     std::vector<int64_t> path;
     for (int64_t s = in.parents[begin]; s >= 0; s = in.parents[s]) path.push_back(s);
@@ -131,7 +132,7 @@ struct Plan {
       const int64_t parent = in.parents[s];
       places[s].piece = index, places[s].at = piece.num_above + s - begin;
       add_segment(s, places[s].token - first.token + first.above,
-          parent >= begin ? places[parent].at : depth(piece, parent), -1);
+                  parent >= begin ? places[parent].at : depth(piece, parent), -1);
     }
     pieces.push_back(std::move(piece));
   }
@@ -194,7 +195,7 @@ struct Task {
   void run() {
     for (int64_t head = 0; head < num_heads; ++head)
       for (int part = 0; part < kParts;
-          ++part) {  // dimensions up to a multiple of 16, keys after the last, gradients
+           ++part) {  // dimensions up to a multiple of 16, keys after the last, gradients
         const int64_t begin = part >= 2 || in.head_dim < kStride ? 0 : piece.num_keys(),
                       end = piece.num_keys() + Tile::kTail;
         Real* const to = packed.at(part, head, num_heads);
@@ -203,8 +204,8 @@ struct Task {
     for (const Segment& segment : piece.segments) {
       pack(in.k + segment.token * row_size(), segment.length, 0, segment.key);
       pack(in.v + segment.token * row_size(), segment.length, 1, segment.key);
-      std::fill_n(
-          packed.last.begin() + segment.key, segment.length, static_cast<Real>(segment.end - 1));
+      std::fill_n(packed.last.begin() + segment.key, segment.length,
+                  static_cast<Real>(segment.end - 1));
     }
     tile.last = packed.last.data();
     attend();
@@ -312,10 +313,10 @@ struct Task {
       const int64_t first = place(i * kLanes);
       for_path(segment_of[i], [&](const Segment& segment) {
         tile.add_range(true, i, std::max(segment.key, seen_by_all),
-            std::min(segment.key + segment.length, first));
+                       std::min(segment.key + segment.length, first));
       });
-      tile.add_range(
-          true, i, std::max(first, seen_by_all), place(std::min(count, (i + 1) * kLanes) - 1) + 1);
+      tile.add_range(true, i, std::max(first, seen_by_all),
+                     place(std::min(count, (i + 1) * kLanes) - 1) + 1);
     }
   }
   // use(segment) for the segments above one, from the root down, and itself.
@@ -339,8 +340,8 @@ struct Task {
   }
 
   void forward_tile(int64_t head, int count) {
-    const Real *const keys = packed.at(0, head, num_heads),
-                      *const values = packed.at(1, head, num_heads);
+    const Real *const keys = packed.at(0, head, num_heads), *const values =
+                                                                packed.at(1, head, num_heads);
     tile.load(in.q, in.head_dim, scale * kLog2E, tile.q, nullptr);
     tile.begin_forward();
     tile.for_blocks([&](auto is_masked, int vector, int64_t begin, int n) {
@@ -362,8 +363,8 @@ struct Task {
     for (int r = 0; r < kRows; ++r)
       tile.lse[r] = r < count ? in.lse[tile.places[r]] : Real(1e30);  // others: p = 0
     tile.for_blocks([&](auto is_masked, int vector, int64_t begin, int n) {
-      tile.template backward_block<decltype(is_masked)::value>(
-          vector, begin, n, of[0], of[1], of[2], of[3]);
+      tile.template backward_block<decltype(is_masked)::value>(vector, begin, n, of[0], of[1],
+                                                               of[2], of[3]);
     });
     typename Tile::Reals ones[Tile::kVectors];
     for (auto& one : ones) one = typename Tile::Reals{} + Real(1);
@@ -376,7 +377,7 @@ struct Task {
 // Adds the pieces' gradients of a segment's keys, in the order of the pieces.
 template <typename Element, typename Vectors>
 void add_up(const TreeAttention<Element, typename Vectors::Real>& in, const Parts& parts,
-    int64_t stride, const typename Vectors::Real* sums, Element* to) {
+            int64_t stride, const typename Vectors::Real* sums, Element* to) {
   compiled_for(Vectors{}, [&] {
     for (int64_t i = 0; i < parts.length; ++i)
       for (int64_t head = 0; head < in.key_heads; ++head)
@@ -385,7 +386,7 @@ void add_up(const TreeAttention<Element, typename Vectors::Real>& in, const Part
           for (const int64_t from : parts.sums)
             total += Vectors::read(sums + ((from + i) * in.key_heads + head) * stride + d);
           store_lanes<Vectors>(to + ((parts.token + i) * in.key_heads + head) * in.head_dim + d,
-              in.head_dim - d, total);
+                               in.head_dim - d, total);
         }
   });
 }
@@ -419,16 +420,16 @@ void run(const TreeAttention<Element, typename Tile::Real>& in, int num_threads)
       const Piece& piece = plan.pieces[task / tasks_of_piece];
       const int64_t first_head = task % tasks_of_piece * heads_of_task;
       Packed<Real>& own = packed[omp_get_thread_num()];
-      Task<Element, Tile, is_backward>{
-          in, piece, first_head, heads_of_task, own, tile, sums.get(), plan.summed_tokens}
+      Task<Element, Tile, is_backward>{in,  piece, first_head, heads_of_task,
+                                       own, tile,  sums.get(), plan.summed_tokens}
           .run();
     }
     if constexpr (is_backward) {
 #pragma omp for schedule(dynamic, 1)
       for (size_t i = 0; i < plan.parts.size(); ++i) {
         add_up<Element, Vectors>(in, plan.parts[i], Tile::kStride, sums.get(), in.grad_k);
-        add_up<Element, Vectors>(
-            in, plan.parts[i], Tile::kStride, sums.get() + size_of_sums, in.grad_v);
+        add_up<Element, Vectors>(in, plan.parts[i], Tile::kStride, sums.get() + size_of_sums,
+                                 in.grad_v);
       }
     }
   }
@@ -457,7 +458,7 @@ void attend(const TreeAttention<Element, Real>& in, int num_threads) {
 template <bool is_backward>
 bool define(const char* name) {
   return define_kernel(name, attend<is_backward, float, float>, attend<is_backward, double, double>,
-      attend<is_backward, BFloat16, float>);
+                       attend<is_backward, BFloat16, float>);
 }
 const bool defined = define<false>("tree_attention") && define<true>("tree_attention_backward");
 

@@ -64,8 +64,8 @@ struct alignas(64) AttentionTile {
 
   // All rows of a tensor: transposed and multiplied, and as they are into `rows`, unless null.
   template <typename Element>
-  void load(
-      const Element* from, int64_t head_dim, Real factor, Real* transposed, Real* rows) const {
+  void load(const Element* from, int64_t head_dim, Real factor, Real* transposed,
+            Real* rows) const {
     compiled_for(Vectors{}, [=, this_ = this] {
       for (int r = 0; r < kRows; r += kLanes)
         for (int d = 0; d < this_->dims; d += kLanes) {
@@ -167,24 +167,25 @@ struct alignas(64) AttentionTile {
     compiled_for(Vectors{}, [=, this_ = this] {
       this_->template add_keys<is_masked>(vector, begin, count, keys + begin * kStride);
       add_weighted_keys<is_masked ? 1 : kVectors>(this_->dims, count, this_->p + vector * kLanes,
-          values + begin * kStride, this_->o + vector * kLanes);
+                                                  values + begin * kStride,
+                                                  this_->o + vector * kLanes);
     });
   }
 
   // Adds what keys begin..begin + count - 1 give to dq and what these rows give to their dk and dv.
   template <bool is_masked>
   void backward_block(int vector, int64_t begin, int count, const Real* keys, const Real* values,
-      Real* dk, Real* dv) {
+                      Real* dk, Real* dv) {
     compiled_for(Vectors{}, [=, this_ = this] {
       constexpr int vectors = is_masked ? 1 : kVectors;
       const int row = vector * kLanes, dims = this_->dims;
       const int64_t at = begin * kStride;
       this_->template find_p_and_ds<is_masked>(vector, begin, count, keys + at, values + at);
       add_weighted_keys<vectors>(dims, count, this_->ds + row, keys + at, this_->o + row);
-      add_weighted_rows<vectors * kLanes>(
-          dims, count, this_->p + row, this_->g_rows + row * kStride, dv + at);
-      add_weighted_rows<vectors * kLanes>(
-          dims, count, this_->ds + row, this_->q_rows + row * kStride, dk + at);
+      add_weighted_rows<vectors * kLanes>(dims, count, this_->p + row,
+                                          this_->g_rows + row * kStride, dv + at);
+      add_weighted_rows<vectors * kLanes>(dims, count, this_->ds + row,
+                                          this_->q_rows + row * kStride, dk + at);
     });
   }
 
@@ -194,13 +195,13 @@ struct alignas(64) AttentionTile {
   Reals seen(Reals x, int vector, int64_t key, Real hidden) const {
     if constexpr (!is_masked) return x;
     return where_between(Vectors::all(static_cast<Real>(key)), read(place + vector * kLanes),
-        Vectors::all(last[key]), x, Vectors::all(hidden));
+                         Vectors::all(last[key]), x, Vectors::all(hidden));
   }
 
   // sink(first, sums) for all keys, some at a time: sums[key][i] = sum_d keys[key][d] rows[d][i].
   template <int vectors, typename Sink>
-  static void key_products(
-      int dims, int count, const Real* rows, const Real* keys, const Sink& sink) {
+  static void key_products(int dims, int count, const Real* rows, const Real* keys,
+                           const Sink& sink) {
     int j = 0;
     for (; j + kKeys <= count; j += kKeys)
       some_products<vectors, kKeys>(dims, j, rows, keys + j * kStride, sink);
@@ -208,8 +209,8 @@ struct alignas(64) AttentionTile {
       some_products<vectors, kTail>(dims, j, rows, keys + j * kStride, sink);
   }
   template <int vectors, int num_keys, typename Sink>
-  static void some_products(
-      int dims, int first_key, const Real* rows, const Real* keys, const Sink& sink) {
+  static void some_products(int dims, int first_key, const Real* rows, const Real* keys,
+                            const Sink& sink) {
     Reals sums[num_keys][vectors] = {};
     add_products<kStride, kRows>(dims, keys, rows, sums);
     sink(first_key, sums);
@@ -217,8 +218,8 @@ struct alignas(64) AttentionTile {
   // sums[key][i] += sum_step numbers[key][step] rows[step][i], where `number_stride` is from one
   // key's numbers to the next's and `row_stride` from a row to the next.
   template <int number_stride, int row_stride, int num_keys, int vectors>
-  static void add_products(
-      int steps, const Real* numbers, const Real* rows, Reals (&sums)[num_keys][vectors]) {
+  static void add_products(int steps, const Real* numbers, const Real* rows,
+                           Reals (&sums)[num_keys][vectors]) {
 #pragma GCC unroll 2
     for (int step = 0; step < steps; ++step) {
       Reals row[vectors];
@@ -312,21 +313,21 @@ struct alignas(64) AttentionTile {
     Reals lse_of[vectors], delta_of[vectors];
     for (int i = 0; i < vectors; ++i)
       lse_of[i] = read(lse + row + i * kLanes), delta_of[i] = read(delta + row + i * kLanes);
-    key_products<vectors>(
-        dims, count, q + row, keys, to_all(p, [](int, int, const Reals& score) { return score; }));
+    key_products<vectors>(dims, count, q + row, keys,
+                          to_all(p, [](int, int, const Reals& score) { return score; }));
     for_scores<vectors>(count, row, [&](int j, int i, Real* at) {
       write(at, seen<is_masked>(power(read(at) - lse_of[i]), vector + i, begin + j, 0));
     });
-    key_products<vectors>(
-        dims, count, g + row, values, to_all(ds, [&](int place, int i, const Reals& dp) {
-          return read(p + place) * (dp - delta_of[i]);
-        }));
+    key_products<vectors>(dims, count, g + row, values,
+                          to_all(ds, [&](int place, int i, const Reals& dp) {
+                            return read(p + place) * (dp - delta_of[i]);
+                          }));
   }
 
   // sums[d][rows] += sum_key keys[key][d] weights[key][rows].
   template <int vectors>
-  static void add_weighted_keys(
-      int dims, int count, const Real* weights, const Real* keys, Real* sums) {
+  static void add_weighted_keys(int dims, int count, const Real* weights, const Real* keys,
+                                Real* sums) {
     constexpr int kStep = (kLanes == 16 ? 16 : 8) / vectors;
     for (int d = 0; d < dims; d += kStep) {
       Reals sum[kStep][vectors];
@@ -354,8 +355,8 @@ struct alignas(64) AttentionTile {
 
   // sums[key][d] += sum_row weights[key][row] rows[row][d].
   template <int num_rows>
-  static void add_weighted_rows(
-      int dims, int count, const Real* weights, const Real* rows, Real* sums) {
+  static void add_weighted_rows(int dims, int count, const Real* weights, const Real* rows,
+                                Real* sums) {
     int d = 0;
     if constexpr (kStride >= 2 * kLanes)
       for (; d + 2 * kLanes <= dims; d += 2 * kLanes)
@@ -367,11 +368,11 @@ struct alignas(64) AttentionTile {
   static void add_weighted_dims(int count, const Real* weights, const Real* rows, Real* sums) {
     int j = 0;
     for (; j + kKeys <= count; j += kKeys)
-      add_weighted_some<num_rows, parts, kKeys>(
-          kKeys, weights + j * kRows, rows, sums + j * kStride);
+      add_weighted_some<num_rows, parts, kKeys>(kKeys, weights + j * kRows, rows,
+                                                sums + j * kStride);
     for (; j < count; j += kTail)
-      add_weighted_some<num_rows, parts, kTail>(
-          count - j, weights + j * kRows, rows, sums + j * kStride);
+      add_weighted_some<num_rows, parts, kTail>(count - j, weights + j * kRows, rows,
+                                                sums + j * kStride);
   }
   template <int num_rows, int parts, int num_keys>
   static void add_weighted_some(int count, const Real* weights, const Real* rows, Real* sums) {

@@ -100,8 +100,8 @@ inline bool any_greater(const Reals& a, const Reals& b) {
 }
 // x where low <= at <= high, otherwise `hidden`.
 template <typename Reals>
-inline Reals where_between(
-    const Reals& low, const Reals& at, const Reals& high, const Reals& x, const Reals& hidden) {
+inline Reals where_between(const Reals& low, const Reals& at, const Reals& high, const Reals& x,
+                           const Reals& hidden) {
   return (low <= at) & (at <= high) ? x : hidden;
 }
 #if defined(__x86_64__)
@@ -116,7 +116,8 @@ MAXRL_INLINE_AVX512 bool any_greater(const Reals16& a, const Reals16& b) {
   return _mm512_cmp_ps_mask(plain(a), plain(b), _CMP_GT_OQ) != 0;
 }
 MAXRL_INLINE_AVX512 Reals16 where_between(const Reals16& low, const Reals16& at,
-    const Reals16& high, const Reals16& x, const Reals16& hidden) {
+                                          const Reals16& high, const Reals16& x,
+                                          const Reals16& hidden) {
   const __mmask16 from_low = _mm512_cmp_ps_mask(plain(low), plain(at), _CMP_LE_OQ);
   const __mmask16 between = _mm512_mask_cmp_ps_mask(from_low, plain(at), plain(high), _CMP_LE_OQ);
   return reinterpret_cast<Reals16>(_mm512_mask_mov_ps(plain(hidden), between, plain(x)));
@@ -127,7 +128,7 @@ MAXRL_INLINE_AVX2 bool any_greater(const Reals8& a, const Reals8& b) {
   return _mm256_movemask_ps(_mm256_cmp_ps(plain(a), plain(b), _CMP_GT_OQ)) != 0;
 }
 MAXRL_INLINE_AVX2 Reals8 where_between(const Reals8& low, const Reals8& at, const Reals8& high,
-    const Reals8& x, const Reals8& hidden) {
+                                       const Reals8& x, const Reals8& hidden) {
   const __m256 from_low = _mm256_cmp_ps(plain(low), plain(at), _CMP_LE_OQ);
   const __m256 to_high = _mm256_cmp_ps(plain(at), plain(high), _CMP_LE_OQ);
   return reinterpret_cast<Reals8>(
@@ -172,8 +173,8 @@ inline typename Vectors::Reals load_lanes(const Element* from, int64_t count) {
   else if (count > 0)
     memcpy(&x, from, count * sizeof(Number));
   if constexpr (std::is_same_v<Element, BFloat16>)
-    return bits_as<typename Vectors::Reals>(
-        __builtin_convertvector(x, typename Vectors::Words) << 16);
+    return bits_as<typename Vectors::Reals>(__builtin_convertvector(x, typename Vectors::Words)
+                                            << 16);
   else
     return x;
 }

@@ -13,7 +13,7 @@ namespace {
 
 #if defined(MAXRL_HAS_BFLOAT16_INSTRUCTIONS)
 uint32_t cpuid_7(uint32_t subleaf,
-    int index) {  // eax, ebx, ecx or edx of leaf 7; 0 if there is none
+                 int index) {  // eax, ebx, ecx or edx of leaf 7; 0 if there is none
   uint32_t registers[4] = {};
   __get_cpuid_count(7, subleaf, &registers[0], &registers[1], &registers[2], &registers[3]);
   return registers[index];
@@ -71,7 +71,7 @@ void check_available(Arithmetic arithmetic) {
   if (arithmetic != Arithmetic::kFloat32 &&
       std::find(found.begin(), found.end(), arithmetic) == found.end())
     throw std::invalid_argument(std::string("this machine cannot compute in '") +
-        kNamesOf<Arithmetic>[static_cast<int>(arithmetic)] + "'");
+                                kNamesOf<Arithmetic>[static_cast<int>(arithmetic)] + "'");
 }
 
 Arithmetic fastest_for_bfloat16() {

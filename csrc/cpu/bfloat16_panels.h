@@ -25,8 +25,8 @@ inline int64_t bfloat16_depth(int64_t k) {
 // cache.
 inline int64_t bfloat16_stride(int64_t k) { return bfloat16_depth(k) + kBFloat16Step; }
 
-inline void round_row(
-    const float* __restrict x, int64_t k, BFloat16* __restrict to, int64_t first = 0) {
+inline void round_row(const float* __restrict x, int64_t k, BFloat16* __restrict to,
+                      int64_t first = 0) {
   for (int64_t j = first; j < k; ++j) to[j] = rounded(x[j]);
   for (int64_t j = k; j < bfloat16_depth(k); ++j) to[j] = {0};
 }
@@ -43,7 +43,7 @@ struct PlainBFloat16 {
   static void round(const float* x, int64_t k, BFloat16* to) { round_row(x, k, to); }
 
   static void multiply(int rows, int, const BFloat16* a, int64_t stride, int64_t depth,
-      const BFloat16* panels, int64_t, float* out) {
+                       const BFloat16* panels, int64_t, float* out) {
     const auto value = [](BFloat16 x) {
       return bits_as<float>(static_cast<uint32_t>(x.bits) << 16);
     };
@@ -78,8 +78,8 @@ struct Avx512BFloat16 {
   }
 
   template <int rows>
-  MAXRL_AVX512_BF16 static void tile(
-      const BFloat16* a, int64_t stride, int64_t depth, const BFloat16* panel, float* out) {
+  MAXRL_AVX512_BF16 static void tile(const BFloat16* a, int64_t stride, int64_t depth,
+                                     const BFloat16* panel, float* out) {
     __m512 sums[rows];
 #pragma GCC unroll 12
     for (int i = 0; i < rows; ++i) sums[i] = _mm512_setzero_ps();
@@ -97,7 +97,8 @@ struct Avx512BFloat16 {
   }
   template <int most = kRows>
   MAXRL_AVX512_BF16 static void multiply(int rows, int panels, const BFloat16* a, int64_t stride,
-      int64_t depth, const BFloat16* panel, int64_t panel_stride, float* out) {
+                                         int64_t depth, const BFloat16* panel, int64_t panel_stride,
+                                         float* out) {
     if constexpr (most > 1)
       if (rows < most)
         return multiply<most - 1>(rows, panels, a, stride, depth, panel, panel_stride, out);
@@ -115,7 +116,7 @@ struct AmxBFloat16 : Avx512BFloat16 {
 
   template <int rows, int count>
   MAXRL_AMX static void tile(const BFloat16* a, int64_t stride, int64_t depth,
-      const BFloat16* panels, int64_t panel_stride, float* out) {
+                             const BFloat16* panels, int64_t panel_stride, float* out) {
     const int64_t bytes = stride * static_cast<int64_t>(sizeof *a);
     _tile_zero(0);
     _tile_zero(1);
@@ -143,7 +144,8 @@ struct AmxBFloat16 : Avx512BFloat16 {
   }
 
   MAXRL_AMX static void multiply(int rows, int count, const BFloat16* a, int64_t stride,
-      int64_t depth, const BFloat16* panels, int64_t panel_stride, float* out) {
+                                 int64_t depth, const BFloat16* panels, int64_t panel_stride,
+                                 float* out) {
     const auto work = rows > kTile ? (count > 1 ? tile<32, 2> : tile<32, 1>)
                                    : (count > 1 ? tile<16, 2> : tile<16, 1>);
     asm volatile("" ::: "memory");  // some compilers do not know that loads of tiles read memory

@@ -70,8 +70,8 @@ void PackedMatrix::reset(Layout, int64_t out_size, int64_t in_size) {
 }
 
 template <typename Layout>
-void PackedMatrix::pack(
-    Layout, const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads) {
+void PackedMatrix::pack(Layout, const float* weights, int64_t first, int64_t rows, int64_t step,
+                        int num_threads) {
 #pragma omp parallel for num_threads(num_threads) schedule(static, kPanel)
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at =
@@ -85,7 +85,7 @@ void PackedMatrix::pack(
 
 template <typename Sink>
 void PackedMatrix::multiply(Arithmetic arithmetic, int64_t num_rows, const float* from,
-    int64_t stride, BFloat16* rounded, const Sink& sink) const {
+                            int64_t stride, BFloat16* rounded, const Sink& sink) const {
   with_numbers(arithmetic, [&](auto numbers) {
     using Numbers = decltype(numbers);
     Numbers::multiply(
@@ -175,14 +175,15 @@ void Decoder::prepare(Workspace& workspace, int64_t longest_prompt, int64_t max_
 // Rotates queries, scaled by 1 / sqrt(head_dim), and keys, and writes keys and values to their
 // caches.
 template <typename Vectors>
-void Decoder::rotate_and_store(
-    const Layer& layer, int64_t index, const DecoderRow* rows, int64_t num_rows, float* qkv) const {
+void Decoder::rotate_and_store(const Layer& layer, int64_t index, const DecoderRow* rows,
+                               int64_t num_rows, float* qkv) const {
   const int64_t dim = sizes_.head_dim, half = dim / 2;
   const auto query_scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim)));
   for (int64_t i = 0; i < num_rows; ++i) {
     float* const row = qkv + i * row_stride(qkv_size_);
-    const float *const cos = cos_.data() + rows[i].position * half,
-                       *const sin = sin_.data() + rows[i].position * half;
+    const float *const cos = cos_.data() + rows[i].position * half, *const sin =
+                                                                        sin_.data() +
+                                                                        rows[i].position * half;
     const auto rotate = [&](float* x, const std::vector<float>& norm, float scale) {
       if (!norm.empty()) norm_row<Vectors>(x, dim, norm.data(), sizes_.norm_eps, x);
       float* const upper = x + half;
@@ -210,7 +211,7 @@ void Decoder::rotate_and_store(
 // the prefix's keys at once.
 template <typename Numbers>
 void Decoder::attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv,
-    Workspace& workspace) const {
+                     Workspace& workspace) const {
   constexpr int kRows = Numbers::kRows;
   const int64_t repeats = sizes_.heads / sizes_.kv_heads;
   for (int64_t begin = 0, end; begin < num_rows; begin = end) {
@@ -219,7 +220,8 @@ void Decoder::attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, co
     for (int64_t head = 0; head < sizes_.kv_heads; ++head)
       for (int64_t first = 0; first < queries; first += kRows)
         attend_tile<Numbers>(layer, head, rows, begin * repeats + first,
-            static_cast<int>(std::min<int64_t>(kRows, queries - first)), qkv, workspace);
+                             static_cast<int>(std::min<int64_t>(kRows, queries - first)), qkv,
+                             workspace);
   }
 }
 
@@ -227,7 +229,7 @@ void Decoder::attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, co
 // head q % repeats of this key/value head.
 template <typename Numbers>
 void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, int64_t first,
-    int count, const float* qkv, Workspace& workspace) const {
+                          int count, const float* qkv, Workspace& workspace) const {
   using Element = typename Numbers::Element;
   using Vectors = typename Numbers::Vectors;
   using Row = TileRow<Vectors>;
@@ -302,8 +304,8 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
   }
 }
 
-void Decoder::forward(
-    const DecoderRow* rows, int64_t num_rows, int64_t first, Workspace& workspace) const {
+void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first,
+                      Workspace& workspace) const {
   const TileRegisters tiles(sizes_.arithmetic);
   const int64_t stride = row_stride(sizes_.hidden),
                 activated_stride = row_stride(sizes_.intermediate);
@@ -316,8 +318,8 @@ void Decoder::forward(
   // Multiplies the rows of `from` with a matrix.
   const auto multiply = [&](const float* from, int64_t from_stride, const PackedMatrix& matrix,
                             const auto& sink) {
-    matrix.multiply(
-        sizes_.arithmetic, num_rows, from, from_stride, workspace.rounded.as<BFloat16>(), sink);
+    matrix.multiply(sizes_.arithmetic, num_rows, from, from_stride,
+                    workspace.rounded.as<BFloat16>(), sink);
   };
   const auto add_to_hidden = [&](int64_t i, int64_t panel, auto row) {
     float* const to = x + i * stride + panel * kPanel;
@@ -327,8 +329,8 @@ void Decoder::forward(
   const auto norm = [&](const std::vector<float>& weight) {
     with_widest_floats([&](auto vectors) {
       for (int64_t i = 0; i < num_rows; ++i)
-        norm_row<decltype(vectors)>(
-            x + i * stride, sizes_.hidden, weight.data(), sizes_.norm_eps, y + i * stride);
+        norm_row<decltype(vectors)>(x + i * stride, sizes_.hidden, weight.data(), sizes_.norm_eps,
+                                    y + i * stride);
     });
   };
 
@@ -350,8 +352,9 @@ void Decoder::forward(
       qkv += first * row_stride(qkv_size_);
       if (num_rows == 0) return;
     }
-    with_numbers(sizes_.arithmetic,
-        [&](auto numbers) { attend<decltype(numbers)>(index, rows, num_rows, qkv, workspace); });
+    with_numbers(sizes_.arithmetic, [&](auto numbers) {
+      attend<decltype(numbers)>(index, rows, num_rows, qkv, workspace);
+    });
     multiply(attended, row_stride(query_size_), layer.o, add_to_hidden);
     norm(layer.post_norm);
     multiply(y, stride, layer.gate_up, [&](int64_t i, int64_t panel, const auto& row) {
@@ -399,12 +402,12 @@ void packed_product(const PackedProduct& in, int num_threads) {
   });
   std::vector<BFloat16> rounded((in.m + kMaxBFloat16Rows) * bfloat16_stride(in.k));
   matrix.multiply(in.arithmetic, in.m, in.a, in.k, rounded.data(),
-      [&](int64_t i, int64_t panel, const auto& row) {
-        float columns[kPanel];
-        row.write(columns);
-        const int64_t first = panel * kPanel;
-        std::copy_n(columns, std::min(kPanel, in.n - first), in.c + i * in.n + first);
-      });
+                  [&](int64_t i, int64_t panel, const auto& row) {
+                    float columns[kPanel];
+                    row.write(columns);
+                    const int64_t first = panel * kPanel;
+                    std::copy_n(columns, std::min(kPanel, in.n - first), in.c + i * in.n + first);
+                  });
 }
 
 const bool defined = define_kernel("packed_product", packed_product);

@@ -50,12 +50,12 @@ struct PackedMatrix {
   void reset(Layout, int64_t out, int64_t in);
   // Packs `rows` rows, starting at output row `first`; successive panels are `step` panels apart.
   template <typename Layout>
-  void pack(
-      Layout, const float* weights, int64_t first, int64_t rows, int64_t step, int num_threads);
+  void pack(Layout, const float* weights, int64_t first, int64_t rows, int64_t step,
+            int num_threads);
   // Calls sink(i, panel, row) for the products of rows that are `stride` floats apart.
   template <typename Sink>
   void multiply(Arithmetic arithmetic, int64_t num_rows, const float* from, int64_t stride,
-      BFloat16* rounded, const Sink& sink) const;
+                BFloat16* rounded, const Sink& sink) const;
 };
 
 class Decoder {
@@ -94,15 +94,15 @@ class Decoder {
 
   template <typename Vectors>
   void rotate_and_store(const Layer& layer, int64_t index, const DecoderRow* rows, int64_t num_rows,
-      float* qkv) const;
+                        float* qkv) const;
   template <typename Layout>
   void load_in(Layout layout, const DecoderWeights& weights);
   template <typename Numbers>
   void attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv,
-      Workspace& workspace) const;
+              Workspace& workspace) const;
   template <typename Numbers>
   void attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, int64_t first, int count,
-      const float* qkv, Workspace& workspace) const;
+                   const float* qkv, Workspace& workspace) const;
 
   DecoderSizes sizes_;
   int64_t qkv_size_, query_size_;

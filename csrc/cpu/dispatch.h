@@ -48,8 +48,8 @@ MAXRL_AVX512 __attribute__((noinline)) void compiled_for(Vectors<float, 16>, con
   work();
 }
 template <typename Real, typename Work>
-MAXRL_AVX2 __attribute__((noinline)) void compiled_for(
-    Vectors<Real, 32 / sizeof(Real)>, const Work& work) {
+MAXRL_AVX2 __attribute__((noinline)) void compiled_for(Vectors<Real, 32 / sizeof(Real)>,
+                                                       const Work& work) {
   work();
 }
 #endif
@@ -86,11 +86,11 @@ inline int64_t rows_per_piece(int64_t vocab_size) {
 // depend on the number of threads. Every thread has its own `scratch` of the given size, null if
 // that is 0.
 template <typename Real, typename Work>
-void for_rows(
-    int64_t num_rows, int64_t grain, int64_t scratch_size, int num_threads, const Work& work) {
+void for_rows(int64_t num_rows, int64_t grain, int64_t scratch_size, int num_threads,
+              const Work& work) {
   const int64_t pieces = (num_rows + grain - 1) / grain;
-  const std::unique_ptr<Real[]> scratch(
-      scratch_size ? new Real[scratch_size * num_threads] : nullptr);
+  const std::unique_ptr<Real[]> scratch(scratch_size ? new Real[scratch_size * num_threads]
+                                                     : nullptr);
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (pieces > 1)
   for (int64_t piece = 0; piece < pieces; ++piece) {
     const int64_t end = std::min((piece + 1) * grain, num_rows);

@@ -56,7 +56,7 @@ bool Generation::run(double seconds) {
 
 bool Generation::all_wait() const {
   return rows_.empty() && active_ > 0 &&
-      (active_ == static_cast<int64_t>(slots_.size()) ||
+         (active_ == static_cast<int64_t>(slots_.size()) ||
           next_sample_ == job_.num_prompts * job_.num_samples);
 }
 
@@ -96,8 +96,8 @@ void Generation::admit() {
   prefill(next_prompt_, prompt_of(rows_.back()) + 1);
 #pragma omp parallel for num_threads(job_.num_threads) schedule(static)
   for (size_t i = old; i < rows_.size(); ++i)
-    append_tokens(
-        rows_[i], prompts_[prompt_of(rows_[i])].logits.data(), workspaces_[omp_get_thread_num()]);
+    append_tokens(rows_[i], prompts_[prompt_of(rows_[i])].logits.data(),
+                  workspaces_[omp_get_thread_num()]);
   regroup();
   statistics_.prefill_seconds += now() - start;
 }
@@ -130,8 +130,12 @@ void Generation::prefill(int64_t begin, int64_t end) {
       const int64_t count = std::min(Decoder::kMaxRows, length - first);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t position = first + i;
-        rows[i] = {job_.tokens[job_.cu_seqlens[p] + position], position, prompts_[p].cache.get(),
-            position + 1, nullptr, 0};
+        rows[i] = {job_.tokens[job_.cu_seqlens[p] + position],
+                   position,
+                   prompts_[p].cache.get(),
+                   position + 1,
+                   nullptr,
+                   0};
       }
       const bool is_last = first + count == length;
       decoder_.forward(rows, count, is_last ? count - 1 : count, workspace);
@@ -167,16 +171,20 @@ void Generation::read() {
   }
   // Not before: `admit` ends rows whose last token is a stop token, which a reply's may be.
   for (const Fed& fed : fed_) rows_.push_back(fed.row);
-  std::sort(
-      rows_.begin(), rows_.end(), [](const Row& a, const Row& b) { return a.begin < b.begin; });
+  std::sort(rows_.begin(), rows_.end(),
+            [](const Row& a, const Row& b) { return a.begin < b.begin; });
   fed_.clear();
   statistics_.prefill_seconds += now() - start;
 }
 
 DecoderRow Generation::reading(const Row& row, int64_t length) const {
   const int64_t prompt = prompt_of(row), prefix_length = prompt_length(prompt);
-  return {last_token(order_[row.begin], length), prefix_length + length - 1,
-      prompts_[prompt].cache.get(), prefix_length, row.cache, length};
+  return {last_token(order_[row.begin], length),
+          prefix_length + length - 1,
+          prompts_[prompt].cache.get(),
+          prefix_length,
+          row.cache,
+          length};
 }
 
 void Generation::decode() {
@@ -185,7 +193,7 @@ void Generation::decode() {
   // Split the batch into equal pieces, one per thread; several per thread if a piece would exceed
   // kMaxRows.
   const int64_t rounds = (num_rows + job_.num_threads * Decoder::kMaxRows - 1) /
-      (job_.num_threads * Decoder::kMaxRows);
+                         (job_.num_threads * Decoder::kMaxRows);
   const int64_t pieces = std::min(num_rows, rounds * job_.num_threads);
 #pragma omp parallel for num_threads(job_.num_threads) schedule(dynamic, 1)
   for (int64_t piece = 0; piece < pieces; ++piece) {
@@ -196,7 +204,8 @@ void Generation::decode() {
     decoder_.forward(rows, end - begin, 0, workspace);
     for (int64_t i = begin; i < end; ++i)
       append_tokens(rows_[i],
-          workspace.logits.data() + (i - begin) * row_stride(decoder_.sizes().vocab), workspace);
+                    workspace.logits.data() + (i - begin) * row_stride(decoder_.sizes().vocab),
+                    workspace);
   }
   ++statistics_.steps;
   statistics_.decoded_rows += num_rows;
@@ -211,7 +220,7 @@ void Generation::append_tokens(Row& row, const float* logits, Workspace& workspa
   const auto begin = order_.begin() + row.begin, end = order_.begin() + row.end;
   std::sort(begin, end, [&](int64_t a, int64_t b) { return random(a) < random(b); });
   Draws draws(logits, decoder_.sizes().vocab, job_.sampling, workspace.probabilities.data(),
-      workspace.order.data());
+              workspace.order.data());
   for (auto sample = begin; sample != end; ++sample) {
     const Sampled sampled = draws.at(random(*sample));
     const int64_t at = *sample * job_.max_new_tokens + row.length;

@@ -14,8 +14,8 @@ constexpr int64_t kManyRewards = 1 << 12;  // below, starting threads costs more
 using Key = std::pair<double, int64_t>;  // a reward and its place
 
 // Replaces the n > 0 rewards of a group by their rank transform. `keys` is [n].
-void rank_transform(
-    double* rewards, int64_t n, const double* offset, const double* slope, Key* keys) {
+void rank_transform(double* rewards, int64_t n, const double* offset, const double* slope,
+                    Key* keys) {
   for (int64_t i = 0; i < n; ++i) keys[i] = {rewards[i], i};
   std::sort(keys, keys + n);
   double lower = 0.0, base = 0.0, sum = 0.0;

@@ -24,7 +24,7 @@ class KeyValueCache {
   static int64_t bytes(const DecoderSizes& sizes, int64_t length) {
     const int64_t element = is_bfloat16(sizes.arithmetic) ? sizeof(BFloat16) : sizeof(float);
     return element * sizes.layers * sizes.kv_heads * capacity(sizes, length) *
-        (depth(sizes) + padded(sizes.head_dim));
+           (depth(sizes) + padded(sizes.head_dim));
   }
 
   template <typename Element>
@@ -41,7 +41,7 @@ class KeyValueCache {
   // Positions must be written in ascending order, from 0.
   void write(int64_t layer, int64_t head, int64_t position, const float* key, const float* value) {
     with_layout(sizes_.arithmetic,
-        [&](auto layout) { write_to(layout, layer, head, position, key, value); });
+                [&](auto layout) { write_to(layout, layer, head, position, key, value); });
   }
 
   // Copies the first positions of a cache of the same sizes and capacity, in whole panels with
@@ -60,13 +60,13 @@ class KeyValueCache {
   }
 
   template <typename Layout>
-  void write_to(
-      Layout, int64_t layer, int64_t head, int64_t position, const float* key, const float* value) {
+  void write_to(Layout, int64_t layer, int64_t head, int64_t position, const float* key,
+                const float* value) {
     using Element = typename Layout::Element;
     const int64_t dim = sizes_.head_dim, stride = values_panel_stride();
     Element* const keys = data_.as<Element>() + layer * layer_size_ + head * head_size_;
-    Element *const panel = keys + position / kPanel * keys_panel_stride(),
-                   *const values = keys + keys_size_;
+    Element *const panel = keys + position / kPanel * keys_panel_stride(), *const values =
+                                                                               keys + keys_size_;
     // Padding is multiplied with zeros, so it must be finite: a cache may hold numbers of the
     // response before.
     if (Layout::depth(dim) > dim && position % kPanel == 0)

@@ -14,8 +14,8 @@
 namespace maxrl::cpu {
 namespace {
 
-constexpr int64_t kPieceNumbers = 1
-    << 12;  // of a piece, about: few, for short sums, but more work than starting it
+constexpr int64_t kPieceNumbers =
+    1 << 12;  // of a piece, about: few, for short sums, but more work than starting it
 constexpr int64_t kMostPieces = 64;  // where each has its own sums
 
 // use(Vectors{}) with at most the lanes of `Vectors`: as many as divide `size`, if any do.
@@ -36,7 +36,7 @@ struct Pieces {
   Pieces(int64_t num_rows, int64_t row_size, int64_t most = INT64_MAX)
       : num_rows(num_rows),
         rows(std::max({int64_t{1}, kPieceNumbers / std::max<int64_t>(row_size, 1),
-            (num_rows - 1) / most + 1})),
+                       (num_rows - 1) / most + 1})),
         count((num_rows + rows - 1) / rows) {}
 
   // work(vectors, piece, row) for all rows, compiled for the instructions of these vectors.
@@ -135,8 +135,8 @@ inline void norm_row(const AddRmsNorm<Element, typename Vectors::Real>& in, int6
 }
 
 template <typename Vectors, typename Element, typename Real = typename Vectors::Real>
-inline void norm_backward_row(
-    const AddRmsNormBackward<Element, Real>& in, int64_t start, Real* grad_weight) {
+inline void norm_backward_row(const AddRmsNormBackward<Element, Real>& in, int64_t start,
+                              Real* grad_weight) {
   const Element *const sum = in.sum + start, *const grad = in.grad_normed + start;
   const Element* const grad_sum = in.grad_sum ? in.grad_sum + start : nullptr;
   auto squares = Vectors::all(0), product = squares;
@@ -210,9 +210,9 @@ inline void rotate_row(const RotateHeads<Element, typename Vectors::Real>& in, i
     for (int head = 0; head < in.from[which].count; ++head) {
       const Element *const x = in.source(which, row, head), *const weight = in.norm[which];
       Element* const to = in.target(which, row, head);
-      const Real rate = weight
-          ? Norm(squares_of<Vectors>(x, in.head_dim), Real(0), in.head_dim, in.eps).rate
-          : Real(1);
+      const Real rate =
+          weight ? Norm(squares_of<Vectors>(x, in.head_dim), Real(0), in.head_dim, in.eps).rate
+                 : Real(1);
       for_vectors<Vectors>(half, [&](auto at) {
         auto low = at.load(x), high = at.load(x + half);
         if (weight) {
@@ -230,12 +230,12 @@ template <typename Element, typename Real>
 inline void copy_values(const RotateHeads<Element, Real>& in, int64_t row) {
   if (in.from[2].count)
     memcpy(in.target(2, row, 0), in.source(2, row, 0),
-        sizeof(Element) * in.from[2].count * in.head_dim);
+           sizeof(Element) * in.from[2].count * in.head_dim);
 }
 
 template <typename Vectors, typename Element, typename Real = typename Vectors::Real>
-inline void rotate_backward_row(
-    const RotateHeadsBackward<Element, Real>& backward, int64_t row, Real* grad_norms) {
+inline void rotate_backward_row(const RotateHeadsBackward<Element, Real>& backward, int64_t row,
+                                Real* grad_norms) {
   const auto& in = backward.forward;
   const Rotation<Vectors> rotation(in, row, -in.direction);
   const int half = in.head_dim / 2;
@@ -258,8 +258,8 @@ inline void rotate_backward_row(
       };
       auto products = Vectors::all(0);
       for_both([&](auto at, auto value, auto g) { products += at.load(weight) * g * value; });
-      const Norm norm(
-          squares_of<Vectors>(x, in.head_dim), total<Vectors>(products), in.head_dim, in.eps);
+      const Norm norm(squares_of<Vectors>(x, in.head_dim), total<Vectors>(products), in.head_dim,
+                      in.eps);
       for_both([&](auto at, auto value, auto g) {
         at.store(to, g * at.load(weight) * norm.rate - value * norm.slope);
         at.store(grad_norm, at.load(grad_norm) + g * value * norm.rate);
@@ -290,8 +290,8 @@ struct Sigmoid {
 
 template <typename Vectors, typename Element>
 inline void swiglu_row(const SwiGlu<Element, typename Vectors::Real>& in, int64_t row) {
-  const Element *const gate = in.gate + row * in.gate_stride,
-                       *const up = in.up + row * in.up_stride;
+  const Element *const gate = in.gate + row * in.gate_stride, *const up =
+                                                                  in.up + row * in.up_stride;
   for_vectors<Vectors>(in.size, [&](auto at) {
     const auto x = at.load(gate);
     at.store(in.out + row * in.size, x * Sigmoid<Vectors>(x).value * at.load(up));
@@ -299,17 +299,17 @@ inline void swiglu_row(const SwiGlu<Element, typename Vectors::Real>& in, int64_
 }
 
 template <typename Vectors, typename Element>
-inline void swiglu_backward_row(
-    const SwiGluBackward<Element, typename Vectors::Real>& backward, int64_t row) {
+inline void swiglu_backward_row(const SwiGluBackward<Element, typename Vectors::Real>& backward,
+                                int64_t row) {
   const auto& in = backward.forward;
-  const Element *const gate = in.gate + row * in.gate_stride,
-                       *const up = in.up + row * in.up_stride;
+  const Element *const gate = in.gate + row * in.gate_stride, *const up =
+                                                                  in.up + row * in.up_stride;
   for_vectors<Vectors>(in.size, [&](auto at) {
     const auto x = at.load(gate);
     const Sigmoid<Vectors> sigmoid(x);
     const auto scaled = at.load(backward.grad + row * in.size) * sigmoid.value;
     at.store(backward.grad_gate + row * backward.grad_stride,
-        scaled * at.load(up) * (x * sigmoid.rest + Vectors::all(1)));
+             scaled * at.load(up) * (x * sigmoid.rest + Vectors::all(1)));
     at.store(backward.grad_up + row * backward.grad_stride, scaled * x);
   });
 }
@@ -357,14 +357,15 @@ void rotate_heads_backward(const RotateHeadsBackward<Element, Real>& backward, i
   add_pieces(partials.data(), pieces.count, size, of_heads.data());
   add_pieces(of_heads.data(), in.from[0].count, in.head_dim, backward.grad_norm);
   add_pieces(of_heads.data() + int64_t{in.from[0].count} * in.head_dim, in.from[1].count,
-      in.head_dim, backward.grad_norm + in.head_dim);
+             in.head_dim, backward.grad_norm + in.head_dim);
 }
 
 template <typename Element, typename Real>
 void swiglu(const SwiGlu<Element, Real>& in, int num_threads) {
   Pieces(in.num_rows, in.size)
-      .run_widest<Real>(num_threads,
-          [&](auto vectors, int64_t, int64_t row) { swiglu_row<decltype(vectors)>(in, row); });
+      .run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t row) {
+        swiglu_row<decltype(vectors)>(in, row);
+      });
 }
 
 template <typename Element, typename Real>
@@ -400,12 +401,12 @@ void chosen_rows_backward(const ChosenRows<Element, Real>& in, int num_threads) 
 template <typename Element, typename Real>
 bool define() {
   return define_kernel("add_rms_norm", add_rms_norm<Element, Real>) &&
-      define_kernel("add_rms_norm_backward", add_rms_norm_backward<Element, Real>) &&
-      define_kernel("rotate_heads", rotate_heads<Element, Real>) &&
-      define_kernel("rotate_heads_backward", rotate_heads_backward<Element, Real>) &&
-      define_kernel("swiglu", swiglu<Element, Real>) &&
-      define_kernel("swiglu_backward", swiglu_backward<Element, Real>) &&
-      define_kernel("chosen_rows_backward", chosen_rows_backward<Element, Real>);
+         define_kernel("add_rms_norm_backward", add_rms_norm_backward<Element, Real>) &&
+         define_kernel("rotate_heads", rotate_heads<Element, Real>) &&
+         define_kernel("rotate_heads_backward", rotate_heads_backward<Element, Real>) &&
+         define_kernel("swiglu", swiglu<Element, Real>) &&
+         define_kernel("swiglu_backward", swiglu_backward<Element, Real>) &&
+         define_kernel("chosen_rows_backward", chosen_rows_backward<Element, Real>);
 }
 const bool defined =
     define<float, float>() && define<double, double>() && define<BFloat16, float>();

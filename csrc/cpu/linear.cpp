@@ -27,7 +27,7 @@ constexpr int64_t kTaskColumns =
 // [panels, k, 16] of a matrix whose number (column, row) is at column * column_stride + row *
 // row_stride.
 AlignedBytes pack(const float* matrix, int64_t columns, int64_t k, int64_t column_stride,
-    int64_t row_stride, int num_threads) {
+                  int64_t row_stride, int num_threads) {
   AlignedBytes packed(columns * k * static_cast<int64_t>(sizeof(float)));
   float* const panels = packed.as<float>();
 #pragma omp parallel for num_threads(num_threads) schedule(static)
@@ -41,7 +41,7 @@ AlignedBytes pack(const float* matrix, int64_t columns, int64_t k, int64_t colum
 // to [m, n] = from [m, k] times panels, finished by finish(i, column, row of a tile).
 template <typename Finish>
 void multiply(int64_t m, int64_t n, int64_t k, const float* from, const AlignedBytes& panels,
-    float* to, int num_threads, const Finish& finish) {
+              float* to, int num_threads, const Finish& finish) {
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
   for (int64_t first = 0; first < m; first += kTaskRows)
     with_widest_floats([&](auto vectors) {
@@ -84,14 +84,14 @@ void weight_rows(const LinearBackward& in, int64_t begin, int64_t end) {
     for (int64_t column = begin; column < end; column += kPanel) {
       Row sum = {};
       pack_columns<Vectors>(in.grad + first * in.out_size + column, rows, in.out_size,
-          grads + (column - begin) * rows, [&](const Row& row) { sum += row; });
+                            grads + (column - begin) * rows, [&](const Row& row) { sum += row; });
       if (in.grad_bias) add(in.grad_bias + column, sum);
     }
     for (int64_t panel = 0; panel < num_panels; panel += kGroup) {
       const int64_t group = std::min(kGroup, num_panels - panel);
       for (int64_t p = 0; p < group; ++p)
         pack_columns<Vectors>(in.x + first * in.in_size + (panel + p) * kPanel, rows, in.in_size,
-            inputs + p * size, [](const Row&) {});
+                              inputs + p * size, [](const Row&) {});
       product<Vectors>(
           end - begin, [&](int64_t i) { return grads + i / kPanel * size + i % kPanel; }, rows,
           inputs, group, size,
@@ -112,10 +112,10 @@ void linear(const Linear& in, int num_threads) {
   check_sizes(in.in_size, in.out_size);
   const AlignedBytes panels = pack(in.weight, in.out_size, in.in_size, in.in_size, 1, num_threads);
   multiply(in.num_rows, in.out_size, in.in_size, in.x, panels, in.y, num_threads,
-      [&](int64_t i, int64_t column, auto& row) {
-        if (in.bias) row += row.read(in.bias + column);
-        if (in.added) row += row.read(in.added + i * in.out_size + column);
-      });
+           [&](int64_t i, int64_t column, auto& row) {
+             if (in.bias) row += row.read(in.bias + column);
+             if (in.added) row += row.read(in.added + i * in.out_size + column);
+           });
 }
 
 void linear_backward(const LinearBackward& in, int num_threads) {
@@ -124,7 +124,7 @@ void linear_backward(const LinearBackward& in, int num_threads) {
     const AlignedBytes panels =
         pack(in.weight, in.in_size, in.out_size, 1, in.in_size, num_threads);
     multiply(in.num_rows, in.in_size, in.out_size, in.grad, panels, in.grad_x, num_threads,
-        [](int64_t, int64_t, auto&) {});
+             [](int64_t, int64_t, auto&) {});
   }
   if (!in.grad_weight) return;
   if (in.num_rows == 0) {  // without a block of rows nothing would be written

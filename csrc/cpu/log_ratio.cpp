@@ -38,7 +38,7 @@ void log_ratio_reward_backward(const LogRatioBackward<Real>& ratio, int num_thre
 const bool defined =
     define_kernel("log_ratio_reward", log_ratio_reward<float>, log_ratio_reward<double>) &&
     define_kernel("log_ratio_reward_backward", log_ratio_reward_backward<float>,
-        log_ratio_reward_backward<double>);
+                  log_ratio_reward_backward<double>);
 
 }  // namespace
 }  // namespace maxrl::cpu

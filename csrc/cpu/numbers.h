@@ -27,7 +27,7 @@ struct Float32 : Float32Layout {
 
   template <typename RowOf, typename Sink>
   static void multiply(int64_t m, const RowOf& row_of, int64_t k, const float* panels,
-      int64_t num_panels, int64_t panel_stride, BFloat16*, const Sink& sink) {
+                       int64_t num_panels, int64_t panel_stride, BFloat16*, const Sink& sink) {
     product<Vectors>(m, row_of, k, panels, num_panels, panel_stride, sink);
   }
 };
@@ -40,7 +40,8 @@ struct BFloat16Products : BFloat16Layout {
   // of kMaxBFloat16Rows: [m][bfloat16_stride(k)].
   template <typename RowOf, typename Sink>
   static void multiply(int64_t m, const RowOf& row_of, int64_t k, const BFloat16* panels,
-      int64_t num_panels, int64_t panel_stride, BFloat16* scratch, const Sink& sink) {
+                       int64_t num_panels, int64_t panel_stride, BFloat16* scratch,
+                       const Sink& sink) {
     using Row = TileRow<typename Path::Vectors>;
     const int64_t stride = bfloat16_stride(k), depth = bfloat16_depth(k);
     for (int64_t i = 0; i < m; ++i) Path::round(row_of(i), k, scratch + i * stride);
@@ -52,7 +53,7 @@ struct BFloat16Products : BFloat16Layout {
         const int rows = static_cast<int>(std::min<int64_t>(most_rows, m - start)),
                   out_rows = Path::rows_of(rows);
         Path::multiply(rows, count, scratch + start * stride, stride, depth,
-            panels + p * panel_stride, panel_stride, out);
+                       panels + p * panel_stride, panel_stride, out);
         for (int q = 0; q < count; ++q)
           for (int i = 0; i < rows; ++i)
             sink(start + i, p + q, Row::read(out + (q * out_rows + i) * kPanel));

@@ -67,7 +67,7 @@ struct TileRow {
 // because others follow for the next panels, otherwise of all.
 template <typename Vectors, int rows, int width, typename Sink>
 inline void tile(const float* const* a, int64_t k, const float* panels, int64_t panel_stride,
-    int64_t row_step, int64_t ahead, const Sink& sink) {
+                 int64_t row_step, int64_t ahead, const Sink& sink) {
   using Row = TileRow<Vectors>;
   constexpr bool kPrefetches = tile_panels<Vectors>() > 1;
   constexpr int kPrefetched = !kPrefetches ? 0 : rows == tile_rows<Vectors>() ? 1 : width;
@@ -99,11 +99,11 @@ inline void tile(const float* const* a, int64_t k, const float* panels, int64_t 
 
 template <typename Vectors, int most, int width, typename Sink>
 inline void tile_of(int rows, const float* const* a, int64_t k, const float* panels,
-    int64_t panel_stride, int64_t row_step, int64_t ahead, const Sink& sink) {
+                    int64_t panel_stride, int64_t row_step, int64_t ahead, const Sink& sink) {
   if constexpr (most > 1) {
     if (rows < most)
-      return tile_of<Vectors, most - 1, width>(
-          rows, a, k, panels, panel_stride, row_step, ahead, sink);
+      return tile_of<Vectors, most - 1, width>(rows, a, k, panels, panel_stride, row_step, ahead,
+                                               sink);
   }
   tile<Vectors, most, width>(a, k, panels, panel_stride, row_step, ahead, sink);
 }
@@ -112,7 +112,7 @@ inline void tile_of(int rows, const float* const* a, int64_t k, const float* pan
 // row) for each.
 template <typename Vectors, int width, typename RowOf, typename Sink>
 inline void tiles(int64_t m, const RowOf& row_of, int64_t k, const float* panels,
-    int64_t num_panels, int64_t panel_stride, int64_t row_step, const Sink& sink) {
+                  int64_t num_panels, int64_t panel_stride, int64_t row_step, const Sink& sink) {
   constexpr int kRows = tile_rows<Vectors>();
   for (int64_t start = 0; start < m; start += kRows) {
     const int rows = static_cast<int>(m - start < kRows ? m - start : kRows);
@@ -122,7 +122,8 @@ inline void tiles(int64_t m, const RowOf& row_of, int64_t k, const float* panels
         rows < kRows ? 0 : start / kRows;  // which of the next panels this tile prefetches
     const int64_t ahead =
         next < width && width + next < num_panels ? (width + next) * panel_stride : 0;
-    tile_of<Vectors, kRows, width>(rows, a, k, panels, panel_stride, row_step, ahead,
+    tile_of<Vectors, kRows, width>(
+        rows, a, k, panels, panel_stride, row_step, ahead,
         [&](int i, int panel, const TileRow<Vectors>& row) { sink(start + i, panel, row); });
   }
 }
@@ -131,11 +132,12 @@ inline void tiles(int64_t m, const RowOf& row_of, int64_t k, const float* panels
 // panel, row) for each.
 template <typename Vectors, typename RowOf, typename Sink>
 inline void product(int64_t m, const RowOf& row_of, int64_t k, const float* panels,
-    int64_t num_panels, int64_t panel_stride, const Sink& sink, int64_t row_step = 1) {
+                    int64_t num_panels, int64_t panel_stride, const Sink& sink,
+                    int64_t row_step = 1) {
   int64_t done = 0;
   const auto multiply = [&](auto width) {
-    tiles<Vectors, decltype(width)::value>(m, row_of, k, panels + done * panel_stride,
-        num_panels - done, panel_stride, row_step,
+    tiles<Vectors, decltype(width)::value>(
+        m, row_of, k, panels + done * panel_stride, num_panels - done, panel_stride, row_step,
         [&](int64_t i, int64_t panel, const TileRow<Vectors>& row) { sink(i, done + panel, row); });
     done += width;
   };

@@ -16,8 +16,8 @@ struct Sampled {
 };
 
 // Sets probabilities[i] = exp((z_i - top) / temperature), unnormalised, and returns their sum.
-inline double exponentials(
-    const float* logits, int64_t vocab, float top, double temperature, float* probabilities) {
+inline double exponentials(const float* logits, int64_t vocab, float top, double temperature,
+                           float* probabilities) {
   const auto inverse = static_cast<float>(1.0 / temperature);
   double sum = 0.0;
   with_widest_floats([&](auto vectors) {
@@ -40,7 +40,7 @@ inline double exponentials(
 // Applies top-k, top-p and min-p: sets the probabilities of excluded tokens to 0 and returns the
 // sum of the others.
 inline double filter(int64_t vocab, const SamplingOptions& options, double sum,
-    float* probabilities, int64_t* order) {
+                     float* probabilities, int64_t* order) {
   const auto more_probable = [=](int64_t a, int64_t b) {
     return probabilities[a] != probabilities[b] ? probabilities[a] > probabilities[b] : a < b;
   };
@@ -81,16 +81,15 @@ inline double filter(int64_t vocab, const SamplingOptions& options, double sum,
 class Draws {
  public:
   Draws(const float* logits, int64_t vocab, const SamplingOptions& options, float* probabilities,
-      int64_t* order)
+        int64_t* order)
       : logits_(logits), probabilities_(probabilities), vocab_(vocab),
         best_(std::max_element(logits, logits + vocab) - logits),
         is_greedy_(options.temperature == 0.0),
         temperature_(is_greedy_ ? 1.0 : options.temperature),
         sum_(exponentials(logits, vocab, logits[best_], temperature_, probabilities)),
         log_whole_(std::log(sum_)) {
-    if (!is_greedy_ &&
-        ((options.top_k > 0 && options.top_k < vocab) || options.top_p < 1.0 ||
-            options.min_p > 0.0))
+    if (!is_greedy_ && ((options.top_k > 0 && options.top_k < vocab) || options.top_p < 1.0 ||
+                        options.min_p > 0.0))
       sum_ = filter(vocab, options, sum_, probabilities, order);
   }
 

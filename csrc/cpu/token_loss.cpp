@@ -21,19 +21,20 @@ int64_t token_loss(const TokenLossCall<Element>& call, int num_threads) {
                 scratch = call.gradient.data ? scratch_size(rows.vocab_size) : 0;
   std::vector<LossSums> partial((rows.num_rows + grain - 1) / grain);
   for_rows<Real>(rows.num_rows, grain, scratch, num_threads,
-      [&](auto vectors, int64_t piece, int64_t r, Real* own) {
-        Element* const gradient = call.gradient.of(r);
-        PlannedToken token;
-        if (!plan_token(call.inputs, call.terms, r, partial[piece], token)) {
-          if (gradient) std::fill_n(gradient, rows.vocab_size, Element{});
-          return;
-        }
-        SoftmaxRow<decltype(vectors), Element> row(call.logits.of(r), rows, token.t, own);
-        const Softmax softmax = row.statistics();
-        const RowGrads grads =
-            evaluate_row(call.inputs, call.terms, token, softmax, partial[piece]);
-        if (gradient) row.write_gradient(softmax, grads, gradient);
-      });
+                 [&](auto vectors, int64_t piece, int64_t r, Real* own) {
+                   Element* const gradient = call.gradient.of(r);
+                   PlannedToken token;
+                   if (!plan_token(call.inputs, call.terms, r, partial[piece], token)) {
+                     if (gradient) std::fill_n(gradient, rows.vocab_size, Element{});
+                     return;
+                   }
+                   SoftmaxRow<decltype(vectors), Element> row(call.logits.of(r), rows, token.t,
+                                                              own);
+                   const Softmax softmax = row.statistics();
+                   const RowGrads grads =
+                       evaluate_row(call.inputs, call.terms, token, softmax, partial[piece]);
+                   if (gradient) row.write_gradient(softmax, grads, gradient);
+                 });
   std::fill_n(call.sums, static_cast<int>(LossSums::kSize), 0.0);
   for (const LossSums& piece : partial)
     for (int i = 0; i < LossSums::kSize; ++i) call.sums[i] += piece.values()[i];

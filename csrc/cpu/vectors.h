@@ -73,7 +73,7 @@ struct Vectors : VectorTypes<Real_, lanes> {
     return {bits_as<Reals>(words << 16), bits_as<Reals>(words & 0xffff0000)};
   }
   static void store(BFloat16* to,
-      Pair x) {  // round to nearest even; the lower half of NaNs must be 0
+                    Pair x) {  // round to nearest even; the lower half of NaNs must be 0
     const auto rounded = [](auto bits) { return bits + 0x7fff + ((bits >> 16) & 1); };
     const auto even = rounded(to_words(x.first)), odd = rounded(to_words(x.second));
     store_words(to, (even >> 16) | (odd & 0xffff0000));

@@ -24,13 +24,13 @@ __device__ inline unsigned shared_address(const void* x) {
 __device__ inline unsigned address_of_rank(const void* x, unsigned rank) {
   unsigned address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(address)
-      : "r"(shared_address(x)), "r"(rank));
+               : "=r"(address)
+               : "r"(shared_address(x)), "r"(rank));
   return address;
 }
 __device__ inline void init_barrier(Barrier& barrier, unsigned threads) {
-  asm volatile(
-      "mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(threads));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
+               "r"(threads));
 }
 // Before the barrier of the cluster after which other blocks use this block's barriers.
 __device__ inline void publish_barriers() {
@@ -38,7 +38,7 @@ __device__ inline void publish_barriers() {
 }
 __device__ inline void arrive(Barrier& barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
-      : "memory");
+               : "memory");
 }
 __device__ inline void arrive_announcing(Barrier& barrier, unsigned bytes) {
   asm volatile(
@@ -59,8 +59,8 @@ __device__ inline void wait(Barrier& barrier, unsigned parity) {
       : "memory");
 }
 // Writes to the same place of a block of the cluster, and counts the bytes on its barrier.
-__device__ inline void send(
-    const SentSums& sums, const SentSums& place, const Barrier& barrier, unsigned rank) {
+__device__ inline void send(const SentSums& sums, const SentSums& place, const Barrier& barrier,
+                            unsigned rank) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
       "[%5];" ::"r"(address_of_rank(&place, rank)),
@@ -74,8 +74,8 @@ inline void publish_barriers() {}
 inline void arrive_announcing(Barrier& barrier, unsigned bytes) {
   emulation::arrive(barrier, 1, static_cast<int>(bytes));
 }
-inline void send(
-    const SentSums& sums, const SentSums& place, const Barrier& barrier, unsigned rank) {
+inline void send(const SentSums& sums, const SentSums& place, const Barrier& barrier,
+                 unsigned rank) {
   *static_cast<SentSums*>(emulation::of_rank(&const_cast<SentSums&>(place), rank)) = sums;
   emulation::arrive(
       *static_cast<Barrier*>(emulation::of_rank(&const_cast<Barrier&>(barrier), rank)), 0,

@@ -57,7 +57,7 @@ struct Attended {
 // is sigmoid(prompt_lse - own_lse), and writes 16 bytes of the result.
 template <typename Element>
 __device__ void write_result(const DecodeAttention<Element>& in, int64_t row, int head, int part,
-    float top, float sum, const float (&values)[Chunk<Element>::kSize]) {
+                             float top, float sum, const float (&values)[Chunk<Element>::kSize]) {
   constexpr int kSize = Chunk<Element>::kSize;
   const int64_t at = (row * in.heads + head) * in.head_dim + part * kSize;
   const Chunk<Element> prompt_out(in.prompt_out + at);
@@ -145,7 +145,7 @@ struct OwnAttention {
     Loaded next;
     if (kIsAhead) next = load_several(in.k_cache, begin, num_slots, end);
     for (int first = begin; first < end;
-        first += step) {  // the same number of times in all threads
+         first += step) {  // the same number of times in all threads
       const auto [keys] = kIsAhead ? next : load_several(in.k_cache, first, num_slots, end);
       const auto [values] = load_several(in.v_cache, first, num_slots, end);
       if (kIsAhead) next = load_several(in.k_cache, first + step, num_slots, end);
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kMergingThreads)
   }
   const int64_t row = index / in.heads;
   write_result(in, row, static_cast<int>(index - row * in.heads), part, attended.top[0],
-      attended.sum[0], attended.values[0]);
+               attended.sum[0], attended.values[0]);
 }
 
 template <typename Element, int kQueries>
@@ -331,14 +331,14 @@ void launch_for(const DecodeAttention<Element>& in, cudaStream_t stream) {
 
 template <typename Element>
 void decode_attention(const DecodeAttention<Element>& in, cudaStream_t stream) {
-  check_alignment(
-      "decode_attention", {in.q, in.k, in.v, in.k_cache, in.v_cache, in.prompt_out, in.out});
+  check_alignment("decode_attention",
+                  {in.q, in.k, in.v, in.k_cache, in.v_cache, in.prompt_out, in.out});
   if (in.num_rows == 0) return;
   constexpr int kSize = Chunk<Element>::kSize;
   check_size("head_dim", in.head_dim, kSize, kWarp * kSize);
   if (in.heads / in.kv_heads > 8)
     throw std::invalid_argument("at most 8 query heads may share a key/value head, got " +
-        std::to_string(in.heads / in.kv_heads));
+                                std::to_string(in.heads / in.kv_heads));
   launch_for<Element>(in, stream);
 }
 

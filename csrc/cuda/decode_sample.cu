@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
   if (in.done[row]) return;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const Logits logits{in.logits + blockIdx.x / in.samples_per_logits * in.vocab_size,
-      static_cast<int>(in.vocab_size)};
+                      static_cast<int>(in.vocab_size)};
   const bool is_greedy = in.temperature == 0.0;
   const float rate = static_cast<float>(is_greedy ? kLog2E : kLog2E / in.temperature);
   const float u = is_greedy ? 0.0f : uniform(in.keys[row], in.length[row]);
@@ -171,8 +171,8 @@ void decode_sample(const DecodeSample& in, cudaStream_t stream) {
   const int64_t tiles = (in.vocab_size + kTile - 1) / kTile,
                 shared = tiles * static_cast<int64_t>(sizeof(Tile));
   if (shared > kUnaskedShared) throw std::invalid_argument("decode_sample: too many tokens");
-  launch_early(
-      sample_rows, in.num_rows, std::min<int64_t>(kMaxWarps, tiles) * kWarp, shared, stream, in);
+  launch_early(sample_rows, in.num_rows, std::min<int64_t>(kMaxWarps, tiles) * kWarp, shared,
+               stream, in);
 }
 
 const bool defined = define_kernel("decode_sample", decode_sample);

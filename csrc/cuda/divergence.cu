@@ -37,7 +37,7 @@ struct SideOfRow {
   __device__ SideOfRow(const Side& mine, float* of_warps, const Add& add) {
     const bool has_any = mine.limit != kLowest<float>;
     base = block_reduce(has_any ? mine.base : kLowest<float>, of_warps,
-        [](float a, float b) { return a > b ? a : b; });
+                        [](float a, float b) { return a > b ? a : b; });
     const float factor = has_any ? exponential2(mine.base - base) : 0.0f;
     const double total = add(mine.total * factor);
     log_total = static_cast<float>(log2(total));
@@ -153,14 +153,13 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <typename Gradient>
 void divergence(const DivergenceRows<Gradient>& in, cudaStream_t stream) {
   if (in.num_rows == 0) return;
-  check_alignment("the divergence",
-      {in.policy.data, in.policy.of(1), in.teacher.data, in.teacher.of(1), in.gradient.data,
-          in.gradient.of(1)});
+  check_alignment("the divergence", {in.policy.data, in.policy.of(1), in.teacher.data,
+                                     in.teacher.of(1), in.gradient.data, in.gradient.of(1)});
   auto* kernel = in.divergence == TeacherDivergence::kReverse
-      ? divergence_of_rows<Gradient, TeacherDivergence::kReverse>
-      : in.divergence == TeacherDivergence::kForward
-      ? divergence_of_rows<Gradient, TeacherDivergence::kForward>
-      : divergence_of_rows<Gradient, TeacherDivergence::kJsd>;
+                     ? divergence_of_rows<Gradient, TeacherDivergence::kReverse>
+                 : in.divergence == TeacherDivergence::kForward
+                     ? divergence_of_rows<Gradient, TeacherDivergence::kForward>
+                     : divergence_of_rows<Gradient, TeacherDivergence::kJsd>;
   launch(kernel, in.num_rows, kThreads, 0, 0, stream, in);
 }
 

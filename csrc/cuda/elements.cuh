@@ -114,7 +114,7 @@ __device__ inline void unpack(const Chunk<Element>& chunk, Real (&values)[Chunk<
 }
 template <>
 __device__ inline void unpack(const Chunk<BFloat16>& chunk,
-    float (&values)[8]) {  // an instruction each
+                              float (&values)[8]) {  // an instruction each
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     values[2 * i] = __uint_as_float(chunk.pairs[i] << 16);

@@ -14,8 +14,8 @@ constexpr int64_t kBytesOfReward = 2 * sizeof(double) + sizeof(int32_t);
 
 // Returns the rank transform of `rewards` [size], of which n are finite and the others infinite. It
 // lies in shared memory after the rewards, which are overwritten.
-__device__ const double* rank_transform(
-    double* rewards, int size, int n, const double* offset, const double* slope) {
+__device__ const double* rank_transform(double* rewards, int size, int n, const double* offset,
+                                        const double* slope) {
   double* sorted = rewards + size;
   int32_t* below = reinterpret_cast<int32_t*>(sorted + size);  // how many are smaller
   for (int i = threadIdx.x; i < size; i += blockDim.x) {
@@ -113,7 +113,8 @@ void group_advantage(const GroupAdvantage<Real>& in, cudaStream_t stream) {
   if (in.num_groups == 0 || in.group_size == 0) return;  // a zero-sized grid is a launch error
   if (in.tables && in.group_size > kMostRankedRewards)
     throw std::invalid_argument("ranks on a GPU take groups of at most " +
-        std::to_string(kMostRankedRewards) + " rollouts, got " + std::to_string(in.group_size));
+                                std::to_string(kMostRankedRewards) + " rollouts, got " +
+                                std::to_string(in.group_size));
   const auto kernel = group_advantage_kernel<Real>;
   const int64_t shared = in.tables ? in.group_size * kBytesOfReward : 0;
   if (shared > kUnaskedShared) allow_shared(kernel);

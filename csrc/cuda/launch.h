@@ -10,12 +10,12 @@
 #include <string>
 #include <utility>
 
-#define MAXRL_CUDA_CHECK(call)                                                 \
-  do {                                                                         \
-    const cudaError_t error_ = (call);                                         \
-    if (error_ != cudaSuccess)                                                 \
-      throw std::runtime_error(std::string(#call " failed at " __FILE__ ":") + \
-          std::to_string(__LINE__) + ": " + cudaGetErrorString(error_));       \
+#define MAXRL_CUDA_CHECK(call)                                                                \
+  do {                                                                                        \
+    const cudaError_t error_ = (call);                                                        \
+    if (error_ != cudaSuccess)                                                                \
+      throw std::runtime_error(std::string(#call " failed at " __FILE__ ":") +                \
+                               std::to_string(__LINE__) + ": " + cudaGetErrorString(error_)); \
   } while (0)
 
 namespace maxrl::cuda {
@@ -24,15 +24,15 @@ namespace maxrl::cuda {
 inline void check_alignment(const char* kernel, std::initializer_list<const void*> addresses) {
   for (const void* const address : addresses)
     if (reinterpret_cast<uintptr_t>(address) % 16)
-      throw std::invalid_argument(
-          std::string(kernel) + " needs tensors and rows aligned to 16 bytes");
+      throw std::invalid_argument(std::string(kernel) +
+                                  " needs tensors and rows aligned to 16 bytes");
 }
 
 inline void check_size(const char* name, int size, int multiple, int most) {
   if (size < multiple || size % multiple || size > most)
     throw std::invalid_argument(std::string(name) + " must be a multiple of " +
-        std::to_string(multiple) + " up to " + std::to_string(most) + ", got " +
-        std::to_string(size));
+                                std::to_string(multiple) + " up to " + std::to_string(most) +
+                                ", got " + std::to_string(size));
 }
 
 // The shape of a launch. cluster_size: blocks of a thread-block cluster, 0 on GPUs that have none,
@@ -41,8 +41,8 @@ struct LaunchShape {
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};
 
-  LaunchShape(
-      int64_t blocks, int threads, int64_t shared_bytes, int cluster_size, cudaStream_t stream) {
+  LaunchShape(int64_t blocks, int threads, int64_t shared_bytes, int cluster_size,
+              cudaStream_t stream) {
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = static_cast<unsigned>(cluster_size);
     attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
@@ -58,7 +58,7 @@ struct LaunchShape {
 
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared_bytes,
-    int cluster_size, cudaStream_t stream, const Arguments&... arguments) {
+            int cluster_size, cudaStream_t stream, const Arguments&... arguments) {
   const LaunchShape shape(blocks, threads, shared_bytes, cluster_size, stream);
   MAXRL_CUDA_CHECK(cudaLaunchKernelEx(&shape.config, kernel, arguments...));
 }
@@ -106,7 +106,7 @@ int64_t compiled_capability(void (*kernel)(Parameters...)) {
 // before it ends.
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int64_t shared_bytes,
-    cudaStream_t stream, const Arguments&... arguments) {
+                  cudaStream_t stream, const Arguments&... arguments) {
   LaunchShape shape(blocks, threads, shared_bytes, 0, stream);
   if (compiled_capability(kernel) >= 9) {
     shape.attribute = {};
@@ -143,10 +143,10 @@ void allow_shared(void (*kernel)(Parameters...)) {
   static OncePerDevice allowed;
   allowed.get(reinterpret_cast<int64_t>(kernel), [&] {
     const int64_t bytes = most_shared();
-    MAXRL_CUDA_CHECK(cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+    MAXRL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          static_cast<int>(bytes)));
     MAXRL_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-        100));  // percent of what is that or cache
+                                          100));  // percent of what is that or cache
     return bytes;
   });
 }
@@ -155,8 +155,8 @@ void allow_shared(void (*kernel)(Parameters...)) {
 // multiprocessors, so there may be fewer than the number of blocks divided by the cluster size, and
 // none of more than kPortableCluster blocks. For cluster_size 0 and 1, the number of blocks.
 template <typename... Parameters>
-int64_t resident_clusters(
-    void (*kernel)(Parameters...), int threads, int64_t shared_bytes, int cluster_size) {
+int64_t resident_clusters(void (*kernel)(Parameters...), int threads, int64_t shared_bytes,
+                          int cluster_size) {
   int count = 0;
   if (cluster_size > 1) {
     if (cluster_size > kPortableCluster)

@@ -36,7 +36,7 @@ __device__ void store(Element* to, const float (&values)[size]) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) part[i] = values[start + i];
     __stwb(reinterpret_cast<uint4*>(to + start),
-        rounded<Element>(part).bits);  // the compiler splits some plain stores
+           rounded<Element>(part).bits);  // the compiler splits some plain stores
   }
 }
 
@@ -45,7 +45,7 @@ __device__ void store(Element* to, const float (&values)[size]) {
 struct NormGradient {
   float rate, slope;
   __device__ NormGradient(float squares, float product, int size,
-      float eps)  // sum of x^2, of w g x
+                          float eps)  // sum of x^2, of w g x
       : rate(rsqrtf(squares / size + eps)), slope(rate * rate * rate * product / size) {}
 };
 

@@ -85,8 +85,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename Element>
-__global__ void __launch_bounds__(kThreads) rotate_heads_backward_kernel(
-    const __grid_constant__ RotateHeadsBackward<Element> backward, int lanes) {
+__global__ void __launch_bounds__(kThreads)
+    rotate_heads_backward_kernel(const __grid_constant__ RotateHeadsBackward<Element> backward,
+                                 int lanes) {
   const auto& in = backward.forward;
   constexpr int kSize = Chunk<Element>::kSize;
   const int half = in.head_dim / 2, at = static_cast<int>(threadIdx.x) % lanes * kSize;
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) rotate_heads_backward_kernel(
   const bool has_part = partial < backward.num_partials && at < half;
   HeadPart<Element> grad_norm;
   for (int64_t first = 0; first < in.num_rows;
-      first += backward.num_partials) {  // the same number of times in all threads
+       first += backward.num_partials) {  // the same number of times in all threads
     const int64_t row = first + partial,
                   place = (row * in.from[which].count + head) * in.head_dim + at;
     const bool exists = has_part && row < in.num_rows;
@@ -131,9 +132,8 @@ __global__ void __launch_bounds__(kThreads) rotate_heads_backward_kernel(
 template <typename Element>
 void check_heads(const RotateHeads<Element>& in) {
   for (int i = 0; i < 3; ++i)
-    check_alignment("rotate_heads",
-        {in.from[i].data, in.from[i].data + in.from[i].stride, in.to[i],
-            in.to[i] + in.to_stride[i]});
+    check_alignment("rotate_heads", {in.from[i].data, in.from[i].data + in.from[i].stride, in.to[i],
+                                     in.to[i] + in.to_stride[i]});
   check_alignment("rotate_heads", {in.norm[0], in.norm[1], in.cos, in.sin});
 }
 
@@ -156,7 +156,7 @@ void rotate_heads(const RotateHeads<Element>& in, cudaStream_t stream) {
   if (in.num_rows == 0) return;
   const int lanes = lanes_of_head<Element>(in.head_dim);
   launch_early(rotate_heads_kernel<Element>, blocks_for(in.num_rows * heads * lanes), kThreads, 0,
-      stream, in, lanes);
+               stream, in, lanes);
 }
 
 template <typename Element>
@@ -167,11 +167,11 @@ void rotate_heads_backward(const RotateHeadsBackward<Element>& in, cudaStream_t 
   if (in.forward.num_rows == 0) return;
   const int lanes = lanes_of_head<Element>(in.forward.head_dim);
   launch(rotate_heads_backward_kernel<Element>, blocks_for(in.num_partials * heads * lanes),
-      kThreads, 0, 0, stream, in, lanes);
+         kThreads, 0, 0, stream, in, lanes);
 }
 
 const bool defined = define_kernel("rotate_heads", rotate_heads<float>, rotate_heads<BFloat16>) &&
-    define_kernel(
-        "rotate_heads_backward", rotate_heads_backward<float>, rotate_heads_backward<BFloat16>);
+                     define_kernel("rotate_heads_backward", rotate_heads_backward<float>,
+                                   rotate_heads_backward<BFloat16>);
 
 }  // namespace maxrl::cuda

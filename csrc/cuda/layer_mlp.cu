@@ -82,24 +82,24 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename Element>
 void swiglu(const SwiGlu<Element>& in, cudaStream_t stream) {
-  check_alignment(
-      "swiglu", {in.gate, in.up, in.gate + in.gate_stride, in.up + in.up_stride, in.out});
+  check_alignment("swiglu",
+                  {in.gate, in.up, in.gate + in.gate_stride, in.up + in.up_stride, in.out});
   if (in.num_rows == 0) return;
   check_size("intermediate_size", in.size, Chunk<Element>::kSize, INT32_MAX);
   launch_early(swiglu_kernel<Element>, blocks_for(in.num_rows * (in.size / Chunk<Element>::kSize)),
-      kThreads, 0, stream, in);
+               kThreads, 0, stream, in);
 }
 
 template <typename Element>
 void swiglu_backward(const SwiGluBackward<Element>& in, cudaStream_t stream) {
   const SwiGlu<Element>& of = in.forward;
   check_alignment("swiglu_backward",
-      {of.gate, of.up, of.gate + of.gate_stride, of.up + of.up_stride, in.grad, in.grad_gate,
-          in.grad_up, in.grad_gate + in.grad_stride});
+                  {of.gate, of.up, of.gate + of.gate_stride, of.up + of.up_stride, in.grad,
+                   in.grad_gate, in.grad_up, in.grad_gate + in.grad_stride});
   if (of.num_rows == 0) return;
   check_size("intermediate_size", of.size, Chunk<Element>::kSize, INT32_MAX);
   launch(swiglu_backward_kernel<Element>,
-      blocks_for(of.num_rows * (of.size / Chunk<Element>::kSize)), kThreads, 0, 0, stream, in);
+         blocks_for(of.num_rows * (of.size / Chunk<Element>::kSize)), kThreads, 0, 0, stream, in);
 }
 
 template <typename Element>
@@ -108,12 +108,13 @@ void chosen_rows_backward(const ChosenRows<Element>& in, cudaStream_t stream) {
   if (in.num_rows == 0) return;
   check_size("hidden_size", in.size, Chunk<Element>::kSize, INT32_MAX);
   launch(chosen_rows_backward_kernel<Element>,
-      blocks_for(in.num_rows * (in.size / Chunk<Element>::kSize)), kThreads, 0, 0, stream, in);
+         blocks_for(in.num_rows * (in.size / Chunk<Element>::kSize)), kThreads, 0, 0, stream, in);
 }
 
-const bool defined = define_kernel("swiglu", swiglu<float>, swiglu<BFloat16>) &&
+const bool defined =
+    define_kernel("swiglu", swiglu<float>, swiglu<BFloat16>) &&
     define_kernel("swiglu_backward", swiglu_backward<float>, swiglu_backward<BFloat16>) &&
-    define_kernel(
-        "chosen_rows_backward", chosen_rows_backward<float>, chosen_rows_backward<BFloat16>);
+    define_kernel("chosen_rows_backward", chosen_rows_backward<float>,
+                  chosen_rows_backward<BFloat16>);
 
 }  // namespace maxrl::cuda

@@ -77,14 +77,15 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename Element>
-__global__ void __launch_bounds__(kThreads, 2) add_rms_norm_backward_kernel(
-    const __grid_constant__ AddRmsNormBackward<Element> in, int warps) {
+__global__ void __launch_bounds__(kThreads, 2)
+    add_rms_norm_backward_kernel(const __grid_constant__ AddRmsNormBackward<Element> in,
+                                 int warps) {
   constexpr int kSize = Chunk<Element>::kSize;
   __shared__ float of_warps[kWarps];
   const RowTeam team(warps);
   float grad_weight[kKept][kSize] = {};
   for (int64_t first = 0; first < in.num_rows;
-      first += in.num_partials) {  // the same number of times in all threads
+       first += in.num_partials) {  // the same number of times in all threads
     const int64_t row = first + team.number, start = row * in.size;
     const int chunks = team.number < in.num_partials && row < in.num_rows ? in.size / kSize : 0;
     Chunk<Element> kept[kKept], grads[kKept];
@@ -142,21 +143,21 @@ void add_rms_norm(const AddRmsNorm<Element>& in, cudaStream_t stream) {
   if (in.num_rows == 0) return;
   const int warps = warps_of_row<Element>(in.size);
   launch_early(add_rms_norm_kernel<Element>, blocks_for(in.num_rows * warps * kWarp), kThreads, 0,
-      stream, in, warps);
+               stream, in, warps);
 }
 
 template <typename Element>
 void add_rms_norm_backward(const AddRmsNormBackward<Element>& in, cudaStream_t stream) {
-  check_alignment(
-      "add_rms_norm_backward", {in.sum, in.weight, in.grad_sum, in.grad_normed, in.grad_x});
+  check_alignment("add_rms_norm_backward",
+                  {in.sum, in.weight, in.grad_sum, in.grad_normed, in.grad_x});
   if (in.num_rows == 0) return;
   const int warps = warps_of_row<Element>(in.size);
   launch(add_rms_norm_backward_kernel<Element>, blocks_for(in.num_partials * warps * kWarp),
-      kThreads, 0, 0, stream, in, warps);
+         kThreads, 0, 0, stream, in, warps);
 }
 
 const bool defined = define_kernel("add_rms_norm", add_rms_norm<float>, add_rms_norm<BFloat16>) &&
-    define_kernel(
-        "add_rms_norm_backward", add_rms_norm_backward<float>, add_rms_norm_backward<BFloat16>);
+                     define_kernel("add_rms_norm_backward", add_rms_norm_backward<float>,
+                                   add_rms_norm_backward<BFloat16>);
 
 }  // namespace maxrl::cuda

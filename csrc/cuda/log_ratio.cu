@@ -15,7 +15,7 @@ constexpr int kWarps = kThreads / kWarp;
 template <typename Use>
 __device__ void for_sequences(const Sequences& in, const Use& use) {
   for (int64_t s = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; s < in.num_sequences;
-      s += int64_t{gridDim.x} * kWarps)
+       s += int64_t{gridDim.x} * kWarps)
     use(s, in.cu_seqlens[s], in.cu_seqlens[s + 1]);
 }
 
@@ -68,6 +68,6 @@ void log_ratio_reward_backward(const LogRatioBackward<Real>& in, cudaStream_t st
 const bool defined =
     define_kernel("log_ratio_reward", log_ratio_reward<float>, log_ratio_reward<double>) &&
     define_kernel("log_ratio_reward_backward", log_ratio_reward_backward<float>,
-        log_ratio_reward_backward<double>);
+                  log_ratio_reward_backward<double>);
 
 }  // namespace maxrl::cuda

@@ -69,8 +69,8 @@ __device__ Value warp_prefix_sum(Value value) {
 // any thread. `workspace` has workspace_size(size) zeros. The last block to come adds all sums up
 // into workspace[0 .. size), and calls use(i, sum i) on one thread.
 template <int size, typename SumOf, typename Use>
-__device__ void add_over_blocks(
-    const SumOf& sum_of, double* workspace, int block, int num_blocks, const Use& use) {
+__device__ void add_over_blocks(const SumOf& sum_of, double* workspace, int block, int num_blocks,
+                                const Use& use) {
   auto* counter = reinterpret_cast<unsigned long long*>(workspace + size);
   double* rows = workspace + size + 1;
   __shared__ bool is_last;

@@ -32,26 +32,27 @@ struct RowLaunch {
 // kernel's own.
 template <typename... Parameters, typename... Arguments>
 bool launch_if_it_fits(void (*kernel)(Parameters...), OncePerDevice& resident, int threads,
-    int64_t wanted_clusters, const RowLaunch& plan, cudaStream_t stream,
-    const Arguments&... arguments) {
-  const int64_t most = resident.get(plan.storage * (kMaxClusterSize + 1) + plan.cluster_size,
-      [&] { return resident_clusters(kernel, threads, plan.storage, plan.cluster_size); });
+                       int64_t wanted_clusters, const RowLaunch& plan, cudaStream_t stream,
+                       const Arguments&... arguments) {
+  const int64_t most = resident.get(plan.storage * (kMaxClusterSize + 1) + plan.cluster_size, [&] {
+    return resident_clusters(kernel, threads, plan.storage, plan.cluster_size);
+  });
   if (most == 0) return false;
   const int64_t clusters = std::min({wanted_clusters, most, kMaxSummingBlocks});
   launch(kernel, clusters * plan.cluster_size, threads, plan.storage,
-      plan.has_clusters ? plan.cluster_size : 0, stream, arguments...);
+         plan.has_clusters ? plan.cluster_size : 0, stream, arguments...);
   return true;
 }
 
 template <int kTeam, bool kOnChip, typename Element, typename Gradient, typename Work>
-bool launch_with(
-    const RowLaunch& plan, const RowsTask<Element, Gradient, Work>& task, cudaStream_t stream) {
+bool launch_with(const RowLaunch& plan, const RowsTask<Element, Gradient, Work>& task,
+                 cudaStream_t stream) {
   auto* kernel = softmax_rows<Element, Gradient, kTeam, kOnChip, Work>;
   constexpr int64_t kTeams = kRowThreads / kTeam;
   if (kOnChip) allow_shared(kernel);
   static OncePerDevice resident;
-  return launch_if_it_fits(
-      kernel, resident, kRowThreads, (task.in.num_rows + kTeams - 1) / kTeams, plan, stream, task);
+  return launch_if_it_fits(kernel, resident, kRowThreads, (task.in.num_rows + kTeams - 1) / kTeams,
+                           plan, stream, task);
 }
 
 // The smallest cluster with which MAXRL_PIPELINE_BLOCKS blocks fit on a multiprocessor.
@@ -62,7 +63,7 @@ bool launch_pipelined(const RowsTask<Element, Gradient, Work>& task, cudaStream_
   const auto kept_of = [&](int size) { return static_cast<int>(row_chunks / size + 2); };
   const auto storage_of = [&](int size) {
     return int64_t{2} * kept_of(size) * kAccess +
-        kTurns * size * kReadingWarps * static_cast<int64_t>(sizeof(SentSums));
+           kTurns * size * kReadingWarps * static_cast<int64_t>(sizeof(SentSums));
   };
   int size = 1;
   while (size < kMaxClusterSize && MAXRL_PIPELINE_BLOCKS * (storage_of(size) + kOwnShared) > most)
@@ -71,7 +72,7 @@ bool launch_pipelined(const RowsTask<Element, Gradient, Work>& task, cudaStream_
   static OncePerDevice resident;
   for (; size > 0 && storage_of(size) <= most; size /= 2)
     if (launch_if_it_fits(kernel, resident, kPipelineThreads, task.in.num_rows,
-            {size, storage_of(size), true}, stream, task, kept_of(size)))
+                          {size, storage_of(size), true}, stream, task, kept_of(size)))
       return true;
   return false;
 }
@@ -79,13 +80,13 @@ bool launch_pipelined(const RowsTask<Element, Gradient, Work>& task, cudaStream_
 // Runs `work` on all rows; `gradient` may be null.
 template <typename Element, typename Gradient, typename Work>
 void launch_rows(Rows<const Element> logits, const TokenRows& in, Rows<Gradient> gradient,
-    const Work& work, cudaStream_t stream) {
+                 const Work& work, cudaStream_t stream) {
   if (in.num_rows == 0) return;
   if (in.vocab_size > INT32_MAX - kRowThreads * kAccess)
     throw std::invalid_argument("a row has too many logits");
   if constexpr (sizeof(Gradient) < sizeof(Element))
-    check_alignment(
-        "a gradient in half precision", {logits.data, logits.of(1), gradient.data, gradient.of(1)});
+    check_alignment("a gradient in half precision",
+                    {logits.data, logits.of(1), gradient.data, gradient.of(1)});
   const RowsTask<Element, Gradient, Work> task{logits, in, gradient, work};
   const int64_t row_bytes = in.vocab_size * static_cast<int64_t>(sizeof(Element)),
                 most = most_shared();
@@ -106,8 +107,8 @@ void launch_rows(Rows<const Element> logits, const TokenRows& in, Rows<Gradient>
       while (size < kMaxClusterSize && storage_of(size) > kRowStorage) size *= 2;
     if (gradient.data)
       for (; !is_launched && size > 0 && storage_of(size) <= most; size /= 2)
-        is_launched = launch_with<kRowThreads, true>(
-            {size, storage_of(size), plan.has_clusters}, task, stream);
+        is_launched = launch_with<kRowThreads, true>({size, storage_of(size), plan.has_clusters},
+                                                     task, stream);
     if (!is_launched) is_launched = launch_with<kRowThreads, false>(plan, task, stream);
   }
   if (!is_launched) throw std::runtime_error("no block of a softmax kernel fits on this GPU");

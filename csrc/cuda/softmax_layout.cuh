@@ -66,8 +66,8 @@ struct ChunkWriter {
   template <typename Element>
   __device__ ChunkWriter(Gradient* gradient, const RowPart<Element>& part)
       : gradient(gradient), is_aligned(reinterpret_cast<uintptr_t>(gradient + part.layout.head) %
-                                    (size * sizeof(Gradient)) ==
-                                0) {}
+                                           (size * sizeof(Gradient)) ==
+                                       0) {}
   __device__ void write(int start, const Chunk<Gradient>& out) const {
     if (is_aligned)
       out.template write<size>(gradient + start);
@@ -80,7 +80,7 @@ struct ChunkWriter {
 // for its elements in the head and the tail.
 template <int kTeam, typename Gradient, typename Element, typename ChunkOf, typename ValueAt>
 __device__ void write_row(Gradient* gradient, const RowPart<Element>& part, int thread,
-    const ChunkOf& chunk_of, const ValueAt& value_at) {
+                          const ChunkOf& chunk_of, const ValueAt& value_at) {
   const ChunkWriter<Chunk<Element>::kSize, Gradient> writer(gradient, part);
   part.for_ends(thread, [&](int i) { gradient[i] = value_at(i); });
   for (int c = part.first + thread; c < part.last; c += kTeam)
@@ -91,9 +91,10 @@ __device__ void write_row(Gradient* gradient, const RowPart<Element>& part, int 
 // reads, from the start: sync_team() comes between reading some logits and writing over them or
 // others that have been read. The row has no head.
 template <int kTeam, typename Gradient, typename Element, typename ChunkOf, typename ValueAt,
-    typename Sync>
+          typename Sync>
 __device__ void write_over_row(Gradient* gradient, const RowPart<Element>& part, int thread,
-    const ChunkOf& chunk_of, const ValueAt& value_at, const Sync& sync_team) {
+                               const ChunkOf& chunk_of, const ValueAt& value_at,
+                               const Sync& sync_team) {
   constexpr int kSize = Chunk<Element>::kSize, kTogether = 4;
   Gradient end{};
   part.for_ends(thread, [&](int i) { end = value_at(i); });

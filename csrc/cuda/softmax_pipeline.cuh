@@ -49,8 +49,8 @@ __device__ inline int stripes_of(const RowPart<Element>& part) {
 
 // L: one group.
 template <typename Element>
-__device__ inline void copy_stripe(
-    const Element* row, const RowPart<Element>& part, int stripe, Chunk<Element>* kept) {
+__device__ inline void copy_stripe(const Element* row, const RowPart<Element>& part, int stripe,
+                                   Chunk<Element>* kept) {
   const int i = stripe * kReaders + static_cast<int>(threadIdx.x);
   if (part.first + i < part.last)
     __pipeline_memcpy_async(&kept[i], row + part.start_of(part.first + i), kAccess);
@@ -85,7 +85,7 @@ __device__ inline float greatest_of_both(const Chunk<Element>& one, const Chunk<
 // limit, two chains of additions.
 template <typename Element>
 __device__ ThreadSoftmax<float> sums_of_kept(const Element* row, const RowPart<Element>& part,
-    float rate, int target, const Chunk<Element>* kept) {
+                                             float rate, int target, const Chunk<Element>* kept) {
   constexpr int kSize = Chunk<Element>::kSize;
   const int thread = threadIdx.x, stripes = stripes_of(part);
   ThreadSoftmax<float> mine;
@@ -131,9 +131,9 @@ __device__ inline SentSums sums_of_warp(const ThreadSoftmax<float>& mine) {
 
 template <typename Work, typename Gradient>
 __device__ __noinline__ void resolve_sent(const Work& work, PipelineMemory<Gradient, Work>& memory,
-    int row, const SentSums* sums, unsigned count) {
+                                          int row, const SentSums* sums, unsigned count) {
   resolve_sums(work, memory.state, memory.rows[row % kTurns], memory.resolved[row % 2], count,
-      [&](unsigned warp) -> const SentSums& { return sums[warp]; });
+               [&](unsigned warp) -> const SentSums& { return sums[warp]; });
 }
 
 // A row of logits and what is kept of it.
@@ -159,7 +159,7 @@ struct Zeros {
 // W and L: writes gradient_of(an element, or a chunk), and copies the next row into the same place.
 template <typename Element, typename Gradient, typename Of>
 __device__ void write_and_copy(const KeptRow<Element>& in, Gradient* gradient, bool copies,
-    const KeptRow<Element>& next, const Of& gradient_of) {
+                               const KeptRow<Element>& next, const Of& gradient_of) {
   const RowPart<Element>& part = in.part;
   part.for_ends(threadIdx.x, [&](int i) { gradient[i] = gradient_of(in.row[i]); });
   const ChunkWriter<Chunk<Element>::kSize, Gradient> writer(gradient, part);
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kPipelineThreads, MAXRL_PIPELINE_BLOCKS)
     const auto kept_row = [&](int j) {
       const Element* row = task.logits.of(planned(j).row);
       return KeptRow<Element>{row, RowPart<Element>(row, task.in.vocab_size, rank, cluster_size),
-          kept + j % 2 * num_kept};
+                              kept + j % 2 * num_kept};
     };
     const auto copy = [&](int j) {
       if (!exists(j) || !planned(j).must_read) return;
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kPipelineThreads, MAXRL_PIPELINE_BLOCKS)
       __syncwarp();  // no lane needs the plan of row j - 2 any more
       if (lane < static_cast<int>(cluster_size))
         send(of_warp, sums[j % turns * count + rank * kReadingWarps + warp],
-            memory.summed[j % turns], lane);
+             memory.summed[j % turns], lane);
     };
     copy(0);
     read(0);

@@ -95,8 +95,8 @@ struct ThreadSoftmax {
   }
   // All elements of a thread that are in no chunk but the target.
   template <typename Element>
-  __device__ void add_ends(
-      const Element* row, const RowPart<Element>& part, int thread, Real rate, int target) {
+  __device__ void add_ends(const Element* row, const RowPart<Element>& part, int thread, Real rate,
+                           int target) {
     part.for_ends(thread, [&](int i) {
       const Real z = to_real(row[i]);
       if (i == target) return;
@@ -121,8 +121,8 @@ struct MovedSums {
   __device__ MovedSums(Real base, Real to, Real others, Real moment) {
     const Real shift = base > kLowest<Real> ? base - to : Real(0), factor = exponential2(shift);
     this->others = factor * others;
-    this->moment = factor *
-        (factor > 0 ? moment + others * shift : moment);  // 0 times an overflow would be NaN
+    this->moment = factor * (factor > 0 ? moment + others * shift
+                                        : moment);  // 0 times an overflow would be NaN
   }
 };
 
@@ -177,15 +177,15 @@ __device__ __noinline__ void plan(const Task& task, State& state, int64_t row, P
   planned.rate = static_cast<decltype(planned.rate)>(kLog2E * planned.inverse_temperature);
   planned.target = task.in.is_target_valid(t) ? static_cast<int>(task.in.targets[t]) : -1;
   planned.at_target = planned.target < 0
-      ? static_cast<double>(NAN)
-      : static_cast<double>(to_real(task.logits.of(row)[planned.target]));
+                          ? static_cast<double>(NAN)
+                          : static_cast<double>(to_real(task.logits.of(row)[planned.target]));
 }
 
 // The sums of this thread's elements of a row; on the chip, the row's part is kept in shared
 // memory.
 template <int kTeam, bool kOnChip, typename Real, typename Element>
 __device__ ThreadSoftmax<Real> sums_of(const Element* row, const RowPart<Element>& part, int thread,
-    Real rate, int target, Chunk<Element>* kept) {
+                                       Real rate, int target, Chunk<Element>* kept) {
   constexpr int kSize = Chunk<Element>::kSize;
   const auto* chunks = reinterpret_cast<const Chunk<Element>*>(row + part.layout.head);
   ThreadSoftmax<Real> mine;
@@ -231,8 +231,9 @@ __device__ void store_sums(const ThreadSoftmax<Real>& mine, SharedSums<Real>& of
 // 0 evaluates the row.
 template <typename Work, typename Real, typename Gradient, typename SumsOf>
 __device__ __forceinline__ void resolve_sums(const Work& work, typename Work::State& state,
-    const PlannedRow<Real, typename Work::Token>& row, ResolvedRow<Gradient, Real>& resolved,
-    unsigned num_warps, const SumsOf& sums_of_warp) {
+                                             const PlannedRow<Real, typename Work::Token>& row,
+                                             ResolvedRow<Gradient, Real>& resolved,
+                                             unsigned num_warps, const SumsOf& sums_of_warp) {
   const unsigned lane = threadIdx.x % kWarp;
   const Real of_target = static_cast<Real>(row.at_target) * row.rate;
   Real base = of_target;
@@ -250,8 +251,8 @@ __device__ __forceinline__ void resolve_sums(const Work& work, typename Work::St
   others = warp_sum(others);
   moment = warp_sum(moment);
   if (lane != 0) return;
-  PartialSoftmax part{
-      row.rate > 0 ? static_cast<double>(base) / row.rate : 0.0, others, kLn2 * moment};
+  PartialSoftmax part{row.rate > 0 ? static_cast<double>(base) / row.rate : 0.0, others,
+                      kLn2 * moment};
   double shift = 0.0, factor = 1.0;
   if (base == of_target) {  // the top is the target's logit without rounding, so that a probability
                             // of 1 is exact
@@ -270,12 +271,12 @@ __device__ __forceinline__ void resolve_sums(const Work& work, typename Work::St
 
 template <typename Gradient, typename Real, typename Work, int kWarps>
 __device__ __noinline__ void resolve(const Work& work,
-    TeamMemory<Gradient, Real, Work, kWarps>& memory, int turn, int sums_turn,
-    unsigned cluster_size) {
+                                     TeamMemory<Gradient, Real, Work, kWarps>& memory, int turn,
+                                     int sums_turn, unsigned cluster_size) {
   resolve_sums(work, memory.state, memory.rows[turn], memory.resolved, kWarps * cluster_size,
-      [&](unsigned warp) -> const SharedSums<Real>& {
-        return *Cluster::of_rank(&memory.sums[sums_turn][warp % kWarps], warp / kWarps);
-      });
+               [&](unsigned warp) -> const SharedSums<Real>& {
+                 return *Cluster::of_rank(&memory.sums[sums_turn][warp % kWarps], warp / kWarps);
+               });
 }
 
 // The gradient of elements of a resolved row. Without a slope it needs no limit of exponents:
@@ -308,10 +309,11 @@ struct GradientOf {
 };
 
 template <int kTeam, bool kOnChip, typename Real, typename Element, typename Gradient,
-    typename Sync>
+          typename Sync>
 __device__ void write_gradient(const Element* row, Gradient* gradient, const RowPart<Element>& part,
-    int thread, Real rate, int target, const ResolvedRow<Gradient, Real>& resolved,
-    const Chunk<Element>* kept, const Sync& sync_team) {
+                               int thread, Real rate, int target,
+                               const ResolvedRow<Gradient, Real>& resolved,
+                               const Chunk<Element>* kept, const Sync& sync_team) {
   const GradientOf<true, Gradient, Real> gradient_of(rate, resolved);
   const auto* chunks = reinterpret_cast<const Chunk<Element>*>(row + part.layout.head);
   const auto chunk_of = [&](int c) {
@@ -355,7 +357,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(RealOf<Element>) == 4 ? 4 
   if (plans) {
     memory.state = {};
     plan(task, memory.state, int64_t{blockIdx.x / cluster_size} * kTeams + threadIdx.x / kTeam,
-        memory.rows[0]);
+         memory.rows[0]);
   }
   sync_team();
 
@@ -381,7 +383,8 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(RealOf<Element>) == 4 ? 4 
       sync_team();
       if (task.gradient.data)
         write_gradient<kTeam, kOnChip>(task.logits.of(planned.row), task.gradient.of(planned.row),
-            part_of_row(), thread, planned.rate, planned.target, memory.resolved, kept, sync_team);
+                                       part_of_row(), thread, planned.rate, planned.target,
+                                       memory.resolved, kept, sync_team);
     } else {
       if (task.gradient.data) {
         write_row<kTeam>(

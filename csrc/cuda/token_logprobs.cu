@@ -38,8 +38,8 @@ struct BackwardWork : WithoutState {
 
 // One block per row, in place; the scale is read on the device.
 template <typename Element>
-__global__ void scale_rows(
-    Rows<Element> matrix, int64_t num_rows, int64_t row_size, const double* scale) {
+__global__ void scale_rows(Rows<Element> matrix, int64_t num_rows, int64_t row_size,
+                           const double* scale) {
   const double factor = *scale;
   if (factor == 1.0) return;
   for (int64_t r = blockIdx.x; r < num_rows; r += gridDim.x)
@@ -58,8 +58,8 @@ void token_logprobs(const TokenLogprobs<Element>& call, cudaStream_t stream) {
 }
 
 template <typename Element, typename Gradient>
-void token_logprobs_backward(
-    const TokenLogprobsBackward<Element, Gradient>& call, cudaStream_t stream) {
+void token_logprobs_backward(const TokenLogprobsBackward<Element, Gradient>& call,
+                             cudaStream_t stream) {
   const BackwardWork<RealOf<Element>> work{{}, call.grad_logprobs, call.grad_entropy};
   launch_rows(call.logits, call.tokens, call.gradient, work, stream);
 }
@@ -69,7 +69,7 @@ void scale(const ScaleCall<Element>& call, cudaStream_t stream) {
   if (call.num_rows == 0) return;
   constexpr int64_t kMostBlocks = 4096;
   launch(scale_rows<Element>, std::min(call.num_rows, kMostBlocks), kRowThreads, 0, 0, stream,
-      call.matrix, call.num_rows, call.row_size, call.scale);
+         call.matrix, call.num_rows, call.row_size, call.scale);
 }
 
 namespace {
@@ -77,10 +77,11 @@ namespace {
 template <typename Element>
 bool define() {
   return define_kernel("token_logprobs", token_logprobs<Element>) &&
-      define_kernel("token_logprobs_backward", token_logprobs_backward<Element, Element>) &&
-      define_kernel("scale", scale<Element>);
+         define_kernel("token_logprobs_backward", token_logprobs_backward<Element, Element>) &&
+         define_kernel("scale", scale<Element>);
 }
-const bool defined = define<float>() && define<double>() && define<BFloat16>() &&
+const bool defined =
+    define<float>() && define<double>() && define<BFloat16>() &&
     define_kernel("token_logprobs_backward_in_bfloat16", token_logprobs_backward<float, BFloat16>);
 
 }  // namespace

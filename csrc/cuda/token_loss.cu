@@ -18,8 +18,8 @@ struct LossWork {
   __device__ __noinline__ bool plan(State& sums, int64_t row, Token& token) const {
     return plan_token(in, terms, row, sums, token);
   }
-  __device__ __noinline__ RowGrads evaluate(
-      State& sums, int64_t, const Token& token, const Softmax& softmax) const {
+  __device__ __noinline__ RowGrads evaluate(State& sums, int64_t, const Token& token,
+                                            const Softmax& softmax) const {
     return evaluate_row(in, terms, token, softmax, sums);
   }
   template <int teams, typename StateOf>
@@ -32,10 +32,10 @@ struct LossWork {
     // All blocks of a cluster have the same sums: the first adds them.
     const unsigned size = Cluster::size();
     if (Cluster::rank() == 0)
-      add_over_blocks<LossSums::kSize>(
-          sum_of, workspace, blockIdx.x / size, gridDim.x / size, [this](int i, double sum) {
-            if (total && i == 0) *total = static_cast<Real>(sum);
-          });
+      add_over_blocks<LossSums::kSize>(sum_of, workspace, blockIdx.x / size, gridDim.x / size,
+                                       [this](int i, double sum) {
+                                         if (total && i == 0) *total = static_cast<Real>(sum);
+                                       });
   }
 };
 
@@ -48,7 +48,7 @@ void token_loss(const TokenLossCall<Element, Gradient>& call, cudaStream_t strea
 }
 
 const bool defined = define_kernel("token_loss", token_loss<float, float>,
-                         token_loss<double, double>, token_loss<BFloat16, BFloat16>) &&
-    define_kernel("token_loss_in_bfloat16", token_loss<float, BFloat16>);
+                                   token_loss<double, double>, token_loss<BFloat16, BFloat16>) &&
+                     define_kernel("token_loss_in_bfloat16", token_loss<float, BFloat16>);
 
 }  // namespace maxrl::cuda

@@ -270,7 +270,7 @@ void run_block(Block& block, size_t shared_bytes) {
 
 // All blocks of one rank in some clusters, whose first blocks are `begin` to `end`.
 void run_rank(unsigned rank, unsigned begin, unsigned end, ClusterBarrier& cluster,
-    size_t shared_bytes, const std::function<void()>& kernel) {
+              size_t shared_bytes, const std::function<void()>& kernel) {
   auto block = std::make_unique<Block>();
   block->rank = rank;
   block->cluster = &cluster;
@@ -296,8 +296,8 @@ void meet(ClusterBarrier& cluster) {
   }
 }
 
-void run_clusters(
-    unsigned begin, unsigned end, size_t shared_bytes, const std::function<void()>& kernel) {
+void run_clusters(unsigned begin, unsigned end, size_t shared_bytes,
+                  const std::function<void()>& kernel) {
   auto made = std::make_unique<ClusterBarrier>();
   ClusterBarrier& cluster = *made;
   cluster.memory.resize(cluster_size);
@@ -418,7 +418,7 @@ void* of_rank(void* mine, unsigned rank) {
 }
 
 void run(dim3 grid, dim3 block, unsigned blocks_of_cluster, size_t shared_bytes, bool starts_early,
-    const std::function<void()>& kernel) {
+         const std::function<void()>& kernel) {
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
   gridDim = grid;

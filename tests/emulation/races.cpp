@@ -26,8 +26,8 @@ void divergence(const DivergenceRows<Gradient>& in, cudaStream_t stream);
 template <typename Element>
 void token_logprobs(const TokenLogprobs<Element>& call, cudaStream_t stream);
 template <typename Element, typename Gradient>
-void token_logprobs_backward(
-    const TokenLogprobsBackward<Element, Gradient>& call, cudaStream_t stream);
+void token_logprobs_backward(const TokenLogprobsBackward<Element, Gradient>& call,
+                             cudaStream_t stream);
 template <typename Element>
 void scale(const ScaleCall<Element>& call, cudaStream_t stream);
 template <typename Element>
@@ -95,7 +95,7 @@ Numbers numbers(const std::vector<double>& values) { return {values.data(), true
 // Returns the sums and the gradient.
 template <typename Element, typename Gradient = Element>
 std::vector<double> token_loss(int64_t num_tokens, int64_t vocab_size, bool in_place, int64_t shift,
-    double entropy_coef = 0.05) {
+                               double entropy_coef = 0.05) {
   generator.seed(0);
   const int64_t stride = vocab_size + 3;
   constexpr int64_t kTimes = sizeof(Element) / sizeof(Gradient);
@@ -108,8 +108,8 @@ std::vector<double> token_loss(int64_t num_tokens, int64_t vocab_size, bool in_p
   mask.values[0] = mask.values[num_tokens / 2] = false;
   const int64_t bounds[]{0, num_tokens};
   TokenLossInputs in{};
-  in.tokens = {num_tokens, vocab_size, num_tokens, 0, nullptr, targets.data(), {nullptr, true, 0.7},
-      mask.data()};
+  in.tokens = {num_tokens, vocab_size,     num_tokens,           0,
+               nullptr,    targets.data(), {nullptr, true, 0.7}, mask.data()};
   in.num_sequences = 1;
   in.cu_seqlens = bounds;
   in.advantages = numbers(advantages);
@@ -121,8 +121,9 @@ std::vector<double> token_loss(int64_t num_tokens, int64_t vocab_size, bool in_p
   const LossTerms terms{Loss::kPpo, 0.2, 0.2, 3.0, Divergence::kK3, 0.1, entropy_coef};
   std::vector<double> workspace(workspace_size(LossSums::kSize));
   auto* to = reinterpret_cast<Gradient*>(in_place ? logits.data : gradient.data);
-  cuda::token_loss(TokenLossCall<Element, Gradient>{{logits.data, stride}, in, terms,
-                       {to, kTimes * stride}, workspace.data(), nullptr},
+  cuda::token_loss(
+      TokenLossCall<Element, Gradient>{
+          {logits.data, stride}, in, terms, {to, kTimes * stride}, workspace.data(), nullptr},
       nullptr);
   std::vector<double> results(workspace.begin(), workspace.begin() + LossSums::kSize);
   for (int64_t row = 0; row < num_tokens; ++row)
@@ -134,7 +135,7 @@ std::vector<double> token_loss(int64_t num_tokens, int64_t vocab_size, bool in_p
 // Compares softmax_pipeline.cuh on clusters of at most `blocks` with softmax_rows.cuh.
 template <typename Element, typename Gradient = Element>
 void pipelined(const std::string& blocks, int64_t num_tokens, int64_t vocab_size, int64_t shift,
-    double entropy_coef) {
+               double entropy_coef) {
   std::vector<double> results[2];
   for (const int i : {0, 1}) {
     setenv("MAXRL_EMULATED_CAPABILITY", (i ? "9/" + blocks : "10").c_str(), 1);
@@ -157,7 +158,7 @@ void divergence(int64_t vocab_size) {
   const double coefficients[num_rows]{0.5, 1.0};
   double values[num_rows];
   for (const auto kind :
-      {TeacherDivergence::kReverse, TeacherDivergence::kForward, TeacherDivergence::kJsd}) {
+       {TeacherDivergence::kReverse, TeacherDivergence::kForward, TeacherDivergence::kJsd}) {
     const Array<float> policy(num_rows * stride), teacher(num_rows * stride);
     DivergenceRows<Gradient> in{{policy.data, stride}, {teacher.data, stride}};
     in.gradient = {reinterpret_cast<Gradient*>(policy.data), kTimes * stride};
@@ -177,8 +178,8 @@ void token_logprobs() {
   Array<float> logits(num_tokens * vocab_size);
   const std::vector<int64_t> targets = integers(num_tokens, vocab_size);
   std::vector<float> logprobs(num_tokens), entropy(num_tokens), grads{1.0f, 0.0f, 0.5f, -1.0f};
-  const TokenRows rows{num_tokens, vocab_size, num_tokens, 0, nullptr, targets.data(),
-      {nullptr, true, 1.0}, nullptr};
+  const TokenRows rows{num_tokens, vocab_size,     num_tokens,           0,
+                       nullptr,    targets.data(), {nullptr, true, 1.0}, nullptr};
   const Rows<const float> from{logits.data, vocab_size};
   const Rows<float> to{logits.data, vocab_size};
   cuda::token_logprobs(TokenLogprobs<float>{from, rows, logprobs.data(), entropy.data()}, nullptr);
@@ -199,9 +200,27 @@ void decode_attention() {
   for (const int num_splits : {1, 3}) {
     std::vector<float> partial(rows * heads * num_splits * (head_dim + 2));
     DecodeAttention<BFloat16> in;
-    in = {rows, limit, heads, kv_heads, head_dim, q.data, k.data, v.data, heads * head_dim,
-        kv_heads * head_dim, kv_heads * head_dim, k_cache.data, v_cache.data, lengths.data(),
-        prompt.data, prompt_lse.data(), heads, 1, num_splits, partial.data(), out.data};
+    in = {rows,
+          limit,
+          heads,
+          kv_heads,
+          head_dim,
+          q.data,
+          k.data,
+          v.data,
+          heads * head_dim,
+          kv_heads * head_dim,
+          kv_heads * head_dim,
+          k_cache.data,
+          v_cache.data,
+          lengths.data(),
+          prompt.data,
+          prompt_lse.data(),
+          heads,
+          1,
+          num_splits,
+          partial.data(),
+          out.data};
     cuda::decode_attention(in, nullptr);
   }
 }
@@ -218,9 +237,9 @@ void decode_sample() {
       Flags stops(vocab_size), done(rows);
       done.values[2] = true;
       cuda::decode_sample(DecodeSample{rows, vocab_size, limit, logits.data, 2, chosen.data(),
-                              temperature, keys.data(), stops.data(), last.data(), length.data(),
-                              done.data(), tokens.data(), logprobs.data()},
-          nullptr);
+                                       temperature, keys.data(), stops.data(), last.data(),
+                                       length.data(), done.data(), tokens.data(), logprobs.data()},
+                          nullptr);
     }
 }
 
@@ -233,13 +252,14 @@ void layer() {
   cuda::add_rms_norm(
       AddRmsNorm<float>{rows, size, 1e-6f, x.data, delta.data, weight.data, sum.data, out.data},
       nullptr);
-  cuda::add_rms_norm_backward(AddRmsNormBackward<float>{rows, size, 1e-6f, sum.data, weight.data,
-                                  grad.data, grad.data, out.data, 3, partials.data},
+  cuda::add_rms_norm_backward(
+      AddRmsNormBackward<float>{rows, size, 1e-6f, sum.data, weight.data, grad.data, grad.data,
+                                out.data, 3, partials.data},
       nullptr);
   const SwiGlu<float> halves{rows, size / 2, x.data, x.data + size / 2, size, size, out.data};
   cuda::swiglu(halves, nullptr);
-  cuda::swiglu_backward(
-      SwiGluBackward<float>{halves, grad.data, out.data, sum.data, size / 2}, nullptr);
+  cuda::swiglu_backward(SwiGluBackward<float>{halves, grad.data, out.data, sum.data, size / 2},
+                        nullptr);
 
   const int dim = 40, heads = 3, kv_heads = 1;  // a packed row has 5 heads
   const int64_t packed = 5 * dim, of_q = rows * heads * dim;
@@ -247,11 +267,20 @@ void layer() {
   Array<float> q(of_q), k(rows * dim), v(rows * dim), of_norms(2 * 4 * dim);
   const std::vector<int64_t> positions = integers(rows, rows);
   RotateHeads<float> rotation;
-  rotation = {rows, dim, 1e-6f, 1.0f,
-      {{qkv.data, packed, heads}, {qkv.data + heads * dim, packed, kv_heads},
-          {qkv.data + 4 * dim, packed, 1}},
-      {norm.data, norm.data}, {q.data, k.data, v.data}, {of_q / rows, dim, dim}, table.data,
-      table.data, positions.data(), rows};
+  rotation = {rows,
+              dim,
+              1e-6f,
+              1.0f,
+              {{qkv.data, packed, heads},
+               {qkv.data + heads * dim, packed, kv_heads},
+               {qkv.data + 4 * dim, packed, 1}},
+              {norm.data, norm.data},
+              {q.data, k.data, v.data},
+              {of_q / rows, dim, dim},
+              table.data,
+              table.data,
+              positions.data(),
+              rows};
   cuda::rotate_heads(rotation, nullptr);
   rotation.from[2].count = 0;
   cuda::rotate_heads_backward(

@@ -62,14 +62,15 @@ void fence();
 void wait_for_predecessor();
 void ignore_reads(bool are_ignored);  // by ThreadSanitizer
 unsigned long long add_atomically(unsigned long long* to, unsigned long long value);
-uint64_t exchange(uint64_t value,
+uint64_t exchange(
+    uint64_t value,
     int from_lane);  // returns the value of a lane of the same warp; the whole warp must call it
 void* of_rank(void* mine,
-    unsigned rank);  // the same shared variable of another block of the cluster
+              unsigned rank);  // the same shared variable of another block of the cluster
 // starts_early: what came before is not ordered before the kernel, but before what follows
 // wait_for_predecessor, which all of its threads must call.
 void run(dim3 grid, dim3 block, unsigned cluster_size, size_t shared_bytes, bool starts_early,
-    const std::function<void()>& kernel);
+         const std::function<void()>& kernel);
 
 // A barrier in shared memory: threads that arrive, and bytes that come, end its phase.
 struct alignas(8) Barrier {
@@ -107,7 +108,8 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
 }
 template <typename T>
 T __shfl_up_sync(unsigned, T value, int delta) {
-  return emulation::exchange_any(value,
+  return emulation::exchange_any(
+      value,
       std::max(emulation::lane() - delta, emulation::lane() < delta ? emulation::lane() : 0));
 }
 template <typename T>
@@ -219,26 +221,26 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, 
   return cudaSuccess;
 }
 template <typename Kernel>
-cudaError_t cudaOccupancyMaxActiveClusters(
-    int* clusters, Kernel*, const cudaLaunchConfig_t* config) {
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel*,
+                                           const cudaLaunchConfig_t* config) {
   const bool fits = config->attrs[0].val.clusterDim.x <= emulation::largest_cluster();
   *clusters = 2;
   return fits ? cudaSuccess : cudaErrorInvalidClusterSize;
 }
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
-    const Arguments&... arguments) {
+                               const Arguments&... arguments) {
   const cudaError_t error = emulation::check(*config, reinterpret_cast<const void*>(kernel));
   if (error != cudaSuccess) return error;
   const unsigned cluster_size = config->numAttrs > 0 ? config->attrs[0].val.clusterDim.x : 1;
   const bool starts_early =
       config->numAttrs > 0 && config->attrs[0].val.programmaticStreamSerializationAllowed;
-  emulation::run(
-      config->gridDim, config->blockDim, cluster_size, config->dynamicSmemBytes, starts_early, [&] {
-        const std::tuple<Parameters...> own(arguments...);
-        auto* const function = kernel;
-        emulation::ignore_reads(false);
-        std::apply(function, own);
-      });
+  emulation::run(config->gridDim, config->blockDim, cluster_size, config->dynamicSmemBytes,
+                 starts_early, [&] {
+                   const std::tuple<Parameters...> own(arguments...);
+                   auto* const function = kernel;
+                   emulation::ignore_reads(false);
+                   std::apply(function, own);
+                 });
   return cudaSuccess;
 }

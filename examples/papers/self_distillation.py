@@ -183,7 +183,8 @@ def measure(one: TokenRun) -> dict[str, Any]:
         record = trainer.step(len(taught) + 1, len(taught) * collector.options.prompts)
         done += record.batch.num_tokens
         taught.append(record.metrics.get("frac_with_teacher", 0.0))
-    task, mazes = collector.task, collector.task.prompts("test", 0, one.evaluations)
+    task: Any = collector.task
+    mazes = task.prompts("test", 0, one.evaluations)
 
     def answers(prompts: Prompts) -> tuple[Rollouts, Tensor]:
         request = RolloutRequest(prompts, SAMPLES, collector.sampling, one.seed)

@@ -16,7 +16,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # to be set before PyTorch is imported
     # threads that wait leave their core to the other workers
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-gc.disable()  # until the tests are known: a fifth of the time of their imports
+gc.disable()  # until the tests are known: a fifth of their time
 
 # Under nohup, tests of SIGHUP and the processes that they start would ignore it.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # no collection looks at what was imported
+    gc.freeze()
     gc.enable()
 
 

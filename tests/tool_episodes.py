@@ -40,7 +40,7 @@ def save_tool_policy(directory, chat=TEMPLATE, positions=4096, added=TOOL_TOKENS
     config = policy / "tokenizer_config.json"
     # as Qwen3's; otherwise it would be <|endoftext|>
     config.write_text(json.dumps(json.loads(config.read_text()) | {"unk_token": None}))
-    # of which a worker imports no more to make schemas of tools: torch itself takes 3 seconds
+    # all that a worker reads to make schemas of tools; torch itself takes 3 s
     (policy / "torch.py").write_text("class Tensor: ...")
     return policy
 

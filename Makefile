@@ -32,6 +32,8 @@ GPU_WHEELS := typing-extensions rich markdown-it-py mdurl pygments liger-kernel 
 PEER_PACKAGES := torch numpy safetensors rich matplotlib trl pytest
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + os.cpu_count()))')
 PYTEST := $(RUN) -m pytest -q -n $(WORKERS) --dist worksteal
+# else every process of the tests compiles the package and the tests again
+unexport PYTHONDONTWRITEBYTECODE
 # markers of the suites that need a GPU, or a build or an environment of their own
 LANES := gpu and not emulated and not vllm and not browser and not integrations and not language
 
@@ -68,7 +70,7 @@ format: $(STAMP)  ## rewrite Python and C++ files with ruff and clang-format
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CPP_FILES)
 
-test: lint  ## lint, then the tests that are not slow: before each commit (5 minutes)
+test: lint  ## lint, then the tests that are not slow: before each commit (4 minutes)
 	$(PYTEST) -m 'not slow and not $(LANES)'
 
 test-all: test  ## `make test`, then the slow tests: all tests of the CPU

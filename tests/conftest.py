@@ -2,6 +2,7 @@
 kernels, and the runs that tests share.
 """
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -15,9 +16,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # to be set before PyTorch is imported
     # threads that wait leave their core to the other workers
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+gc.disable()  # until the tests are known: a fifth of their time
+
 # Under nohup, tests of SIGHUP and the processes that they start would ignore it.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -45,7 +45,7 @@ MAZE += "--max-new-tokens 17 --sft-lr 1e-2 --warmup-steps 0".split()
 MAZE += "--eval-prompts 12".split()
 MAZE += ["--log-to", "tensorboard"]
 ADAPTERS = "--lora-rank 2 --lora-alpha 6 --lora-targets q_proj,down_proj".split()
-LORA = "--task maze --maze-size 7 --prompts 4 --rollouts 4 --k 2 --steps 4 --sft-steps 20".split()
+LORA = "--task maze --maze-size 7 --prompts 4 --rollouts 4 --k 2 --steps 4 --sft-steps 8".split()
 LORA += "--sft-batch 8 --sft-lr 5e-3 --lr 1e-3 --eval-prompts 4 --eval-samples 2".split()
 LORA += "--threads 1 --save-every 2 --dtype float32 --kl-coef 0.1 --keep-checkpoints 0".split()
 # In the chain every group has some reward, so that no gradient is mere rounding.

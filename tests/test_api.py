@@ -205,8 +205,8 @@ def test_rows_are_data_which_a_resumed_run_reads_again(tmp_path, monkeypatch):
 
 
 def test_importing_the_package_imports_no_torch():
-    code = "import sys, maxrl_fast; assert 'torch' not in sys.modules; "
-    code += "assert not hasattr(maxrl_fast, 'trane'); assert callable(maxrl_fast.run)"
+    code = "import sys, maxrl_fast; assert 'torch' not in sys.modules"
+    assert not hasattr(maxrl_fast, "trane")
     subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 

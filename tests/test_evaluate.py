@@ -233,7 +233,8 @@ def test_test_data_needs_no_other_data(tmp_path):
     (tmp_path / "f.py").write_text("def f(prompt, response, **columns):\n    return 1\n")
     line = json.dumps({"prompt": "2?", "question": "2?", "answer": "#### 2"}) + "\n"
     (tmp_path / "x.jsonl").write_text(line * 12)
-    model, flags = save_tool_policy(tmp_path / "m"), ("--max-new-tokens", "4", "--task")
+    flags = (*"--max-new-tokens 4 --reward-workers 1 --task".split(),)
+    model = save_tool_policy(tmp_path / "m")
     for i, task in enumerate((f"{tmp_path}/f.py:f", "gsm8k")):
         own = (*flags, task, "--test-data", tmp_path / "x.jsonl", "--out", tmp_path / f"{i}")
         assert run(model, *own) == 0

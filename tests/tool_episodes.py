@@ -4,6 +4,8 @@ import json
 import random
 from pathlib import Path
 
+import pytest
+
 from maxrl_fast.config.options import Reward
 from maxrl_fast.job.build_parts import build_task
 from tests.tasks.test_dataset import CHAT_TOKENS, save_byte_level_policy, written
@@ -38,6 +40,8 @@ def save_tool_policy(directory, chat=TEMPLATE, positions=4096, added=TOOL_TOKENS
     config = policy / "tokenizer_config.json"
     # as Qwen3's; otherwise it would be <|endoftext|>
     config.write_text(json.dumps(json.loads(config.read_text()) | {"unk_token": None}))
+    # all that a worker reads to make schemas of tools; torch itself takes 3 s
+    (policy / "torch.py").write_text("class Tensor: ...")
     return policy
 
 
@@ -49,7 +53,9 @@ def tool_task(
     name = environment if ":" in environment else f"{ENVIRONMENTS}:{environment}"
     own = {"data": (data,), "environment": name, "max_turns": max_turns, "max_prompt_tokens": 2000}
     rewards, needs = Reward(**options), {"needs_reward": needs_reward}
-    return build_task("dataset", own, 0, policy, rewards, environment=cls, **needs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(policy)
+        return build_task("dataset", own, 0, policy, rewards, environment=cls, **needs)
 
 
 SUBMITTED = '<tool_call>\n{"name": "submit", "arguments": {"number": 2}}\n</tool_call><|im_end|>'

@@ -1,4 +1,4 @@
-"""Golden runs: 20 steps on mazes for each of five objectives, kept as NAME.jsonl in this folder.
+"""Golden runs: 10 steps on mazes for each of five objectives, kept as NAME.jsonl in this folder.
 
 `python -m tests.golden.record` writes them again. A refactor must reproduce them bitwise; a commit
 that changes the numerics writes them again and says which numbers moved and why.
@@ -33,7 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
 SIZES = {
     "prompts": 16,
     "rollouts": 8,
-    "steps": 20,
+    "steps": 10,
     "sft_steps": 30,
     "lr": 1e-3,
     "eval_every": 0,

@@ -166,7 +166,7 @@ def advantage_arguments(draw):
     return arguments
 
 
-@settings(400)
+@settings(300)
 @hypothesis.given(st.data())
 def test_group_advantage(data):
     arguments, function, check = (

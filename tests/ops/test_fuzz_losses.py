@@ -128,7 +128,7 @@ def rows(e):
     return {name: e[name] for name in ("logits", "targets", "temperature") if name in e}
 
 
-@settings(200)
+@settings(100)
 @hypothesis.given(st.data())
 def test_token_logprobs(data):
     call_with_strangers(data.draw, ops.token_logprobs, rows(data.draw(batches())), check_logprobs)
@@ -183,7 +183,7 @@ def check_loss(
             assert_close(x, of_leaf, max(tolerance, TOLERANCE[x.dtype]))
 
 
-@settings(300)
+@settings(200)
 @hypothesis.given(st.data())
 def test_policy_gradient_loss(data):
     def check(result, logits, **given):
@@ -219,7 +219,7 @@ def exact_logits(hidden, weight, chunk_tokens):
     return h, w, (h @ w.T).to(hidden.dtype)
 
 
-@settings(150)
+@settings(90)
 @hypothesis.given(st.data())
 def test_linear_policy_gradient_loss(data):
     def check(result, hidden, weight, chunk_tokens=None, **given):
@@ -240,7 +240,7 @@ def test_linear_policy_gradient_loss(data):
     )
 
 
-@settings(100)
+@settings(60)
 @hypothesis.given(st.data())
 def test_linear_token_logprobs(data):
     def check(actual, hidden, weight, chunk_tokens=None, **given):

@@ -105,7 +105,7 @@ def test_parquet_and_json_lines_give_the_same_prompts(tmp_path, policy):
     assert "\\boxed" not in prompt_of(one)  # the suffix is not added to messages
 
 
-DEFAULTS = Reward()
+DEFAULTS = Reward(reward_workers=1)
 
 
 @contextlib.contextmanager
@@ -129,7 +129,7 @@ def test_missing_and_long_answers_are_wrong_and_counted_once(tmp_path, policy):
 
     # this power takes minutes
     texts = ["\\boxed{(x+1)^{3000}+y}", *["no box"] * 15]
-    with scored(task, 1, texts, Reward(reward_seconds=1.0)) as (scorer, rewards):
+    with scored(task, 1, texts, Reward(reward_seconds=1.0, reward_workers=1)) as (scorer, rewards):
         assert set(rewards) == {0}
         assert scorer.failures(Ranks(), "now")[0]["timeout"] == 0
         assert scorer.pop_metrics().over(Ranks())["answers_timed_out"] == 1 / 16

@@ -294,7 +294,8 @@ def test_evaluations_play_episodes(trained, tmp_path):
     assert eventually(lambda: before == {*own_descendants()})
 
 
-def test_the_environments_of_a_run_that_is_refused_end(policy, data):
+def test_the_environments_of_a_run_that_is_refused_end(policy, data, monkeypatch):
+    monkeypatch.syspath_prepend(policy)
     before = {*own_descendants()}
     own = f"{ENVIRONMENTS}:CounterEnv"
     options = {"task": "dataset", "data": data, "model": str(policy), "environment": own}

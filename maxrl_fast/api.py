@@ -1,5 +1,5 @@
-"""Training from Python: `run`, with the numbers of the command (docs/python.md), and `Session`, a
-loop of your own on the trainer's engine, learner and checkpoints (docs/session.md):
+"""Training from Python: `run`, with the numbers of the command (docs/python.md), and `Session`, for
+your own loop on the trainer's engine, learner and checkpoints (docs/session.md):
 
 sample --texts, log-probs--> your rewards --advantages--> forward_backward --> optim_step
 """
@@ -413,7 +413,7 @@ class Session:
         function (docs/token_loss.md), None: the session's option."""
         samples, learner, settings = self._checked(samples), self.learner, self._settings
         values, shape = torch.empty(0), (len(samples.prompts), samples.num_rollouts)
-        with suppress(TypeError, ValueError, RuntimeError):  # of what is no tensor
+        with suppress(TypeError, ValueError, RuntimeError):  # where it is not a tensor
             values = torch.as_tensor(advantages, device=self.learner.device).detach().float()
         if values.shape != shape or not values.isfinite().all():
             raise InputError(f"advantages must be finite, {[*shape]}, got {advantages!r:.80}")

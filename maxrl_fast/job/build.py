@@ -132,7 +132,7 @@ class RunContext:
     @cached_property
     def policy_files(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         """Files by name, JSON contents or bytes, and tensors by name, of a checkpoint. A resumed
-        run keeps the configuration of its own."""
+        run keeps its model's configuration."""
         model, stops, files = self.policy, self.task.stop_ids, self.task.tokenizer_files()
         start = self.saved.directory if self.saved else self.config.model.directory
         if start is None:

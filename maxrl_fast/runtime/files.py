@@ -183,7 +183,7 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES) -> dict[str, Any]:
     return content
 
 
-# entries of config.json beside the options; of the task the names of its own
+# Entries of config.json beside the options. TASK_OPTIONS: the names of the options of its task.
 TASK_OPTIONS = "task_options"
 NOT_OPTIONS = ("versions", "command", TASK_OPTIONS)
 

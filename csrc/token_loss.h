@@ -17,9 +17,9 @@ namespace maxrl {
 constexpr double kMaxLogRatio = 20.0;
 
 // The losses that almost every run uses; all others are functions in maxrl_fast/algorithms/losses.
-enum class Loss { kReinforce, kPpo, kCispo, kGspo, kCount };
+enum class Loss { kReinforce, kPpo, kCispo, kCount };
 template <>
-inline constexpr const char* kNamesOf<Loss>[4] = {"reinforce", "ppo", "cispo", "gspo"};
+inline constexpr const char* kNamesOf<Loss>[3] = {"reinforce", "ppo", "cispo"};
 static_assert(std::size(kNamesOf<Loss>) == static_cast<size_t>(Loss::kCount));
 enum class Divergence { kK1, kK2, kK3, kK3Plus };
 template <>
@@ -122,11 +122,10 @@ struct TokenLossInputs {
   Numbers denominator;  // [1]: what the sum over tokens is divided by
   bool divides_responses;  // and the tokens of a response by their number,
   Numbers counts;  // [S], or without it the response's length
-  Numbers sequence_log_ratio;  // [S]: mean log-ratios of responses, for gspo, or absent
 
   MAXRL_FIELDS(tokens, advantages, importance_weights, old_logprobs, ref_logprobs, denominator,
-               counts, sequence_log_ratio, num_sequences, cu_seqlens, advantages_by_token,
-               weights_by_token, divides_responses)
+               counts, num_sequences, cu_seqlens, advantages_by_token, weights_by_token,
+               divides_responses)
 
   // The last response that starts at or before token t: its own.
   MAXRL_HOST_DEVICE int64_t sequence_of(int64_t t) const {
@@ -168,7 +167,7 @@ struct TokenLossInputs {
 
 // What is known of the token of a row before its logits are read.
 struct PlannedToken {
-  int64_t t, sequence;
+  int64_t t;
   double advantage;  // times the importance weight
   double weight;  // of the token's loss in the total
 };
@@ -179,10 +178,10 @@ MAXRL_HOST_DEVICE inline bool plan_token(const TokenLossInputs& in, const LossTe
                                          int64_t row, LossSums& sums, PlannedToken& token) {
   token.t = in.tokens.token_of(row);
   if (!in.tokens.counts(token.t)) return false;
-  token.sequence = in.sequence_of(token.t);
-  token.advantage = in.advantages.at(in.advantages_by_token ? token.t : token.sequence) *
-                    in.importance_of(token.t, token.sequence);
-  token.weight = in.weight_of(token.sequence);
+  const int64_t sequence = in.sequence_of(token.t);
+  token.advantage = in.advantages.at(in.advantages_by_token ? token.t : sequence) *
+                    in.importance_of(token.t, sequence);
+  token.weight = in.weight_of(sequence);
   const bool must_read = terms.has_gradient(token.advantage);
   sums.tokens += 1.0;
   sums.dropped_tokens += !must_read;
@@ -208,7 +207,7 @@ MAXRL_HOST_DEVICE inline ClampedLogRatio clamp_log_ratio(double x) {
 struct Token {
   double advantage;  // times the importance weight
   double logp;  // of the target
-  ClampedLogRatio log_ratio;  // logp - old of the token, or of its sequence for gspo
+  ClampedLogRatio log_ratio;  // logp - old
   double ratio;  // e^log_ratio
 };
 
@@ -228,8 +227,6 @@ MAXRL_HOST_DEVICE inline TokenLoss divergence(Divergence kind, double d) {
 
 // The policy-gradient terms: value and gradient. maxrl_fast/algorithms/losses has formulas,
 // sources and the same in torch.
-
-// With the ratio of the sequence also gspo.
 MAXRL_HOST_DEVICE inline TokenLoss ppo(const LossTerms& terms, const Token& x) {
   const double low = 1.0 - terms.clip_low, high = 1.0 + terms.clip_high;
   const double free = -x.advantage * x.ratio, bound = -x.advantage * clip(x.ratio, low, high);
@@ -252,8 +249,7 @@ MAXRL_HOST_DEVICE inline TokenLoss cispo(const LossTerms& terms, const Token& x)
 // One thread of a row comes here, so that the switch costs nothing next to reading the row.
 MAXRL_HOST_DEVICE inline TokenLoss policy_gradient_term(const LossTerms& terms, const Token& x) {
   switch (terms.loss) {
-    case Loss::kPpo:
-    case Loss::kGspo: return ppo(terms, x);
+    case Loss::kPpo: return ppo(terms, x);
     case Loss::kCispo: return cispo(terms, x);
     default: return {-x.advantage * x.logp, -x.advantage};
   }
@@ -267,8 +263,7 @@ MAXRL_HOST_DEVICE inline RowGrads evaluate_row(const TokenLossInputs& in, const 
   const double advantage = planned.advantage, weight = planned.weight;
   const double log_ratio =
       in.old_logprobs.data ? softmax.logp - in.old_logprobs.at(planned.t) : 0.0;
-  const ClampedLogRatio to_old = clamp_log_ratio(
-      in.sequence_log_ratio.data ? in.sequence_log_ratio.at(planned.sequence) : log_ratio);
+  const ClampedLogRatio to_old = clamp_log_ratio(log_ratio);
   const double ratio = exp(to_old.value);
   sums.ratio += ratio;
   sums.logprob_diff += fabs(log_ratio);

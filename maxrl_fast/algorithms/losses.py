@@ -208,7 +208,6 @@ def cispo(t: Tokens, *, clip_low: NotNegative = 0.2, clip_high: NotNegative = 0.
     "Zheng et al. 2025; with advantages per token their GSPO-token",
     weight="the response's ratio, and 0 where the clip is active",
     by_sequence=True,
-    fused=True,
 )
 def gspo(
     t: Tokens,

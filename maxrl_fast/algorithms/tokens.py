@@ -1,6 +1,6 @@
 """What a token loss is given: vectors [T] of packed responses, and sums over unmasked tokens."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Tokens:
     importance_weights: Tensor | float = 1.0  # [T], or 1 for all; the advantages have them already
     targets: Any = None  # Tensor [T] int64, for losses that ask for logits
     statistics: Any = None  # Tensor [T, ...], of the loss's `statistics`
+    weights: Any = None  # Tensor [T], of the token's loss in the total
     generator: torch.Generator | None = None  # on a CPU, for draws
     # numbers [] that what compares the tokens of an update adds; over a step integers are summed,
     # others averaged
@@ -40,6 +41,13 @@ class Tokens:
 
     def __post_init__(self) -> None:
         self.clipped_low = self.clipped_high = torch.zeros_like(self.mask)
+
+    def at(self, part: slice) -> "Tokens":
+        """Return some of the tokens."""
+        given = {x.name: getattr(self, x.name) for x in fields(self) if x.init}
+        own = {name: x[part] for name, x in given.items() if isinstance(x, Tensor)}
+        bounds = (self.cu_seqlens - part.start).clamp(0, len(own["mask"]))
+        return replace(self, **own | {"cu_seqlens": bounds})
 
     @property
     def log_ratio(self) -> Tensor:

@@ -4,8 +4,9 @@ one more multiplication with the output matrix than fused losses."""
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from maxrl_fast.algorithms.arguments import check_integer, check_number, check_t
 from maxrl_fast.algorithms.losses import checked
 from maxrl_fast.algorithms.tokens import MAX_LOG_RATIO, Tokens, limited
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.loss_kernel import DTYPES, LossInputs, LossSums, LossTerms, real_dtype
+from maxrl_fast.ops.loss_kernel import DTYPES, LossInputs, LossSums, real_dtype
 from maxrl_fast.runtime import tuning
 
 _MIN_CHUNK = 128  # tokens; smaller matrix multiplications are slow
@@ -191,106 +192,76 @@ def _full_precision_sums() -> Iterator[None]:
             setattr(matmul, name, True)
 
 
-class TokenBatch(NamedTuple):
-    """T tokens of S packed responses for a loss that is a function: what belongs to a response, a
-    mask or an average has become a float64 number of each token."""
-
-    targets: Tensor  # [T] int64
-    temperature: Tensor  # [T]
-    advantages: Tensor  # [T], times the importance weights
-    weights: Tensor  # [T], of the token's loss in the total; 0: masked
-    old_logprobs: Tensor | None  # [T]
-    ref_logprobs: Tensor | None  # [T]
-    cu_seqlens: Tensor  # [S+1] int64
-    importance_weights: Tensor | None = None  # [T], for losses with terms beside the advantages
-    statistics: Tensor | None = None  # [T, ...], of the loss's `statistics`
-
-    @classmethod
-    def of(cls, inputs: LossInputs) -> "TokenBatch":
-        (factors, importance), divisor = inputs.factors(), inputs.denominator
-        if isinstance(divisor, Tensor):
-            weights = divisor.reciprocal().expand(len(inputs))
-        else:  # without a copy from the host, which would wait for a GPU
-            assert divisor is not None, "inputs must be checked"
-            weights = torch.full_like(factors, 1 / divisor)
-        if inputs.terms.aggregation == "seq_mean_token_mean":
-            weights = weights / inputs.by_tokens(inputs.counts().clamp_min(1))
-        targets, tau, mask = inputs.targets, inputs.temperatures(), inputs.mask
-        if mask is not None:  # their own may be anything
-            weights, targets = weights.where(mask, 0.0), targets.where(mask, 0)
-            tau = tau.where(mask, 1.0)
-        given = inputs.old_logprobs, inputs.ref_logprobs
-        old, ref = (None if x is None else x.detach().double() for x in given)
-        return cls(targets, tau, factors, weights, old, ref, inputs.cu_seqlens, importance)
-
-    def loss_mask(self) -> Tensor:
-        return self.weights != 0
-
-    def at(self, part: slice) -> "TokenBatch":
-        """Return some of the tokens. `cu_seqlens` stay those of all tokens."""
-        own = {name: x[part] for name, x in self._asdict().items() if x is not None}
-        return self._replace(**own | {"cu_seqlens": self.cu_seqlens})
-
-
 _COPIES = 8  # float32 copies of a chunk of logits that functions of them and gradients need
 
 
-def tokens_of(batch: TokenBatch, logprobs: Tensor, entropy: Tensor) -> Tokens:
-    """Return the batch for a loss function; logprobs and entropy [T] may have a gradient."""
-    mask = batch.loss_mask()
+def tokens_of(inputs: LossInputs) -> Tokens:
+    """Return checked arguments as Tokens whose log-probs are not known yet: what belongs to a
+    response, a mask or an average is a number of each token."""
+    (factors, importance), mask, divisor = inputs.factors(), inputs.mask, inputs.denominator
+    if isinstance(divisor, Tensor):
+        weights = divisor.reciprocal().expand(len(inputs))
+    else:  # without a copy from the host, which would wait for a GPU
+        assert divisor is not None, "inputs must be checked"
+        weights = torch.full_like(factors, 1 / divisor)
+    if inputs.terms.aggregation == "seq_mean_token_mean":
+        weights = weights / inputs.by_tokens(inputs.counts().clamp_min(1))
+    mask = torch.ones_like(factors, dtype=torch.bool) if mask is None else mask
 
-    def kept(x: Tensor) -> Tensor:  # masked log-probs may be NaN
-        return torch.where(mask, x.double(), 0.0)
+    def kept(x: Tensor | None) -> Tensor:  # masked numbers may be anything
+        return torch.zeros_like(factors) if x is None else x.detach().double().where(mask, 0.0)
 
-    logprobs = kept(logprobs)
-    old = logprobs.detach() if batch.old_logprobs is None else kept(batch.old_logprobs)
     return Tokens(
-        logprobs=logprobs,
-        entropy=kept(entropy),
-        old_logprobs=old,
-        ref_logprobs=old if batch.ref_logprobs is None else kept(batch.ref_logprobs),
-        advantages=kept(batch.advantages),
-        mask=mask,
-        cu_seqlens=batch.cu_seqlens,
-        targets=batch.targets,
-        statistics=batch.statistics,
-        importance_weights=1.0
-        if batch.importance_weights is None
-        else kept(batch.importance_weights),
+        *(kept(None), kept(None), kept(inputs.old_logprobs), kept(inputs.ref_logprobs)),
+        *(kept(factors), mask, inputs.cu_seqlens, 1.0 if importance is None else kept(importance)),
+        targets=inputs.targets.where(mask, 0),
+        weights=kept(weights),
     )
 
 
+def with_logprobs(inputs: LossInputs, tokens: Tokens, logprobs: Tensor, entropy: Tensor) -> Tokens:
+    """Return the tokens with log-probs and entropies [T], which may have a gradient."""
+    logprobs, entropy = (x.double().where(tokens.mask, 0.0) for x in (logprobs, entropy))
+    old = logprobs.detach() if inputs.old_logprobs is None else tokens.old_logprobs
+    ref = old if inputs.ref_logprobs is None else tokens.ref_logprobs
+    own = replace(tokens, logprobs=logprobs, entropy=entropy)
+    return replace(own, old_logprobs=old, ref_logprobs=ref)
+
+
 def by_function(
-    terms: LossTerms,
-    batch: TokenBatch,
+    inputs: LossInputs,
+    tokens: Tokens,
     logprobs: Callable[[], tuple[Tensor, Tensor]],
-    of_logits: Callable[[LossTerms, TokenBatch], Tensor],
+    of_logits: Callable[[], Tensor],
 ) -> Tensor:
     """Return the LossSums [10] of a loss that is a function, by log-probs and entropies, or where
     it reads logits by `of_logits`. First what it reads of all tokens is found: its statistics, or
     the mask and the loss that it is for."""
-    spec = terms.spec
-    compares = spec.over_batch and batch.statistics is None
+    terms, spec = inputs.terms, inputs.terms.spec
+    compares = spec.over_batch and tokens.statistics is None
     if compares or not spec.reads_logits:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not spec.reads_logits):
             given = logprobs()
     if compares:
-        tokens = tokens_of(batch, *(x.detach() for x in given))
-        found = spec.compare(tokens, dict(terms.options))
+        compared = with_logprobs(inputs, tokens, *(x.detach() for x in given))
+        found = spec.compare(compared, dict(terms.options))
         if spec.masks:
-            terms, batch = terms.of_masked, batch._replace(advantages=batch.advantages * found)
+            inputs.terms, tokens.advantages = terms.of_masked, tokens.advantages * found
         else:
-            batch = batch._replace(statistics=found)
-    if spec.reads_logits:
-        return of_logits(terms, batch)
-    return function_loss(terms, batch, tokens_of(batch, *given))
+            tokens.statistics = found
+    return of_logits() if spec.reads_logits else function_loss(inputs, tokens, *given)
 
 
 def function_loss(
-    terms: LossTerms, batch: TokenBatch, tokens: Tokens, logits: Tensor | None = None
+    inputs: LossInputs,
+    tokens: Tokens,
+    logprobs: Tensor,
+    entropy: Tensor,
+    logits: Tensor | None = None,
 ) -> Tensor:
     """Return the LossSums [10] of a loss that is a function, with the gradient of the first.
     logits: [T, V] divided by the temperature, for a loss that reads them."""
+    terms, tokens = inputs.terms, with_logprobs(inputs, tokens, logprobs, entropy)
     function = terms.spec.bind(dict(terms.options), **terms.clips)
     # tokens in the loss and the metrics; the others' values may be NaN
     counts = tokens.mask
@@ -302,7 +273,7 @@ def function_loss(
     log_ratio = difference if tokens.metric_log_ratio is None else tokens.metric_log_ratio
     is_limited = log_ratio.abs() > MAX_LOG_RATIO
     divergence = torch.zeros_like(difference)
-    if batch.ref_logprobs is not None:
+    if inputs.ref_logprobs is not None:
         to_ref = tokens.logprobs - tokens.ref_logprobs
         is_limited = is_limited | (to_ref.detach().abs() > MAX_LOG_RATIO)
         divergence = kl_estimates(limited(to_ref), terms.kl)
@@ -314,7 +285,7 @@ def function_loss(
         return torch.where(counts, x.double(), 0.0).sum()
 
     sums = LossSums(
-        loss=torch.where(counts, values * batch.weights, 0.0).sum(),
+        loss=torch.where(counts, values * tokens.weights, 0.0).sum(),
         tokens=tokens.mask.sum().double(),
         dropped_tokens=(tokens.mask & ~counts).sum().double(),
         ratio=total(limited(log_ratio).exp()),
@@ -357,11 +328,10 @@ def scaled(logits: Tensor, temperature: Tensor) -> Tensor:
     return logits.to(real) / temperature[:, None].to(real)
 
 
-def loss_of_logits(terms: LossTerms, batch: TokenBatch, part: slice, logits: Tensor) -> Tensor:
+def loss_of_logits(inputs: LossInputs, tokens: Tokens, part: slice, logits: Tensor) -> Tensor:
     """Return the LossSums [10] of a part of the tokens."""
-    bounds = (batch.cu_seqlens - part.start).clamp(0, len(logits))
-    own = batch.at(part)._replace(cu_seqlens=bounds)
-    return function_loss(terms, own, tokens_of(own, *_logprobs(logits, own.targets)), logits)
+    own = tokens.at(part)
+    return function_loss(inputs, own, *_logprobs(logits, own.targets), logits)
 
 
 def by_chunks(

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from maxrl_fast import _C
 from maxrl_fast.ops import dispatch
-from maxrl_fast.ops.dispatch import KernelLaunch, check_first_order, eager, has_kernels, is_gpu
+from maxrl_fast.ops.dispatch import KernelLaunch, check_first_order, eager, has_kernels
 from maxrl_fast.ops.logit_chunks import (
     Chunks,
-    TokenBatch,
     by_chunks,
     by_function,
     capped_logits,
@@ -21,6 +20,7 @@ from maxrl_fast.ops.logit_chunks import (
     loss_of_logits,
     scaled,
     token_logprobs_reference,
+    tokens_of,
 )
 from maxrl_fast.ops.loss_kernel import (
     NUM_SUMS,
@@ -141,12 +141,6 @@ def policy_gradient_loss(
         sums = _of_logits(logits, inputs)
         return sums[0].to(real_dtype(logits.dtype)), Metrics(sums.detach())
     rows = logits.float() if logits.dtype is torch.float16 else logits
-    if inputs.needs_sequence_ratio:
-        inputs.check()
-        inputs.check_values()
-        values = new_logprobs(rows)
-        inputs.logprobs(rows, values)
-        inputs.set_ratio(values[0])
     (sums, total), gradient = _new_results(rows), None
     if rows.requires_grad and torch.is_grad_enabled():
         gradient = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -171,15 +165,14 @@ def _new_results(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _of_logits(logits: Tensor, inputs: LossInputs) -> Tensor:
     """Return the LossSums of a loss that is a function."""
     inputs.check()
-    batch = TokenBatch.of(inputs)
+    tokens, tau = tokens_of(inputs), inputs.temperatures()
     if not has_kernels(logits.device) or inputs.terms.spec.reads_logits:
         # masked logits may be NaN, and so their gradient
-        logits = torch.where(batch.loss_mask()[:, None], logits, 0.0)
-    rows, tau = slice(0, len(logits)), batch.temperature
+        logits = torch.where(tokens.mask[:, None], logits, 0.0)
     return by_function(
-        *(inputs.terms, batch),
-        lambda: token_logprobs(logits, batch.targets, temperature=tau),
-        lambda terms, batch: loss_of_logits(terms, batch, rows, scaled(logits, tau)),
+        *(inputs, tokens),
+        lambda: token_logprobs(logits, tokens.targets, temperature=tau),
+        lambda: loss_of_logits(inputs, tokens, slice(0, len(logits)), scaled(logits, tau)),
     )
 
 
@@ -233,7 +226,7 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor]:
         values = new_logprobs(logits)
-        rows.logprobs(logits, values)
+        rows.run("token_logprobs", logits, 0, None, *values)
         rows.save(ctx, logits)
         return values
 
@@ -275,7 +268,7 @@ def linear_policy_gradient_loss(
     **options: Any,
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
     """Return policy_gradient_loss of the logits hidden @ weight.T, one chunk of tokens at a time:
-    docs/token_loss.md. gspo and losses that are functions take two passes.
+    docs/token_loss.md. Losses that are functions take two passes.
 
     Args:
         hidden: [T, H] float32, bfloat16, float16 or float64; logits have its dtype, on a GPU at
@@ -302,33 +295,35 @@ def loss_of_hidden(
     inputs: LossInputs,
     softcap: float = 0.0,
     chunk: int = 0,
-    **of_function: Tensor | None,
+    importance_weights: Tensor | None = None,
+    statistics: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return linear_policy_gradient_loss of checked arguments, and the LossSums [10], detached.
-    chunk: tokens; 0: the default. of_function: fields of TokenBatch, for losses that read them."""
-    terms, spec = inputs.terms, inputs.terms.spec
+    chunk: tokens; 0: the default. importance_weights, statistics: [T, ...], of Tokens, for losses
+    that read them."""
     inputs.check()
-    if has_kernels(hidden.device) and spec.fused:
+    if has_kernels(hidden.device) and inputs.terms.spec.fused:
         if hidden.dtype is torch.float16:
             hidden, weight = hidden.float(), weight.float()
         is_enabled = torch.is_grad_enabled()
         needed = is_enabled and hidden.requires_grad, is_enabled and weight.requires_grad
         sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=hidden.device)
         return _LinearLoss.apply(hidden, weight, inputs, sums, chunk, softcap, needed), sums
-    batch = TokenBatch.of(inputs)
-    batch = batch._replace(**{name: x for name, x in of_function.items() if x is not None})
-    hidden = torch.where(batch.loss_mask()[:, None], hidden, 0.0)  # masked states may be NaN
-    tau = batch.temperature
+    tokens, tau = tokens_of(inputs), inputs.temperatures()
+    tokens.statistics = statistics
+    if importance_weights is not None:
+        tokens.importance_weights = importance_weights.double()
+    hidden = torch.where(tokens.mask[:, None], hidden, 0.0)  # masked states may be NaN
 
     def logprobs() -> tuple[Tensor, Tensor]:
         options: Any = {"temperature": tau, "softcap": softcap, "chunk_tokens": chunk or None}
-        return linear_token_logprobs(hidden, weight, batch.targets, **options)
+        return linear_token_logprobs(hidden, weight, tokens.targets, **options)
 
-    def of_logits(*of: Any) -> Tensor:
-        of_part = partial(loss_of_logits, *of)
+    def of_logits() -> Tensor:
+        of_part = partial(loss_of_logits, inputs, tokens)
         return torch.stack(by_chunks(hidden, weight, of_part, tau, softcap)).sum(0)
 
-    sums = by_function(terms, batch, logprobs, of_logits)
+    sums = by_function(inputs, tokens, logprobs, of_logits)
     return sums[0].to(real_dtype(hidden.dtype)), sums.detach()
 
 
@@ -348,16 +343,12 @@ class _LinearLoss(LossFunction):
     ) -> Tensor:
         rows, index, mask = hidden, None, inputs.mask
         # On a GPU the host waits for the number of rows that are left out.
-        if mask is not None or not is_gpu(hidden.device):
+        if mask is not None or not dispatch.is_gpu(hidden.device):
             read = inputs.needed_rows().nonzero()[:, 0]
             if len(read) < len(hidden):
                 index, rows = read, hidden.index_select(0, read)
                 # tokens and dropped_tokens
                 total[1:3] += (len(hidden) if mask is None else mask.sum()) - len(read)
-        if inputs.needs_sequence_ratio:
-            inputs.check_values()
-            logprobs, _ = linear_logprobs(rows, weight, inputs, chunk, softcap, index)
-            inputs.set_ratio(logprobs, index)
         chunks = Chunks(rows, weight, chunk, softcap, needed)
         for start, stop, logits in chunks:
             gradient = chunks.gradient(start, stop) if any(needed) else None
@@ -402,20 +393,6 @@ def linear_token_logprobs(
     return logprobs, entropy
 
 
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    rows: TokenRows,
-    chunk: int,
-    softcap: float,
-    index: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    values = new_logprobs(hidden)
-    for start, stop, logits in Chunks(hidden, weight, chunk, softcap):
-        rows.logprobs(logits, [x[start:stop] for x in values], start, index)
-    return values
-
-
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -423,7 +400,10 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows.save(ctx, hidden, weight)
         ctx.chunk, ctx.softcap = chunk, softcap
-        return linear_logprobs(hidden, weight, rows, chunk, softcap)
+        values = new_logprobs(hidden)
+        for start, stop, logits in Chunks(hidden, weight, chunk, softcap):
+            rows.run("token_logprobs", logits, start, None, *(x[start:stop] for x in values))
+        return values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -2,7 +2,7 @@
 checked in C++, on a CPU; a GPU would wait. csrc/token_loss.h has the records."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
@@ -145,7 +145,7 @@ _SLOTS = {
     "token_logprobs_backward": "grad_logprobs:Pr{C} grad_entropy:Pr{C} gradient:Mg{C}V",
     "token_loss": "cu_seqlens:Pqs advantages:Nx{A} advantages_by_token:?-{A} "
     "importance_weights:nx{W} weights_by_token:?-{W} old_logprobs:nxT ref_logprobs:nxT "
-    "denominator:/-{D} denominator:nx counts:nxS sequence_log_ratio:nxS sums:Pd total:pr "
+    "denominator:/-{D} denominator:nx counts:nxS sums:Pd total:pr "
     "gradient:mg{C}V num_sequences:=-S",
 }
 _PER_TOKEN = {True: "T", False: "S", None: "A"}
@@ -254,14 +254,9 @@ class TokenRows:
         check_values("targets", self.targets, wanted, wrong, self.mask, "token ")
 
     def temperatures(self) -> Tensor:
-        """Return them as [T] float64; check their values on a CPU."""
-        return token_temperature(self.temperature, len(self), self.device, self.mask)
-
-    def logprobs(
-        self, logits: Tensor, to: Sequence[Tensor], first: int = 0, index: Tensor | None = None
-    ) -> None:
-        """Write log-probs and entropies [C]; of a masked token any number."""
-        self.run("token_logprobs", logits, first, index, *to)
+        """Return them as [T] float64, 1 for a masked token; check their values on a CPU."""
+        tau = token_temperature(self.temperature, len(self), self.device, self.mask)
+        return tau if self.mask is None else tau.where(self.mask, 1.0)
 
     def save(self, ctx: Any, *tensors: Tensor) -> None:
         """Save tensors for a backward pass, which raises where these, targets or temperatures have
@@ -285,7 +280,6 @@ class LossInputs(TokenRows):
     importance_weights: Tensor | None = None
     importance_weights_per_token: bool | None = None
     denominator: float | Tensor | None = None
-    ratio: Tensor | None = None  # [S], if the loss needs it
 
     def __post_init__(self) -> None:
         if self.terms.kl_coef and self.ref_logprobs is None:
@@ -360,25 +354,8 @@ class LossInputs(TokenRows):
         by_token = self.advantages_per_token, self.importance_weights_per_token
         return (*terms.of_plan, *by_token), (
             *(self.cu_seqlens, self.advantages, self.importance_weights, self.old_logprobs),
-            *(self.ref_logprobs, self.denominator, counts, self.ratio),
+            *(self.ref_logprobs, self.denominator, counts),
         )
-
-    @property
-    def needs_sequence_ratio(self) -> bool:
-        return self.terms.spec.by_sequence and self.old_logprobs is not None
-
-    def set_ratio(self, logprobs: Tensor, index: Tensor | None = None) -> None:
-        """Compute each response's mean log-ratio over tokens that are not masked, from the
-        log-probs of all tokens, or of those of an ascending index that are not masked."""
-        assert self.old_logprobs is not None
-        old, keep, bounds = self.old_logprobs.detach(), self.mask, self.cu_seqlens
-        if index is not None:
-            old, keep, bounds = old[index], None, torch.searchsorted(index, bounds)
-        difference, lengths = (logprobs - old.to(logprobs.dtype)).double(), bounds.diff()
-        keep = torch.ones_like(difference, dtype=torch.bool) if keep is None else keep
-        sums = sequence_sums(difference.where(keep, 0.0), lengths)
-        means = sums / sequence_sums(keep.double(), lengths).clamp_min(1)
-        self.ratio = means.to(logprobs.dtype).double()
 
     def by_tokens(self, x: Tensor, by_token: bool | None = False) -> Tensor:
         """Repeat one number per response [S] for each of its tokens [T], unless it has its own."""
@@ -397,19 +374,12 @@ class LossInputs(TokenRows):
         return factors * weights, weights
 
     def needed_rows(self) -> Tensor:
-        """Return which rows of logits [T] the kernel reads: those with a gradient, and with a ratio
-        of responses also the others of their response."""
+        """Return which rows of logits [T] have a gradient: the kernel reads no others."""
         (factors, _), terms, counted = self.factors(), self.terms, self.mask
         self.temperatures()
         if counted is None:
             counted = torch.ones_like(factors, dtype=torch.bool)
-        if terms.kl_coef or terms.entropy_coef:
-            return counted
-        needed = counted & (factors != 0)
-        if self.needs_sequence_ratio:
-            has_gradient = sequence_sums(needed.double(), self.cu_seqlens.diff()) > 0
-            needed = counted & self.by_tokens(has_gradient)
-        return needed
+        return counted if terms.kl_coef or terms.entropy_coef else counted & (factors != 0)
 
 
 # --- checks of arguments

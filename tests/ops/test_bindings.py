@@ -52,7 +52,7 @@ def test_a_planned_call_takes_only_arguments_as_its_kernel_reads_them():
     ones, bounds = torch.ones, torch.tensor([0, 2, 3])
     made = [torch.zeros(10, dtype=torch.float64), torch.zeros(()), None]
     given = [ones(3, 4), 0, None, torch.tensor([1, 0, 2]), 1.0, None, bounds, ones(2), None]
-    given += [ones(3), None, None, None, None, *made]
+    given += [ones(3), None, None, None, *made]
     how = False, torch.float32, torch.float32, "T", *LossTerms().of_plan
 
     def run(change, *by_token):

@@ -109,7 +109,6 @@ class Logits:
             **{name: partial(self.checked, name, side) for name, side in compared.items()},
             "copy": lambda: partial(case.working.copy_, case.source),
             "ours, no gradient": lambda: partial(token_logprobs, case.source, case.targets),
-            "ours, gspo": lambda: partial(case.ours, loss="gspo"),
             "ours, sapo (a function)": lambda: partial(case.ours, loss="sapo"),
             "ours, with entropy and KL": lambda: partial(
                 case.ours, entropy_coef=0.01, kl_coef=0.1, ref_logprobs=case.old

@@ -200,7 +200,7 @@ def test_gradients_round_to_every_float16_number():
 
 def test_results_are_bitwise_repeatable_on_any_number_of_threads():
     e = in_float32(small_example(vocab=20_000))
-    e |= {"kl_coef": 0.1, "entropy_coef": 0.05, "loss": "gspo"}
+    e |= {"kl_coef": 0.1, "entropy_coef": 0.05, "loss": "ppo"}
     found = []
     for _ in on_threads(1, 2, 3, 3):
         loss, gradient, metrics = computed("kernel", **e)
@@ -215,7 +215,7 @@ OPTIONS = [
     {"loss": "ppo", "aggregation": "seq_mean_token_mean"},
     {"loss": "ppo", "kl_coef": 0.1, "entropy_coef": 0.05, "dual_clip": 3.0},
     {"loss": "cispo", "kl_coef": 0.1, "kl": "k2"},
-    {"loss": "gspo", "aggregation": "seq_mean_token_sum", "denominator": 11.0},
+    {"loss": "ppo", "aggregation": "seq_mean_token_sum", "denominator": 11.0},
 ]
 # Functions on token_logprobs, whose values do not depend on the choice of one of several nearly
 # equal tokens.

@@ -192,11 +192,6 @@ class LossSettings(LossTerms):
         """Whether a token's loss depends on other responses of the update."""
         return bool(self.masks or self.spec.statistics or self.siren)
 
-    def has_gradient(self, advantages: Tensor, teacher_weights: Tensor) -> Tensor:
-        if self.siren or self.needs_every_token:
-            return torch.ones_like(advantages, dtype=torch.bool)
-        return (advantages != 0) | (self.divergence_coef * teacher_weights != 0)
-
 
 REFERENCE = "the reference policy's numbers are"
 Draw = tuple[int, int]  # the step and the update within it, for losses that draw tokens
@@ -293,12 +288,8 @@ class Learner:
         of_loss, refuse = plans[-1].own, partial(self._refuse, plans, when)
         how = self.model, self.optimizer, lr, self.clip_grad, refuse
         grad_norm, (found, *read) = take_step(*how, sums, *of_loss.values())
-        if self.teacher_ema and self.reference is not None:
-            copies = zip(self.reference.parameters(), self.model.parameters(), strict=True)
-            with torch.no_grad():
-                for copy, new in copies:
-                    if new.requires_grad:  # the others are the policy's own
-                        copy.add_(new - copy, alpha=self.teacher_ema)
+        if self.teacher_ema:
+            self.set_reference(self.teacher_ema)
         *of_tokens, num_tokens = found.tolist()
         own = {name: value.item() for name, value in zip(of_loss, read, strict=True)}
         if "siren_anchor" in own:
@@ -329,14 +320,20 @@ class Learner:
             settings = settings.of_masked if settings.spec.masks else settings
         # broadcast: ranks must agree on which samples have a gradient
         packer = self.passes.packer(samples, self.ranks.from_first(advantages.clone()))
-        weights = torch.ones(len(samples.rollouts))
-        if samples.teacher_prompts is not None and settings.divergence_coef:
+        learns, all_learn = (
+            packer.host_advantages != 0,
+            settings.siren or settings.needs_every_token,
+        )
+        if samples.teacher_prompts is None:
+            all_learn = all_learn or settings.divergence_coef
+        elif settings.divergence_coef:
             given = samples.teacher_weights  # in the place of advantages
             given = torch.ones_like(advantages) if given is None else given
             teacher = self.passes.packer(Samples(samples.teacher_prompts, samples.rollouts), given)
-            packer, weights = replace(packer, teacher=teacher), teacher.host_advantages
-        lengths, of_host = packer.lengths[sequences], (packer.host_advantages, weights)
-        has_gradient = settings.has_gradient(*(x[sequences] for x in of_host)) & (lengths > 0)
+            packer = replace(packer, teacher=teacher)
+            learns |= teacher.host_advantages != 0
+        lengths = packer.lengths[sequences]
+        has_gradient = (learns[sequences] | bool(all_learn)) & (lengths > 0)
         denominator = settings.denominator(lengths)
         return Plan(packer, sequences[has_gradient], denominator, settings, **found, own=own)
 
@@ -478,10 +475,15 @@ class Learner:
         if self.critic is not None:
             self.critic.start_from(self.model)
 
-    def set_reference(self) -> None:
-        """Copy the policy into the reference policy, unless that is a teacher."""
+    @torch.no_grad()
+    def set_reference(self, share: float = 1.0) -> None:
+        """Move the reference policy by this share of the way to the policy, unless it is another
+        checkpoint."""
         if self.reference is not None and self.copies_policy:
-            self.reference.load_state_dict(self.model.state_dict())
+            pairs = zip(self.reference.parameters(), self.model.parameters(), strict=True)
+            for own, new in pairs:
+                if new.requires_grad:  # the others are the policy's
+                    own.copy_(new if share == 1 else own.add(new - own, alpha=share))
 
     def _refuse(self, plans: list[Plan], when: str, loss: float, grad_norm: float) -> NoReturn:
         name = find_nonfinite(dict(self.model.named_parameters()))

@@ -106,7 +106,6 @@ class GroupObjective(Objective):
             expects_binary=row.for_binary,
             parts="reward_parts" in row.inputs,
             texts="texts" in row.inputs,
-            components="components" in row.inputs,
             token_weights=self.per_token,
             logprob_passes=sum(passes.get(name, 0) for name in row.inputs),
         )

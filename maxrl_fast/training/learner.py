@@ -320,10 +320,8 @@ class Learner:
             settings = settings.of_masked if settings.spec.masks else settings
         # broadcast: ranks must agree on which samples have a gradient
         packer = self.passes.packer(samples, self.ranks.from_first(advantages.clone()))
-        learns, all_learn = (
-            packer.host_advantages != 0,
-            settings.siren or settings.needs_every_token,
-        )
+        learns = packer.host_advantages != 0
+        all_learn = settings.siren or settings.needs_every_token
         if samples.teacher_prompts is None:
             all_learn = all_learn or settings.divergence_coef
         elif settings.divergence_coef:

@@ -232,8 +232,8 @@ _OPTIONS |= {"loss", "rollout", "seed", "sharding"}
 
 
 class _GivenTexts(TextTask):
-    name, fingerprint, reward, answer_limit = "texts of a session", "", None, None
-    prompt_length, max_new_tokens, num_test_prompts, has_demonstrations = 1, 256, 1, False
+    name = "texts of a session"
+    prompt_length, max_new_tokens, num_test_prompts = 1, 256, 1
 
 
 @dataclass(frozen=True)

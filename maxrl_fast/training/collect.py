@@ -44,7 +44,6 @@ class Needs:
     answers: bool = False  # probabilities of reference answers, in place of each response's own
     token_weights: bool = False  # a factor per token in the loss
     critic: bool = False  # a value function of the state before each token, trained with the policy
-    logprob_passes: int = 0  # forward passes over a step's samples, in addition to the loss's own
 
 
 @dataclass(frozen=True)

@@ -387,26 +387,26 @@ class Learner:
         settings, num_ranks = plan.settings, self.ranks.size
         teacher_hidden = self._teacher_hidden(batch) if settings.divergence_coef else None
         hidden = run_batch(self._module, batch, self.dtype)  # [T, H]
-        advantages, has_weights = batch.advantages, batch.importance_weights is not None
-        if batch.importance_weights is not None:
-            advantages = batch.by_token(advantages) * batch.importance_weights
-        weight, scaling = self.model.output_matrix, self.model.scaling(settings.temperature)
+        advantages, weights = batch.advantages, batch.importance_weights
+        if weights is not None:
+            advantages = batch.by_token(advantages) * weights
+        matrix, scaling = self.model.output_matrix, self.model.scaling(settings.temperature)
         # scaling the loss would cost a pass over its gradients
         denominator = plan.denominator / num_ranks
         inputs = LossInputs(
-            *((len(hidden), len(weight)), hidden.device, batch.targets, scaling["temperature"]),
+            *((len(hidden), len(matrix)), hidden.device, batch.targets, scaling["temperature"]),
             mask=None,
             terms=settings,
             advantages=advantages,
             cu_seqlens=batch.cu_seqlens,
-            advantages_per_token=has_weights,
+            advantages_per_token=weights is not None,
             old_logprobs=batch.old_logprobs,
             ref_logprobs=batch.ref_logprobs if settings.kl_coef else None,
             denominator=denominator,
         )
         at, statistics = batch.target_index, plan.statistics
         loss, computed = loss_of_hidden(
-            *(hidden, weight, inputs, scaling["softcap"]),
+            *(hidden, matrix, inputs, scaling["softcap"]),
             importance_weights=batch.sampler_weights,
             statistics=None if statistics is None else statistics[at],
         )

@@ -216,7 +216,6 @@ class RunContext:
             state,
             critic,
             copies_policy=self.copies_policy,
-            teacher_ema=config.loss.teacher_ema,
         )
 
     @cached_property

@@ -168,6 +168,7 @@ class LossSettings(LossTerms):
     # delta of near_responses, whose tokens have a policy gradient; None: all have
     sequence_mask: float | None = None
     seed: int = 0  # of losses that draw tokens
+    teacher_ema: float = 0.0  # by which the reference follows the policy in each update
 
     def denominator(self, lengths: Tensor) -> float:
         if self.aggregation == "token_mean":
@@ -247,7 +248,6 @@ class Learner:
     objective_state: dict[str, Tensor] = field(default_factory=dict)
     critic: Critic | None = None
     copies_policy: bool = True  # the reference is the policy at an earlier time, not a teacher
-    teacher_ema: float = 0.0  # by which the reference follows the policy in each update
 
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module
@@ -288,8 +288,8 @@ class Learner:
         of_loss, refuse = plans[-1].own, partial(self._refuse, plans, when)
         how = self.model, self.optimizer, lr, self.clip_grad, refuse
         grad_norm, (found, *read) = take_step(*how, sums, *of_loss.values())
-        if self.teacher_ema:
-            self.set_reference(self.teacher_ema)
+        if self.settings.teacher_ema:
+            self.set_reference(self.settings.teacher_ema)
         *of_tokens, num_tokens = found.tolist()
         own = {name: value.item() for name, value in zip(of_loss, read, strict=True)}
         if "siren_anchor" in own:

@@ -73,7 +73,7 @@ class TeacherPrompts:
         the group. A rollout without one has the policy's, and the weight 0."""
         asked, device = names_asked(self.source), batch.rewards.device
         rollouts = self._rollouts(batch) if asked else [NOTHING] * len(batch.prompts)
-        count = len(rollouts) // len(batch.prompts)
+        count = batch.num_rollouts if asked else 1
         ids = batch.prompts.ids.cpu().repeat_interleave(count)
         keys = sample_keys(self.seed, batch.step, ids, torch.arange(len(ids)) % count)
         draws = uniforms(keys, -1).tolist()  # those of tokens have the positions from 0 on

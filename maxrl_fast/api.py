@@ -232,8 +232,8 @@ _OPTIONS |= {"loss", "rollout", "seed", "sharding"}
 
 
 class _GivenTexts(TextTask):
-    name, fingerprint, reward, answer_limit = "texts of a session", "", None, None
-    prompt_length, max_new_tokens, num_test_prompts, has_demonstrations = 1, 256, 1, False
+    name = "texts of a session"
+    prompt_length, max_new_tokens, num_test_prompts = 1, 256, 1
 
 
 @dataclass(frozen=True)
@@ -298,8 +298,8 @@ class Session:
         ranks = Ranks.of_environment()
         _connect(resolve_device(config.run.device))
         if is_text := is_dataset(config.chosen.task):  # without data, or a teacher's
-            config = config.replace(sft_steps=0, eval_prompts=None, teacher_prompt=None)
-            config = config.replace(teacher_template=None, teacher_ema=0.0)
+            none = dict.fromkeys(("eval_prompts", "teacher_prompt", "teacher_template"))
+            config = config.replace(sft_steps=0, teacher_ema=0.0, **none)
 
         def make_task(found: Config) -> Any:
             folder = saved.directory if saved else found.model.directory

@@ -28,6 +28,7 @@ from runner import (
     TokenRun,
     build,
     cell,
+    check_least,
     flags_of,
     maze_options,
     measure_all,
@@ -139,6 +140,7 @@ class SelfDistillationSettings(MazeSettings):
 
 
 def experiment(settings: SelfDistillationSettings) -> dict[str, Any]:
+    check_least(settings, seeds=1, tokens=1, eval_mazes=1)
     task = {"task": f"{Path(__file__).resolve()}:OpenMazes", "maze_size": settings.maze_size}
     seeds = range(settings.seed, settings.seed + settings.seeds)
     common: dict[str, Any] = {**POLICY, "steps": 0, "sft-steps": settings.sft_steps}

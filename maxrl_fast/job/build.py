@@ -39,7 +39,7 @@ from maxrl_fast.training.learner import Critic, Learner, LossSettings, critic_mo
 from maxrl_fast.training.objectives.group import Objective
 from maxrl_fast.training.passes import check_engine, check_exact, distribute, is_sharded, shard
 from maxrl_fast.training.schedule import Schedules
-from maxrl_fast.training.teacher import TeacherPrompts, names_asked
+from maxrl_fast.training.teacher import TeacherPrompts
 from maxrl_fast.training.trainer import Trainer, WarmStart
 
 
@@ -181,7 +181,7 @@ class RunContext:
         loss, is_needed = self.config.loss, self.objective.needs.reference
         # with another prompt the policy itself, as it is at each step, is the teacher
         has_other = self.teacher or (loss.teacher_prompt and not loss.teacher_ema)
-        return bool((loss.kl_coef or is_needed) and not (has_other or loss.reference))
+        return bool(loss.kl_coef or is_needed) and not has_other
 
     @cached_property
     def copies(self) -> tuple[PolicyModel | None, PolicyModel | None]:  # reference, critic
@@ -216,7 +216,6 @@ class RunContext:
             state,
             critic,
             copies_policy=self.copies_policy,
-            teacher_ema=config.loss.teacher_ema,
         )
 
     @cached_property
@@ -256,9 +255,6 @@ class RunContext:
             scorer = Scorer(self.task, None)
         elif source == "vote":
             scorer = Scorer(self.task, MajorityVote(self.task.answer))
-        # of all ranks, for checkpoints and the teacher
-        if options.ahead or names_asked(config.loss.teacher_prompt):
-            needs = replace(needs, components=True)
         if options.ahead:  # its collective operations and its time are its own
             ranks, clock = ranks.copied(), Stopwatch(parent=clock)
         return RolloutCollector(

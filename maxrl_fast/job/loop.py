@@ -5,7 +5,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -30,7 +29,6 @@ from maxrl_fast.job.run_files import RunFiles
 from maxrl_fast.job.screen import Screen
 from maxrl_fast.records import Prompts, Samples
 from maxrl_fast.runtime.files import RunFolder
-from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks import Task, response_texts
 from maxrl_fast.training.collect import CPU, RolloutBatch
 from maxrl_fast.training.trainer import StepRecord, summary
@@ -112,24 +110,18 @@ def verdict(evaluations: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def rollout_records(
-    task: Task, batch: RolloutBatch, advantages: Tensor, count: int, ranks: Ranks
+    task: Task, batch: RolloutBatch, advantages: Tensor, count: int
 ) -> list[dict[str, Any]]:
-    """Return `count` >= 1 rollouts of a step as lines of rollouts.jsonl, group by group; none if
-    not on the first rank. All ranks must call this. `advantages` [S] are the update's."""
+    """Return `count` >= 1 rollouts of a step as lines of rollouts.jsonl, group by group.
+    `advantages` [S] are the update's."""
     samples = Samples(batch.prompts, batch.raw_rollouts).to(CPU)
     num, lengths = batch.num_rollouts, samples.rollouts.lengths.tolist()
     sequences = [g * num + i for g in first_groups(samples.prompts) for i in range(num)]
     if batch.frac_drawn < 1:
         sequences = [s for s in sequences if lengths[s]]
     del sequences[count:]
-    own = {s: parts for s in sequences if (parts := batch.components[s])}
-    components: list[dict[str, float]] = [{} for _ in lengths]
-    for s, parts in chain(*ranks.values([*own.items()])):
-        components[s] = parts
-    if not ranks.is_first:
-        return []
     rewards = batch.task_rewards.masked_fill(~batch.has_reward, torch.nan).flatten()
-    records = [*sample_records(task, samples, rewards.cpu(), components, sequences)]
+    records = [*sample_records(task, samples, rewards.cpu(), batch.components, sequences)]
     for record, x in zip(records, advantages.detach()[sequences].tolist(), strict=True):
         record["advantage"] = None if record["reward"] is None else finite(x)
     return [{"step": batch.step, **record} for record in records]
@@ -207,8 +199,8 @@ class RunLoop:
 
     def _keep(self, n: int, record: StepRecord) -> None:
         batch, progress, run = record.batch, self.progress, self.context
-        if count := run.config.evaluation.keep_rollouts:
-            for rollout in rollout_records(run.task, batch, record.advantages, count, self.ranks):
+        if (count := run.config.evaluation.keep_rollouts) and self.ranks.is_first:
+            for rollout in rollout_records(run.task, batch, record.advantages, count):
                 self.files.write("rollouts", rollout)
         self.files.write("metrics", record.metrics)
         if batch.warning:

@@ -75,9 +75,10 @@ def outcome_of(value: Any) -> Outcome:
                 number = _number(part, f"component {name!r}")
                 components |= {} if number is None else {str(name): number}
         if own in value:
-            return Outcome(components.pop(own, None), components, text=said)
-        total = sum(components.values()) if components else None
-        return Outcome(_number(total, "a reward"), components, text=said)
+            reward = components.pop(own, None)
+        else:
+            reward = _number(sum(components.values()) if components else None, "a reward")
+        return Outcome(reward, components, text=said)
     except KeyboardInterrupt:  # in the trainer, where it ends the run
         raise
     except InvalidReward as error:

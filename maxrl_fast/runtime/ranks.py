@@ -85,7 +85,7 @@ class Ranks:
 
     def values(self, value: Any) -> list[Any]:
         line = torch.frombuffer(bytearray(json.dumps(value).encode() + b"\n"), dtype=torch.uint8)
-        return [json.loads(x) for x in bytes(self.concatenate(line).tolist()).splitlines()]
+        return [json.loads(x) for x in self.concatenate(line).numpy().tobytes().splitlines()]
 
     def wait_for_all(self) -> None:
         if self.size > 1:

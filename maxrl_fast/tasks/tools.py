@@ -120,8 +120,7 @@ class Episode:
     calls: list[ToolCall] = field(default_factory=list)  # of the turn
     replies: list[str] = field(default_factory=list)  # to the first of them
     num_turns: int = 0
-    tool_errors: float = 0.0
-    last_error: str | None = None  # what a tool said
+    errors: list[str] = field(default_factory=list)  # of tools
     outcome: Outcome | None = None  # once it has failed or ended
 
 
@@ -162,8 +161,8 @@ class ToolEpisodes:
         for episode in self._episodes:
             outcome = episode.outcome or Outcome(0.0)
             # a component of this name is the user's
-            components = {"tool_errors": episode.tool_errors, **outcome.components}
-            said = outcome.text or episode.last_error
+            components = {"tool_errors": float(len(episode.errors)), **outcome.components}
+            said = outcome.text or "".join(episode.errors[-1:])
             found.append(outcome._replace(components=components, text=said))
         return found
 
@@ -187,9 +186,7 @@ class ToolEpisodes:
                     episode.outcome = failure("invalid", OTHER_TEXT)
             else:
                 episode.replies.append(outcome.text or "")
-                if outcome.components:
-                    episode.tool_errors += 1
-                    episode.last_error = outcome.text
+                episode.errors += episode.replies[-1:] * bool(outcome.components)
             if word != "end":
                 self._advance(episode)
 
@@ -202,8 +199,7 @@ class ToolEpisodes:
                 self._request(episode, "call", [call.name, call.arguments])
                 return
             replies.append(call.error)
-            episode.tool_errors += 1
-            episode.last_error = call.error
+            episode.errors.append(call.error)
         if episode.turn is not None:
             is_last = self._is_ending or episode.outcome is not None or not episode.calls
             chat = self._task.conversation

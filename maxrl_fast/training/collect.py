@@ -41,11 +41,9 @@ class Needs:
     expects_binary: bool = False  # the same, but others are computable and only a warning
     parts: bool = False  # each of several rewards, not only their sum
     texts: bool = False  # the responses as text
-    components: bool = False  # of the rewards of all ranks, and their messages
     answers: bool = False  # probabilities of reference answers, in place of each response's own
     token_weights: bool = False  # a factor per token in the loss
     critic: bool = False  # a value function of the state before each token, trained with the policy
-    logprob_passes: int = 0  # forward passes over a step's samples, in addition to the loss's own
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,7 @@ class RolloutBatch(Samples):
     # [any number, N] of all sampled groups, also replaced ones; NaN if not known or not drawn
     all_rewards: Tensor
     num_tokens: int  # of all sampled responses, not counting greedy ones
-    # [S], {} for other ranks' samples, unless the objective needs them
-    components: Annotated[tuple[dict[str, float], ...], SEQUENCE]
+    components: Annotated[tuple[dict[str, float], ...], SEQUENCE]  # [S], of the rewards
     # [G, N] bool, whose reward is known; None: all. A rollout that was not drawn has no tokens
     valid: Annotated[Tensor | None, PROMPT] = None
     greedy_rewards: Annotated[Tensor | None, PROMPT] = None  # [G], of greedy responses
@@ -108,7 +105,7 @@ class RolloutBatch(Samples):
     masks_truncated: bool = False  # their tokens are not in the loss
     sampled_after: int | None = None  # the step whose weights sampled it
     num_new: int | None = None  # prompts that are not of an earlier step; None: all
-    # [S], as the components: what the check of each response said; None: a checkpoint of before
+    # [S], what the check of each response said; None: a checkpoint of before
     messages: Annotated[tuple[str, ...] | None, SEQUENCE] = None
 
     @property
@@ -146,10 +143,15 @@ class RolloutBatch(Samples):
         """Return a sample that was not drawn, of a batch of one to each prompt."""
         one = self.select(torch.zeros(1, dtype=torch.int64, device=self.rewards.device))
         none, rewards = Rollouts.given([[]]).to(self.rewards.device), one.rewards * torch.nan
-        own: dict[str, Any] = {"raw_rollouts": none, "rollouts": none, "components": ({},)}
-        own |= {"rewards": rewards, "drawn_by": torch.zeros_like(rewards, dtype=torch.int64)}
-        own["messages"] = ("",)
-        return replace(one, **own)
+        return replace(
+            one,
+            raw_rollouts=none,
+            rollouts=none,
+            rewards=rewards,
+            drawn_by=torch.zeros_like(rewards, dtype=torch.int64),
+            components=({},),
+            messages=("",),
+        )
 
 
 @dataclass(frozen=True)
@@ -240,8 +242,8 @@ class RolloutCollector:
         )
 
     def _finished(self, batch: RolloutBatch) -> RolloutBatch:
-        """Replace unknown rewards, and add what only the objective sees: the length penalty, the
-        texts, and all ranks' components."""
+        """Replace unknown rewards, and add what only the objective sees: the length penalty and the
+        texts."""
         valid, rewards, own = ~batch.rewards.isnan(), batch.rewards.nan_to_num(), dict[str, Any]()
         # a GPU is read only where rewards can be unknown
         if batch.warning or (self.schedule is not None and not bool(valid.all())):
@@ -256,11 +258,6 @@ class RolloutCollector:
             own["greedy_rewards"] = batch.greedy_rewards[:, 0]
         if self.needs.texts:
             own["texts"] = tuple(response_texts(self.task, batch.raw_rollouts))
-        if self.needs.components:
-            said = zip(batch.components, batch.messages or (), strict=True)
-            known = dict(chain(*self.ranks.values([(s, x) for s, x in enumerate(said) if any(x)])))
-            of_all = [known.get(s, ({}, "")) for s in range(len(batch.components))]
-            own["components"], own["messages"] = zip(*of_all, strict=True)
         return replace(batch, **own)
 
     def _sample(
@@ -282,18 +279,19 @@ class RolloutCollector:
         learned, answer_lengths, terms, greedy = rollouts, None, None, None
         with clock("reward"):
             if self.policy_reward is None:
-                rewards, components = ranks.concatenate(sampled.rewards), sampled.components
+                rewards, parts = ranks.concatenate(sampled.rewards), [*sampled.components]
             else:
                 scores = self.policy_reward.score(prompts, rollouts)
-                rewards, components = scores.rewards, tuple(scores.components[of_rank])
+                rewards, parts = scores.rewards, scores.components[of_rank]
                 learned, answer_lengths = scores.answered, scores.answer_lengths
-                for name, value in chain.from_iterable(map(dict.items, components)):
+                for name, value in chain.from_iterable(map(dict.items, parts)):
                     means.add(f"reward/{name}", value)
         rewards = rewards.view(shape)
+        said = ranks.values([*zip(parts, sampled.messages, strict=True)])
+        components, messages = zip(*chain(*said), strict=True)
         if needs.parts:  # NaN where one does not apply
-            of_own = [[x.get(name, torch.nan) for name in scorer.weights] for x in components]
-            terms = torch.tensor(of_own, dtype=torch.float32).to(rewards.device)
-            terms = ranks.concatenate(terms).view(*shape, -1)
+            rows = [[x.get(name, torch.nan) for name in scorer.weights] for x in components]
+            terms = torch.tensor(rows, dtype=torch.float32).to(rewards.device).view(*shape, -1)
         means.merge(scorer.pop_metrics())
         if needs.greedy:
             one = replace(request, num_samples=1, sampling=self.sampling.greedy, first_sample=0)
@@ -301,9 +299,6 @@ class RolloutCollector:
             greedy = found[:, None].repeat(1, count)
             rewards = rewards.masked_fill(greedy.isnan(), torch.nan)  # as if all had failed
         in_rounds = self.schedule is not None or isinstance(self.chosen, Carried)
-        parts: list[dict[str, float]] = [{} for _ in range(len(rollouts))]
-        parts[of_rank], messages = components, [""] * len(rollouts)
-        messages[of_rank] = sampled.messages
         return RolloutBatch(
             prompts=prompts,
             rollouts=learned,
@@ -314,8 +309,8 @@ class RolloutCollector:
             greedy_rewards=greedy,
             all_rewards=rewards,
             num_tokens=len(rollouts.tokens),
-            components=tuple(parts),
-            messages=tuple(messages),
+            components=components,
+            messages=messages,
             reward_terms=terms,
             term_weights=tuple(scorer.weights.values()),
             answer_lengths=answer_lengths,

@@ -168,6 +168,7 @@ class LossSettings(LossTerms):
     # delta of near_responses, whose tokens have a policy gradient; None: all have
     sequence_mask: float | None = None
     seed: int = 0  # of losses that draw tokens
+    teacher_ema: float = 0.0  # by which the reference follows the policy in each update
 
     def denominator(self, lengths: Tensor) -> float:
         if self.aggregation == "token_mean":
@@ -191,11 +192,6 @@ class LossSettings(LossTerms):
     def over_batch(self) -> bool:
         """Whether a token's loss depends on other responses of the update."""
         return bool(self.masks or self.spec.statistics or self.siren)
-
-    def has_gradient(self, advantages: Tensor, teacher_weights: Tensor) -> Tensor:
-        if self.siren or self.needs_every_token:
-            return torch.ones_like(advantages, dtype=torch.bool)
-        return (advantages != 0) | (self.divergence_coef * teacher_weights != 0)
 
 
 REFERENCE = "the reference policy's numbers are"
@@ -252,7 +248,6 @@ class Learner:
     objective_state: dict[str, Tensor] = field(default_factory=dict)
     critic: Critic | None = None
     copies_policy: bool = True  # the reference is the policy at an earlier time, not a teacher
-    teacher_ema: float = 0.0  # by which the reference follows the policy in each update
 
     def __post_init__(self) -> None:
         self._module = self.model if self.module is None else self.module
@@ -293,12 +288,8 @@ class Learner:
         of_loss, refuse = plans[-1].own, partial(self._refuse, plans, when)
         how = self.model, self.optimizer, lr, self.clip_grad, refuse
         grad_norm, (found, *read) = take_step(*how, sums, *of_loss.values())
-        if self.teacher_ema and self.reference is not None:
-            copies = zip(self.reference.parameters(), self.model.parameters(), strict=True)
-            with torch.no_grad():
-                for copy, new in copies:
-                    if new.requires_grad:  # the others are the policy's own
-                        copy.add_(new - copy, alpha=self.teacher_ema)
+        if self.settings.teacher_ema:
+            self.set_reference(self.settings.teacher_ema)
         *of_tokens, num_tokens = found.tolist()
         own = {name: value.item() for name, value in zip(of_loss, read, strict=True)}
         if "siren_anchor" in own:
@@ -329,14 +320,18 @@ class Learner:
             settings = settings.of_masked if settings.spec.masks else settings
         # broadcast: ranks must agree on which samples have a gradient
         packer = self.passes.packer(samples, self.ranks.from_first(advantages.clone()))
-        weights = torch.ones(len(samples.rollouts))
-        if samples.teacher_prompts is not None and settings.divergence_coef:
+        learns = packer.host_advantages != 0
+        all_learn = settings.siren or settings.needs_every_token
+        if samples.teacher_prompts is None:
+            all_learn = all_learn or settings.divergence_coef
+        elif settings.divergence_coef:
             given = samples.teacher_weights  # in the place of advantages
             given = torch.ones_like(advantages) if given is None else given
             teacher = self.passes.packer(Samples(samples.teacher_prompts, samples.rollouts), given)
-            packer, weights = replace(packer, teacher=teacher), teacher.host_advantages
-        lengths, of_host = packer.lengths[sequences], (packer.host_advantages, weights)
-        has_gradient = settings.has_gradient(*(x[sequences] for x in of_host)) & (lengths > 0)
+            packer = replace(packer, teacher=teacher)
+            learns |= teacher.host_advantages != 0
+        lengths = packer.lengths[sequences]
+        has_gradient = (learns[sequences] | bool(all_learn)) & (lengths > 0)
         denominator = settings.denominator(lengths)
         return Plan(packer, sequences[has_gradient], denominator, settings, **found, own=own)
 
@@ -392,26 +387,26 @@ class Learner:
         settings, num_ranks = plan.settings, self.ranks.size
         teacher_hidden = self._teacher_hidden(batch) if settings.divergence_coef else None
         hidden = run_batch(self._module, batch, self.dtype)  # [T, H]
-        advantages, has_weights = batch.advantages, batch.importance_weights is not None
-        if batch.importance_weights is not None:
-            advantages = batch.by_token(advantages) * batch.importance_weights
-        weight, scaling = self.model.output_matrix, self.model.scaling(settings.temperature)
+        advantages, weights = batch.advantages, batch.importance_weights
+        if weights is not None:
+            advantages = batch.by_token(advantages) * weights
+        matrix, scaling = self.model.output_matrix, self.model.scaling(settings.temperature)
         # scaling the loss would cost a pass over its gradients
         denominator = plan.denominator / num_ranks
         inputs = LossInputs(
-            *((len(hidden), len(weight)), hidden.device, batch.targets, scaling["temperature"]),
+            *((len(hidden), len(matrix)), hidden.device, batch.targets, scaling["temperature"]),
             mask=None,
             terms=settings,
             advantages=advantages,
             cu_seqlens=batch.cu_seqlens,
-            advantages_per_token=has_weights,
+            advantages_per_token=weights is not None,
             old_logprobs=batch.old_logprobs,
             ref_logprobs=batch.ref_logprobs if settings.kl_coef else None,
             denominator=denominator,
         )
         at, statistics = batch.target_index, plan.statistics
         loss, computed = loss_of_hidden(
-            *(hidden, weight, inputs, scaling["softcap"]),
+            *(hidden, matrix, inputs, scaling["softcap"]),
             importance_weights=batch.sampler_weights,
             statistics=None if statistics is None else statistics[at],
         )
@@ -478,10 +473,15 @@ class Learner:
         if self.critic is not None:
             self.critic.start_from(self.model)
 
-    def set_reference(self) -> None:
-        """Copy the policy into the reference policy, unless that is a teacher."""
+    @torch.no_grad()
+    def set_reference(self, share: float = 1.0) -> None:
+        """Move the reference policy by this share of the way to the policy, unless it is another
+        checkpoint."""
         if self.reference is not None and self.copies_policy:
-            self.reference.load_state_dict(self.model.state_dict())
+            pairs = zip(self.reference.parameters(), self.model.parameters(), strict=True)
+            for own, new in pairs:
+                if new.requires_grad:  # the others are the policy's
+                    own.copy_(new if share == 1 else own.add(new - own, alpha=share))
 
     def _refuse(self, plans: list[Plan], when: str, loss: float, grad_norm: float) -> NoReturn:
         name = find_nonfinite(dict(self.model.named_parameters()))

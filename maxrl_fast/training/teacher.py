@@ -2,10 +2,10 @@
 or what the group of a rollout has found (SDPO, Huebotter et al. 2026, arXiv:2601.20802)."""
 
 import inspect
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -59,21 +59,21 @@ class TeacherPrompts:
     def check(self) -> None:
         if self.source == "answer":
             check_answers(self.task, "--teacher-prompt answer")
-        names = ("answer", "sibling")
-        is_text = isinstance(self.task, TextTask)
-        if not is_text and (self.source not in names or self.template):
+        reads_tokens = self.source in ("answer", "sibling") and not self.template
+        if not (reads_tokens or isinstance(self.task, TextTask)):
             raise InputError(
                 "--teacher-prompt must be answer or sibling, without --teacher-template, for task "
                 f"{self.task.name}, whose prompts are not text, got {self.source}"
             )
         for i in range(getattr(self.task, "num_train_prompts", NUM_TRIED)):
-            self._made(i, self.task.prompts("train", i, 1), [NOTHING] * 2, 0, 0.0)
+            self._made(i, self.task.prompts("train", i, 1), [NOTHING] * 2)
 
     def __call__(self, batch: RolloutBatch) -> RolloutBatch:
         """Return the batch with what the teacher reads: a prompt for each rollout, if it depends on
         the group. A rollout without one has the policy's, and the weight 0."""
         asked, device = names_asked(self.source), batch.rewards.device
-        count, rollouts = (batch.num_rollouts, self._rollouts(batch)) if asked else (1, [])
+        rollouts = self._rollouts(batch) if asked else [NOTHING] * len(batch.prompts)
+        count = batch.num_rollouts if asked else 1
         ids = batch.prompts.ids.cpu().repeat_interleave(count)
         keys = sample_keys(self.seed, batch.step, ids, torch.arange(len(ids)) % count)
         draws = uniforms(keys, -1).tolist()  # those of tokens have the positions from 0 on
@@ -82,7 +82,7 @@ class TeacherPrompts:
             if s % count == 0:  # the task's, because prompts from other ranks have no columns
                 own, group = self.task.prompts("train", i, 1), rollouts[s : s + count]
             made = self._made(i, own, group, s % count, draws[s])
-            weights[s] = made is not None
+            weights[s] = bool(made)
             tokens.append(made or own.tokens.tolist())
         batch = replace(batch, teacher_prompts=Prompts(*pack(tokens), ids).to(device))
         if not asked:
@@ -91,47 +91,46 @@ class TeacherPrompts:
         return replace(batch, teacher_weights=weights.to(device), metrics=metrics)
 
     def _rollouts(self, batch: RolloutBatch) -> Group:
-        task, turns, said = self.task, batch.raw_rollouts.turns(), batch.messages
-        rewards, components = batch.task_rewards.flatten().tolist(), batch.components
-        found = list[dict[str, Any]]()
-        for s, parts in enumerate(turns):
-            tokens = parts[-1] if isinstance(task, TextTask) else [i for x in parts for i in x]
-            texts = [task.decode(tokens), said[s] if said else ""]
-            if isinstance(task, TextTask):  # what looks like a control token is none
-                texts = [*map(task.conversation.as_text, texts)]
-            values = texts[0], rewards[s], components[s], texts[1], tokens
-            found.append(dict(zip(NOTHING, values, strict=True)))
-        return found
+        task, turns = self.task, batch.raw_rollouts.turns()
+        # what looks like a control token is none
+        plain = task.conversation.as_text if isinstance(task, TextTask) else str
+        read = [x[-1] if isinstance(task, TextTask) else [*chain(*x)] for x in turns]
+        responses = map(plain, map(task.decode, read))
+        messages = map(plain, batch.messages or [""] * len(read))
+        rewards = batch.task_rewards.flatten().tolist()
+        found = zip(responses, rewards, batch.components, messages, read, strict=True)
+        return [dict(zip(NOTHING, x, strict=True)) for x in found]
 
     def _made(
-        self, i: int, prompt: Prompts, group: Group, index: int, draw: float
-    ) -> list[int] | None:
-        """Return what the teacher reads for rollout `index` of prompt i; None if it has none."""
+        self, i: int, prompt: Prompts, group: Group, index: int = 0, draw: float = 0.0
+    ) -> list[int]:
+        """Return what the teacher reads for rollout `index` of prompt i; nothing if it has none."""
         others = [x for j, x in enumerate(group) if j != index and x["reward"] > CORRECT]
-        sibling = others[int(draw * len(others))] if others else NOTHING
-        asked, task = names_asked(self.source), self.task
+        own, sibling = group[index], others[int(draw * len(others))] if others else NOTHING
+        asked, task, tokens = names_asked(self.source), self.task, list[int]()
         if isinstance(task, TextTask):
             assert prompt.columns is not None
-            own, columns = group[index] if group else NOTHING, dict(prompt.columns[0])
-            said = "" if own["reward"] > CORRECT else own["message"]
-            hints = {"sibling": sibling["response"], "feedback": said}
-            if self.source in TEMPLATES:
-                hint = str(hints.get(self.source, columns.get("answer", "")))
-                made = self._filled(columns["prompt"], hint) if hint else None
-            else:
-                given = {"group": group, "index": index}
+            columns, given = prompt.columns[0], {"group": group, "index": index}
+            hints = {
+                "answer": str(columns.get("answer", "")),
+                "sibling": sibling["response"],
+                "feedback": "" if own["reward"] > CORRECT else own["message"],
+            }
+            if (hint := hints.get(self.source)) is None:
                 made = self._called(i, columns | {name: given[name] for name in asked})
-            tokens = [] if made is None else task.encode_prompt(made, f"prompt {i}")
+            else:
+                made = hint and self._filled(columns["prompt"], hint)
+            tokens = task.encode_prompt(made, f"prompt {i}") if made else []
         elif self.source == "answer":
             assert isinstance(task, AnsweredTask)
             (answer,) = task.reference_answers(prompt, Rollouts.given([[]]))
             tokens = prompt.tokens.tolist() + answer.answer
-        else:
-            tokens = [] if sibling is NOTHING else sibling["tokens"] + prompt.tokens.tolist()
+        elif others:
+            tokens = sibling["tokens"] + prompt.tokens.tolist()
         if 0 < len(tokens) <= self.limit:
             return tokens
         if asked:  # no teacher, or a response that is too long for it
-            return None
+            return []
         raise InputError(
             f"--teacher-prompt must give prompts of 1 to {self.limit} tokens, which leave room for "
             f"the response, got {len(tokens)} for prompt {i}"
@@ -139,8 +138,8 @@ class TeacherPrompts:
 
     def _filled(self, own: Prompt, hint: str) -> Prompt:
         asked = own if isinstance(own, str) else own[-1]["content"]
-        values, form = {"{prompt}": asked, "{text}": hint}, self.template or TEMPLATES[self.source]
-        text = re.sub("{prompt}|{text}", lambda found: values[found[0]], form)
+        parts = (self.template or TEMPLATES[self.source]).split("{text}")
+        text = hint.join(part.replace("{prompt}", asked) for part in parts)
         return text if isinstance(own, str) else [*own[:-1], {**own[-1], "content": text}]
 
     def _called(self, i: int, arguments: dict[str, Any]) -> Prompt | None:

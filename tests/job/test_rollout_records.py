@@ -8,7 +8,6 @@ import torch
 from maxrl_fast import train
 from maxrl_fast.job.loop import first_groups, rollout_records
 from maxrl_fast.records import Rollouts, Samples
-from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, MazeTask
 from maxrl_fast.training.learner import Learner
 from tests.batches import collected, make_prompts
@@ -36,7 +35,7 @@ def test_a_record_has_the_numbers_of_its_own_rollout():
     step = collected(Samples(prompts, Rollouts.given(responses)), rewards * valid, valid, step=7)
     parts = tuple({"form": float(s)} if s % 2 else {} for s in range(12))
     object.__setattr__(step, "components", parts)
-    records = rollout_records(task, step, -torch.arange(12.0), 6, Ranks())
+    records = rollout_records(task, step, -torch.arange(12.0), 6)
     sequences = [num * order[0] + i for i in range(4)] + [num * order[1] + i for i in range(2)]
     for s, record in zip(sequences, records, strict=True):
         own = {"step": 7, "id": 10 + s // num, "response": task.decode(responses[s])}

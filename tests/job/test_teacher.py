@@ -76,18 +76,13 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path, teacher, capsys):
     assert "must have the policy's tokenizer" in " ".join(capsys.readouterr().err.split())
 
 
-REWARD = """
-def score(prompt, response):
-    return {"reward": len(response) % 2, "feedback": f"{len(response)} letters"}
-"""
-
-
 @pytest.mark.slow
 def test_the_feedback_of_a_reward_reaches_the_teacher(tmp_path, monkeypatch):
-    (tmp_path / "reward.py").write_text(REWARD)
+    code = "def f(response):\n    return {'reward': len(response) % 2, 'feedback': 'odd?'}\n"
+    (tmp_path / "reward.py").write_text(code)
     data = written(tmp_path / "data.jsonl", [{"prompt": f"{i}: say"} for i in range(40)])
     flags = f"--task dataset --data {data} --model {save_byte_level_policy(tmp_path)} --steps 4"
-    flags += f" --objective rloo --reward {tmp_path}/reward.py:score --kl full --kl-coef .1"
+    flags += f" --objective rloo --reward {tmp_path}/reward.py:f --kl full --kl-coef .1"
     flags += " --teacher-prompt feedback --ahead 1 --max-new-tokens 12 --prompts 4 --rollouts 4"
     flags += " --eval-prompts 2 --eval-samples 2 --reward-workers 1 --threads 1 --dtype float32"
     for step in resumes_bitwise(monkeypatch, tmp_path, flags.split(), "step 2"):

@@ -69,6 +69,8 @@ SCRIPTS = """
     pacs_ablations | --seeds 1 --maze-size 7 --sft-steps 20 --prompts 4 --steps 6 --eval-mazes 4
       --eval-samples 4 --methods pacs beta-10 | --steps 2 | must be a multiple of 6
     pacs_bandit | --seeds 1 --actions 3 --rollouts 2 | --actions 2 | must be above 2
+    self_distillation | --seeds 1 --sft-steps 20 --prompts 2 --tokens 100 --eval-mazes 2
+      | --tokens 0 | must be at least 1
     stopping | --seeds 1 --maze-size 7 --sft-steps 20 --tokens 300 --prompts 2 --evaluations 1
       --eval-mazes 4 --eval-samples 4 --training-mazes 8 --methods maxrl-stop | --methods best | of
     objectives_league | --maze-size 7 --sft-steps 40 --prompts 4 --tokens 300 --variance-steps 2
@@ -116,6 +118,7 @@ KNOWN = {
     "never_give_up": lambda x: sum(of for _, of in x["runs"][0]["solved_by_bin"]) == 4,
     # in groups of two psi is the gap between actions with rloo, and half of it with dr_grpo
     "pacs_bandit": lambda x: gaps(x) == pytest.approx([math.log(9), 2 * math.log(9)], rel=1e-4),
+    "self_distillation": lambda x: [one["steps"] > 0 for one in x["runs"]] == [False] + [True] * 13,
     "stopping": lambda x: 8 <= min(x["runs"][0]["draws"]) <= max(x["runs"][0]["draws"]) <= 128,
     "objectives_league": lambda x: x["runs"][0]["tokens"] == 0 < 300 <= x["runs"][1]["tokens"],
 }

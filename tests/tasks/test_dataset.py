@@ -333,39 +333,30 @@ def task(tmp_path, policy):
     return build_task("dataset", {"data": (data,)}, 0, policy, needs_reward=False)
 
 
-def test_the_teacher_reads_the_answer_or_what_a_function_returns(tmp_path, task):
-    prompts = task.prompts("train", 3, 5)
-    code = "def f(prompt, word, **others):\n    return f'{word}: {prompt}'\n"
-    (tmp_path / "teacher.py").write_text(code)
-    made = TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 100)
-    wanted = [f"apple: {line['prompt']}" for line in prompts.columns]
-    batch = collected(Samples(prompts, Rollouts.given([[1]] * 10)), torch.zeros(5, 2))
-    read = made(batch)
-    assert texts_of(task, read.teacher_prompts) == wanted
-    assert read.teacher_prompts.ids.tolist() == [3, 4, 5, 6, 7]
-    assert read.teacher_weights is None
-    made.check()
-    with refused("1 to 4 tokens, which leave room for the response"):
-        TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 4).check()
+FUNCTIONS = """
+def of_columns(prompt, word, **others):
+    return f"{word}: {prompt}"
 
-
-OF_GROUP = """
-def f(prompt, group, index, word, **columns):
+def of_group(prompt, group, index, word, **others):
     other = group[1 - index]
     if other["components"]:
         return f"{word} {prompt} {index} {other['response']} {other['reward']} {other['message']}"
+
+def fails(**columns):
+    return 1 / 0
 """
 
 
-def test_the_teacher_reads_what_the_group_has_found(tmp_path, task):
+def test_the_teacher_reads_what_the_group_has_found_or_what_a_function_returns(tmp_path, task):
     """What looks like a control token in it is text."""
-    (tmp_path / "teacher.py").write_text(OF_GROUP)
-    prompts, said = task.prompts("train", 3, 2), ["<|im_end|> 5", "no", "6", "7"]
+    file, said = tmp_path / "teacher.py", ["<|im_end|> 5", "no", "6", "7"]
+    file.write_text(FUNCTIONS)
     given = [[i for x in text for i in task.tokenizer(x)["input_ids"]] for text in said]
-    batch = collected(Samples(prompts, Rollouts.given(given)), torch.tensor([[1.0, 0], [0, 0.5]]))
+    samples = Samples(task.prompts("train", 3, 2), Rollouts.given(given))
+    batch = collected(samples, torch.tensor([[1.0, 0], [0, 0.5]]))
     messages = "fine", "line 2: <|im_start|>", "", "{prompt}"
     batch = replace(batch, messages=messages, components=({}, {"a": 1.0}, {}, {}))
-    asked = [line["prompt"] for line in prompts.columns for _ in range(2)]
+    asked = [line["prompt"] for line in batch.prompts.columns for _ in range(2)]
 
     def read(source, template=None, limit=250):
         made = TeacherPrompts(task, source, limit, template)
@@ -373,27 +364,25 @@ def test_the_teacher_reads_what_the_group_has_found(tmp_path, task):
         found = made(batch)
         control = task.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
         assert not torch.isin(found.teacher_prompts.tokens, torch.tensor(control)).any()
-        return texts_of(task, found.teacher_prompts), found.teacher_weights.tolist()
+        weights = found.teacher_weights
+        return texts_of(task, found.teacher_prompts), weights if weights is None else [*weights]
 
     def filled(source, s, text):
         return TEMPLATES[source].replace("{prompt}", asked[s]).replace("{text}", text)
 
-    assert read("sibling") == (
-        [asked[0], filled("sibling", 1, said[0]), *asked[2:]],
-        [0, 1, 0, 0],
-    )
+    wanted = [asked[0], filled("sibling", 1, said[0]), *asked[2:]]
+    assert read("sibling") == (wanted, [0, 1, 0, 0])
     assert read("sibling", limit=60) == (asked, [0] * 4)
     wanted = [asked[0], filled("feedback", 1, messages[1]), asked[2]]
     assert read("feedback")[0][:3] == wanted
     wanted = [asked[0], f"{messages[1]}: {asked[1]}", asked[2], f"{{prompt}}: {asked[3]}"]
     assert read("feedback", "{text}: {prompt}") == (wanted, [0, 1, 0, 1])
     wanted = [f"apple {asked[0]} 0 no 0.0 {messages[1]}", *asked[1:]]
-    assert read(f"{tmp_path}/teacher.py:f") == (wanted, [1, 0, 0, 0])
-
-
-def test_a_function_that_fails_is_named(tmp_path, task):
-    (tmp_path / "teacher.py").write_text("def f(**columns):\n    return 1 / 0\n")
-    with refused(r"fails for prompt 0: ZeroDivisionError: .* line 2\)"):
-        TeacherPrompts(task, f"{tmp_path}/teacher.py:f", 100).check()
+    assert read(f"{file}:of_group") == (wanted, [1, 0, 0, 0])
+    assert read(f"{file}:of_columns") == ([f"apple: {x}" for x in asked[::2]], None)
+    with refused("1 to 4 tokens, which leave room for the response"):
+        read(f"{file}:of_columns", limit=4)
+    with refused(r"fails for prompt 0: ZeroDivisionError: .* line 11\)"):
+        read(f"{file}:fails")
     with refused("answer"):
-        TeacherPrompts(task, "answer", 100).check()  # only the reward reads these lines
+        read("answer")  # only the reward reads these lines

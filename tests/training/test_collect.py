@@ -132,7 +132,7 @@ class CountingSource(RewardSource):
 def test_components_and_greedy_rewards_stay_with_their_groups_when_others_are_replaced():
     table = [ALL_RIGHT, MIXED, ALL_WRONG, MIXED[::-1], MIXED]
     # those of greedy responses have components too, which are not those of the rollouts
-    step = collected(table, 5, CountingSource(table), needs=Needs(greedy=True, components=True))
+    step = collected(table, 5, CountingSource(table), needs=Needs(greedy=True))
     assert step.prompts.ids.tolist() == [1, 3]
     parts = [{"prompt": i, "sample": n} for i in (1.0, 3.0) for n in (0.0, 1.0)]
     assert [*step.components] == parts

@@ -17,6 +17,7 @@ from tests.random_episodes import naive_logprobs, naive_rows, random_parts, roll
 from tests.training.test_learner import learner
 
 TEACHERS = make_prompts([[5, 6, 7, 8, 11, 12], [9, 1, 3], [1, 2, 3, 4, 5, 6, 7, 30, 2]])
+BY_ROLLOUT = make_prompts([[4, 5, 6, 7, 8], [5, 6], [9], [3, 9, 1], [7], [2, 1, 2, 3, 30, 2]])
 ROLLOUTS = Rollouts.given([[1, 2, 3, 9], [1, 2, 8], [6], [7, 7, 4, 2, 1], [3, 3], [5, 6, 7]])
 FULL = LossSettings("reinforce", "token_mean", divergence_coef=0.7, temperature=0.9)
 
@@ -25,7 +26,7 @@ def logits_of(model, prompts):
     return response_logits(model, one_batch(prompts, ROLLOUTS), torch.float32)
 
 
-def expected_gradients(model, teacher, prompts, divergence, weights):
+def expected_gradients(model, teacher, prompts, divergence, weights, advantages):
     """jsd is 0.8 KL(Q || M) + 0.2 KL(P || M), with M = 0.8 Q + 0.2 P, and Q the teacher's."""
     log_p = (logits_of(model, PROMPTS).double() / 0.9).log_softmax(-1)
     log_q = (logits_of(teacher, prompts).detach().double() / 0.9).log_softmax(-1)
@@ -40,39 +41,52 @@ def expected_gradients(model, teacher, prompts, divergence, weights):
         "jsd": 0.2 * kl(log_p, mixture) + 0.8 * kl(log_q, mixture),
     }[divergence]
     parameters = dict(model.named_parameters())
-    gradients = torch.autograd.grad((weights * values).sum(), list(parameters.values()))
+    policy = advantages * log_p.gather(1, ROLLOUTS.tokens[:, None])[:, 0]
+    gradients = torch.autograd.grad((weights * values - policy).sum(), [*parameters.values()])
     return dict(zip(parameters, gradients, strict=True)), values.detach()
 
 
 @pytest.mark.parametrize(
-    ("divergence", "aggregation", "reads_more", "budget", "is_self"),
+    ("divergence", "aggregation", "read", "budget", "is_self"),
     [
-        ("reverse", "token_mean", True, 12, False),
-        ("reverse", "seq_mean_token_mean", False, 10_000, False),
-        ("forward", "token_mean", False, 12, False),
-        ("jsd", "seq_mean_token_mean", True, 12, False),
-        ("reverse", "token_mean", True, 10_000, True),
+        ("reverse", "token_mean", TEACHERS, 12, False),
+        ("reverse", "seq_mean_token_mean", None, 10_000, False),
+        ("forward", "token_mean", None, 12, False),
+        ("jsd", "seq_mean_token_mean", TEACHERS, 12, False),
+        ("reverse", "token_mean", TEACHERS, 10_000, True),
+        ("reverse", "token_mean", BY_ROLLOUT, 12, True),
+        ("forward", "seq_mean_token_mean", BY_ROLLOUT, 10_000, False),
     ],
 )
-def test_the_exact_divergence_of_an_update(divergence, aggregation, reads_more, budget, is_self):
+def test_the_exact_divergence_of_an_update(divergence, aggregation, read, budget, is_self):
+    """Rollouts without a teacher have the weight 0, and count in the mean."""
     model, teacher = tiny_decoder(), None if is_self else tiny_decoder(1).requires_grad_(False)
     own = {"aggregation": aggregation, "divergence": divergence, "jsd_beta": 0.8}
     settings = dataclasses.replace(FULL, **own)
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     trained = learner(model, settings, budget, sgd, reference=teacher)
-    samples = Samples(PROMPTS, ROLLOUTS, **({"teacher_prompts": TEACHERS} if reads_more else {}))
-    metrics = updated(trained, samples, torch.zeros(6), torch.arange(6), when="step 1", lr=0.0)
-    weights = torch.full((18,), 0.7 / 18)
-    if aggregation == "seq_mean_token_mean":
-        weights = 0.7 / 6 / ROLLOUTS.lengths.repeat_interleave(ROLLOUTS.lengths)
-    prompts = TEACHERS if reads_more else PROMPTS
-    teacher = teacher or model
-    expected, values = expected_gradients(model, teacher, prompts, divergence, weights)
+    has_teacher, advantages = torch.ones(6), torch.zeros(6)
+    samples = Samples(PROMPTS, ROLLOUTS, teacher_prompts=read)
+    if read is BY_ROLLOUT:
+        has_teacher[[1, 4]], advantages[1] = 0.0, 0.5
+        samples = dataclasses.replace(samples, teacher_weights=has_teacher)
+    metrics = updated(trained, samples, advantages, torch.arange(6), when="step 1", lr=0.0)
+    lengths = ROLLOUTS.lengths
+    scale = 1 / 18 if aggregation == "token_mean" else 1 / 6 / lengths
+    weights, advantages = (
+        (x * scale).repeat_interleave(lengths) for x in (0.7 * has_teacher, advantages)
+    )
+    prompts, teacher = read or PROMPTS, teacher or model
+    given = model, teacher, prompts, divergence, weights, advantages
+    expected, values = expected_gradients(*given)
     own = (logits_of(teacher, prompts) / 0.9).log_softmax(-1).gather(1, ROLLOUTS.tokens[:, None])
     found = trained.with_reference(samples).ref_logprobs
     torch.testing.assert_close(found, own[:, 0].detach(), rtol=1e-5, atol=1e-5)
-    assert metrics.kl == pytest.approx(float(values.sum()), rel=1e-4)
-    assert metrics.loss == pytest.approx(float((weights * values).sum()), rel=1e-4)
+    total = (values * (weights > 0)).sum()
+    assert metrics.num_sequences == (5 if read is BY_ROLLOUT else 6)
+    assert metrics.kl == pytest.approx(float(total), rel=1e-4)
+    if read is not BY_ROLLOUT:
+        assert metrics.loss == pytest.approx(float((weights * values).sum()), rel=1e-4)
     assert max(float(x.abs().max()) for x in expected.values()) > 1e-2
     for name, parameter in model.named_parameters():
         scale = float(expected[name].abs().max())

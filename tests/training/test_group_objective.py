@@ -141,7 +141,7 @@ def test_samples_without_a_reward_have_no_advantage(file):
     parts = tuple({"half": i / 2} for i in range(6))
     samples = dataclasses.replace(samples, texts=("", "b", "cc", "ddd", "", "f"), components=parts)
     objective = made(file, "all_inputs", "--k", "2")
-    assert objective.needs == Needs(texts=True, components=True)
+    assert objective.needs == Needs(texts=True)
     values = torch.tensor([[0, 1.5, 3], [4.5, 11, 3.5]])
     values += samples.rewards - samples.rewards.mean(1, keepdim=True)
     actual = objective.begin(samples, None).advantages(samples.sequences)

@@ -12,7 +12,6 @@ from maxrl_fast.job.loop import RunLoop, rollout_records
 from maxrl_fast.records import Rollouts
 from maxrl_fast.rollout import RolloutRequest, Sampling
 from maxrl_fast.rollout.native import native_engine
-from maxrl_fast.runtime.ranks import Ranks
 from maxrl_fast.tasks.maze import DONE, UP
 from maxrl_fast.tasks.scorer import Scorer
 from maxrl_fast.train import main
@@ -135,7 +134,7 @@ def test_rounds_are_drawn_until_enough_succeed(monkeypatch):
     step = objective.begin(masked, None)
     assert torch.allclose(step.advantages(whole) / len(kept), plain / 3)
     for count in (5, 100):  # a line has its own prompt, reward and advantage
-        records = rollout_records(task, batch, torch.arange(36.0), count, Ranks())
+        records = rollout_records(task, batch, torch.arange(36.0), count)
         own = {(x["id"], x["tokens"] - 1, x["reward"], x["advantage"]) for x in records}
         assert len(own) == min(count, 18)
         assert all(reward == task.table[i][n] and a == 12 * i + n for i, n, reward, a in own)

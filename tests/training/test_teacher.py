@@ -1,5 +1,4 @@
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,141 +7,65 @@ from maxrl_fast.config.read import parse
 from maxrl_fast.config.resolve import resolve
 from maxrl_fast.job.build import RunContext
 from maxrl_fast.job.build_parts import build_policy, build_run_task
-from maxrl_fast.records import Rollouts, Samples, unpack
-from maxrl_fast.training.learner import LossSettings
-from maxrl_fast.training.teacher import TeacherPrompts
-from tests.batches import collected, make_prompts
-from tests.models import tiny_decoder, updated
-from tests.random_episodes import naive_rows
-from tests.training.test_learner import learner
-
-# An enumerable task: every response of two tokens, of which three, one and none are correct.
-PROMPTS = make_prompts([[5, 6, 7, 8], [9, 1], [4, 4, 2]])
-RESPONSES = [[a, b] for a in (1, 2, 3) for b in (1, 2, 3)]
-REWARDS = torch.tensor([[float(sum(x) == total) for x in RESPONSES] for total in (4, 2, 9)])
-TASK = SimpleNamespace(
-    name="pairs",
-    prompts=lambda split, i, count: PROMPTS.select(torch.tensor([i])),
-    decode=lambda tokens: " ".join(map(str, tokens)),
-)
+from maxrl_fast.records import unpack
 
 
-def batch_of(step=1):
-    return collected(Samples(PROMPTS, Rollouts.given(RESPONSES * 3)), REWARDS, step=step)
-
-
-def siblings(read, prompts=PROMPTS):
+def siblings(batch):
     """Return the sibling that the teacher of each rollout reads before its prompt; None: none."""
-    found = []
-    for s, tokens in enumerate(unpack(read.teacher_prompts.tokens, read.teacher_prompts.lengths)):
-        prompt = unpack(prompts.tokens, prompts.lengths)[s // 9]
+    found, prompts = [], unpack(batch.prompts.tokens, batch.prompts.lengths)
+    read = batch.teacher_prompts
+    for s, tokens in enumerate(unpack(read.tokens, read.lengths)):
+        prompt = prompts[s // 9]
         assert tokens[-len(prompt) :] == prompt
         found.append(tokens[: -len(prompt)] or None)
-    assert [x is not None for x in found] == read.teacher_weights.bool().tolist()
+    assert [x is not None for x in found] == batch.teacher_weights.bool().tolist()
     return found
 
 
-def test_a_sibling_is_a_correct_response_of_the_group_and_never_the_own_one():
-    made, drawn = TeacherPrompts(TASK, "sibling", 6), []
-    for step in range(60):
-        read = made(batch_of(step))
-        assert read.metrics["frac_with_teacher"] == pytest.approx(17 / 27)
-        for s, sibling in enumerate(siblings(read)):
-            others = [x for x in ([1, 3], [2, 2], [3, 1]) if x != RESPONSES[s % 9]]
-            allowed = [others, [[1, 1]] * (s > 9), []][s // 9]
-            assert sibling in allowed if allowed else sibling is None
-        drawn.append(siblings(read))
-        assert siblings(made(batch_of(step))) == drawn[-1]
-    for s in (0, 2):  # of three siblings and of two
-        counts = [sum(x[s] == y for x in drawn) for y in ([1, 3], [2, 2], [3, 1])]
-        assert sorted(counts)[-2] > 12, counts
-    assert any(x[0] != x[1] for x in drawn)
-    other = replace(made, seed=1)
-    assert [siblings(other(batch_of(n))) for n in range(60)] != drawn
-    cut = replace(made, limit=5)(batch_of())  # a prompt of 4 tokens leaves no room for a sibling
-    assert siblings(cut)[:9] == [None] * 9
-    assert siblings(cut)[10:18] == [[1, 1]] * 8
-
-
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
-@pytest.mark.parametrize("budget", [12, 10_000])
-def test_the_gradient_is_that_of_the_policy_conditioned_on_the_sibling(aggregation, budget):
-    """By float64 autograd of each response alone. Rollouts without a teacher have the weight 0,
-    and count in the mean."""
-    model = tiny_decoder()
-    settings = LossSettings("reinforce", aggregation, divergence_coef=0.7, temperature=0.9)
-    read = TeacherPrompts(TASK, "sibling", 500)(batch_of())
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    # the policy itself, whose divergence without a sibling would be 0, or another model
-    reference = tiny_decoder(1).requires_grad_(False) if budget > 12 else None
-    trained = learner(model, settings, budget, sgd, reference=reference)
-    advantages = torch.zeros(27)
-    advantages[20] = 0.5  # of a rollout without a teacher
-    metrics = updated(trained, read, advantages, torch.arange(27), when="step 1", lr=0.0)
-    exact, terms = tiny_decoder().double(), []
-    teacher = tiny_decoder(1).double() if reference else exact
-    prompts = unpack(PROMPTS.tokens, PROMPTS.lengths)
-    for s, sibling in enumerate(siblings(read)):
-        own, response = prompts[s // 9], [RESPONSES[s % 9]]
-        if sibling is not None:
-            log_p = naive_rows(exact, own, response, 0.9)
-            log_q = naive_rows(teacher, sibling + own, response, 0.9).detach()
-            terms.append((log_p.exp() * (log_p - log_q)).sum())
-    expected = 0.7 * torch.stack(terms).sum() / 54
-    at = naive_rows(exact, prompts[2], [RESPONSES[2]], 0.9)
-    policy = -0.5 / 54 * at.gather(1, torch.tensor([RESPONSES[2]]).T).sum()
-    assert metrics.num_sequences == 18
-    assert metrics.kl == pytest.approx(float(torch.stack(terms).sum().detach()), rel=1e-4)
-    parameters = dict(exact.named_parameters())
-    gradients = torch.autograd.grad(expected + policy, list(parameters.values()))
-    for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
-        scale = float(gradient.abs().max())
-        assert float((parameter.grad - gradient).abs().max()) < 1e-4 * scale + 1e-7, name
-
-
-def test_groups_that_some_update_chooses_keep_their_own_teachers():
-    read = TeacherPrompts(TASK, "sibling", 500)(batch_of())
-    some = read.select(torch.tensor([1, 2]))
-    assert siblings(some, some.prompts) == siblings(read)[9:]
-
-
-@pytest.mark.parametrize("flags", ["--objective distill", "--objective maxpo --lora-rank 2"])
-def test_the_trainer_reads_siblings_of_its_own_rollouts(flags, tmp_path):
-    (tmp_path / "even.py").write_text("def f(response):\n    return len(response.split()) % 2\n")
+@pytest.mark.parametrize("flags", ["distill", "maxpo --lora-rank 2 --teacher-ema .25"])
+def test_a_sibling_is_a_correct_response_of_the_group_and_never_the_own_one(flags, tmp_path):
+    """With a copy that follows the policy too."""
+    (tmp_path / "even.py").write_text("def f(response):\n    return len(response) % 3 > 0\n")
+    flags = f"--objective {flags} --kl full --kl-coef 1 --lr .1 --reward {tmp_path}/even.py:f"
     flags += " --task maze --maze-size 7 --prompts 3 --rollouts 9 --hidden-size 32 --layers 1"
-    flags += f" --kl full --kl-coef 1 --threads 1 --reward {tmp_path}/even.py:f --sft-steps 0"
-    flags += " --teacher-prompt sibling --device cpu --dtype float32 --reward-workers 1"
-    config = parse(flags.split())
+    flags += " --threads 1 --sft-steps 0 --device cpu --dtype float32 --reward-workers 1"
+    config = parse([*flags.split(), "--teacher-prompt", "sibling"])
     task = build_run_task(config)
     config = resolve(config, task)
     run = RunContext(config, task, build_policy(config, task))
-    record = run.trainer.step(1, 0)
-    run.scorer.close()
-    batch, correct = record.batch, record.batch.task_rewards.flatten() > 0.5
-    responses = unpack(batch.rollouts.tokens, batch.rollouts.lengths)
-    found = siblings(batch, batch.prompts)
-    assert sum(x is not None for x in found) > 9
-    for s, sibling in enumerate(found):
-        group = range(s - s % 9, s - s % 9 + 9)
-        others = [responses[j] for j in group if j != s and correct[j]]
-        assert sibling in others if others else sibling is None
-    assert 0 < record.metrics["frac_with_teacher"] <= 1
-    assert record.metrics["kl"] > 0
-
-
-def test_the_teacher_follows_the_policy():
-    flags = "--task maze --maze-size 7 --prompts 2 --rollouts 2 --hidden-size 32 --layers 1 --lr .1"
-    flags += " --kl-coef 1 --teacher-prompt answer --teacher-ema .25 --sft-steps 0 --threads 1"
-    config = parse(flags.split() + "--objective maxrl --device cpu --dtype float32".split())
-    task = build_run_task(config)
-    config = resolve(config, task)
-    trainer = RunContext(config, task, build_policy(config, task)).trainer
-    trainer.learner.set_reference()
-    policy = [*trainer.learner.model.parameters()]
+    run.learner.set_reference()
+    policy, reference = [*run.policy.parameters()], run.learner.reference
     copies = [x.detach().clone() for x in policy]
     for n in (1, 2):
-        trainer.step(n, 2 * n)
+        record = run.trainer.step(n, 3 * n)
         copies = [(0.75 * x + 0.25 * y).detach() for x, y in zip(copies, policy, strict=True)]
-    for own, x, y in zip(trainer.learner.reference.parameters(), copies, policy, strict=True):
+        batch, correct = record.batch, record.batch.task_rewards.flatten() > 0.5
+        responses, found = unpack(batch.rollouts.tokens, batch.rollouts.lengths), siblings(batch)
+        groups = [[j for j in range(27) if j // 9 == s // 9 and j != s] for s in range(27)]
+        others = [[responses[j] for j in group if correct[j]] for group in groups]
+        assert all(x in own for x, own in zip(found, others, strict=True))
+        assert record.metrics["frac_with_teacher"] == 1
+        assert record.metrics["kl"] > 0
+    run.scorer.close()
+    assert (reference is None) == ("distill" in flags)
+    for own, x, y in zip(reference.parameters(), copies, policy, strict=True) if reference else ():
         torch.testing.assert_close(own, x)
-        assert (own != y).any()
+        assert (own != y).any() == y.requires_grad
+    assert siblings(batch.select(torch.tensor([1, 2]))) == found[9:]  # as an update chooses groups
+    made, size = run.teacher_prompts, int(batch.prompts.lengths[0])
+    cut = siblings(replace(made, limit=size + 3)(batch))  # which leaves room for three tokens
+    assert cut == [x if len(x) < 4 else None for x in found] != found
+    rewards, one = torch.zeros(3, 9), [responses[13]]
+    rewards[1, 4] = 1.0
+    few = made(replace(batch, task_rewards=rewards))
+    assert siblings(few) == [*[None] * 9, *one * 4, None, *one * 4, *[None] * 9]
+    assert few.metrics["frac_with_teacher"] == pytest.approx(8 / 27)
+    drawn, other = (
+        [siblings(x(replace(batch, step=n))) for n in range(60)]
+        for x in (made, replace(made, seed=1))
+    )
+    assert drawn[2] == found
+    assert drawn != other
+    assert len({*map(tuple, found[:9])}) > 3
+    for s, own in enumerate(others):  # of 5 to 8
+        assert min(sum(x[s] == y for x in drawn) for y in own) > 2

@@ -223,7 +223,7 @@ class VerifreeObjective(Objective):
     loss = "reinforce"
     aggregation = "seq_mean_token_sum"
     min_rollouts = 2
-    needs = Needs(answers=True, token_weights=True, logprob_passes=1)
+    needs = Needs(answers=True, token_weights=True)
 
     def begin(self, batch: RolloutBatch, learner: Learner) -> ObjectiveStep:
         rollouts, answer_lengths = batch.rollouts, batch.answer_lengths

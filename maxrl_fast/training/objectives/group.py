@@ -97,8 +97,6 @@ class GroupObjective(Objective):
     @property
     def needs(self) -> Needs:
         row = self.row
-        passes = {"log_ratios": 1, "old_log_ratios": 2 * (self.updates_per_step > 1)}
-        passes |= {"ref_log_ratios": 2, "entropies": 1}
         return Needs(
             reference="ref_log_ratios" in row.inputs,
             greedy=not {"greedy_correct", "greedy_rewards"}.isdisjoint(row.inputs),
@@ -106,9 +104,7 @@ class GroupObjective(Objective):
             expects_binary=row.for_binary,
             parts="reward_parts" in row.inputs,
             texts="texts" in row.inputs,
-            components="components" in row.inputs,
             token_weights=self.per_token,
-            logprob_passes=sum(passes.get(name, 0) for name in row.inputs),
         )
 
     @property

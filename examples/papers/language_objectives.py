@@ -15,7 +15,6 @@ Few problems for many epochs, as in MaxRL's data-scarce regime (section 6.3), an
         --dtype bfloat16 --out runs/papers/scarce
 """
 
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -202,8 +201,7 @@ def reads(evaluator: Evaluator, teacher: str) -> float:
     prompts, tokens = task.prompts("test", 0, NUM_READ), list[list[int]]()
     for columns in prompts.columns:
         *before, asked = columns["prompt"]
-        hint = {"{prompt}": asked["content"], "{text}": columns["answer"]}
-        text = re.sub("{prompt}|{text}", lambda found: hint[found[0]], TEMPLATES[teacher])
+        text = TEMPLATES[teacher].format(prompt=asked["content"], text=columns["answer"])
         turns = [*before, {**asked, "content": text}]
         tokens.append(task.encode_prompt(turns, "a teacher's"))
     given = Prompts(*pack(tokens), prompts.ids)

@@ -128,7 +128,7 @@ class Switch(Carried):
         metrics = super().observe(rewards)
         if metrics["carried"] < len(self.table) / 2:
             self.rounds = 1
-        return metrics | {"rounds_most": self.rounds}
+        return metrics
 
 
 CHANGES = {"carry-falls": Falls, "carry-half": Half, "carry-switch": Switch}

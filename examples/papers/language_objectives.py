@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import never_give_up
 import torch
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -40,6 +41,10 @@ from torch import Tensor
 
 from maxrl_fast.errors import InputError
 from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k, powers_of_two
+from maxrl_fast.evaluation.evaluator import Evaluator
+from maxrl_fast.records import Prompts, pack
+from maxrl_fast.rollout import RolloutRequest
+from maxrl_fast.training.teacher import TEMPLATES
 
 REWARD = Path(__file__).parents[1] / "language/word_problems.py"
 METHODS: dict[str, dict[str, Any]] = {
@@ -52,12 +57,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "maxrl-stop": {"objective": "maxrl", "rollouts": 64, "stop_at": 4},
     "maxrl-carry": {"objective": "maxrl", "carry": 8},
     "grpo-dynamic": {"objective": "grpo", "dynamic_sampling": 4},
+    "ngu-sum": {"objective": f"{never_give_up.FILE}:ngu_sum", "rollouts": 64},
+    "ngu-mean": {"objective": f"{never_give_up.FILE}:ngu_mean", "rollouts": 64},
 }
 TAUGHT = {"kl": "full", "kl_coef": 0.05}
 for x in ("grpo", "maxrl", "maxpo-4"):
     METHODS |= {
         f"{x}-{y}": METHODS[x] | TAUGHT | {"teacher_prompt": y} for y in ("answer", "sibling")
     }
+NUM_READ = 32  # held-out problems, 8 samples of each
 BEFORE = "before training"
 COMPARED = "grpo"  # the others' differences from it are paired by prompt
 
@@ -69,8 +77,9 @@ class LanguageSettings(Settings):
 
     objectives: tuple[str, ...] = tuple(METHODS)[:6]
     """Of grpo, maxrl, maxpo-4, rloo, pacs, maxpo-8, maxrl-stop (4 successes of at most 64
-    rollouts), maxrl-carry (--carry 8), grpo-dynamic (dynamic sampling), and grpo,
-    maxrl and maxpo-4 with -answer or -sibling (self-distillation)."""
+    rollouts), maxrl-carry (--carry 8), grpo-dynamic (dynamic sampling), ngu-sum and ngu-mean (of
+    never_give_up.py, at most 64 rollouts), and grpo, maxrl and maxpo-4 with -answer or -sibling
+    (self-distillation)."""
     seeds: int = 2
     """Seeds from --seed on."""
     tokens: int = 24_000
@@ -153,6 +162,7 @@ def language_run(settings: LanguageSettings, data: Path, name: str, seed: int) -
 
 def measure(one: TokenRun) -> dict[str, Any]:
     trainer, evaluator = build(one.options)
+    never_give_up.set_rule(one, trainer)
     names = ("reward_mean", "entropy", "frac_prompts_solved")
     steps: dict[str, list[float]] = {name: [] for name in ("rollouts", *names)}
     passes, tokens, seconds, next_prompt = list[dict[str, Any]](), [0], 0.0, 0
@@ -180,8 +190,23 @@ def measure(one: TokenRun) -> dict[str, Any]:
         **{x: sum(steps[x]) / max(len(tokens) - 1, 1) for x in ("rollouts", "frac_prompts_solved")},
         "passes": passes,
         "num_correct": evaluation.num_correct.tolist(),  # of each held-out prompt, at the end
+        "reads": {name: reads(evaluator, name) for name in ("answer", "sibling")},
         "response_length": evaluation.num_tokens / evaluation.rewards.numel(),
     }
+
+
+def reads(evaluator: Evaluator, teacher: str) -> float:
+    """Return how often the policy is right when it reads the answer as this teacher would."""
+    task: Any = evaluator.task
+    prompts, tokens = task.prompts("test", 0, NUM_READ), list[list[int]]()
+    for columns in prompts.columns:
+        *before, asked = columns["prompt"]
+        text = TEMPLATES[teacher].format(prompt=asked["content"], text=columns["answer"])
+        turns = [*before, {**asked, "content": text}]
+        tokens.append(task.encode_prompt(turns, "a teacher's"))
+    given = Prompts(*pack(tokens), prompts.ids)
+    request = RolloutRequest(given, 8, evaluator.sampling, 0)
+    return float(evaluator.scorer.score(prompts, evaluator.engine.generate(request)).mean())
 
 
 def held_out(results: dict[str, Any], method: str) -> Tensor:
@@ -196,7 +221,7 @@ def show(results: dict[str, Any]) -> None:
     ks = powers_of_two(results["eval_samples"])
     methods = list(dict.fromkeys(one["method"] for one in results["runs"]))
     table = Table("", *(f"pass@{k}" for k in ks), "entropy", "tokens", "steps")
-    for column in ("rollouts of a prompt", "prompts without success", "seconds"):
+    for column in ("rollouts of a prompt", "prompts without success", "seconds", "reads"):
         table.add_column(column)
     for name in methods:
         over_prompts = held_out(results, name).mean(1)  # [seeds, ks]

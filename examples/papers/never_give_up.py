@@ -47,7 +47,13 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
         "ngu-mean": {"objective": f"{FILE}:ngu_mean", "rollouts": 128, "prompts": 8},
     },
     "rounds": {f"carry-{r}": {"objective": "maxrl", "carry": r} for r in (2, 4, 8, 16)},
-    "changes": {f"carry-{x}": {"objective": "maxrl", "carry": 8} for x in ("8", "falls", "half")},
+    "changes": {
+        "maxrl-16": {"objective": "maxrl"},
+        **{
+            f"carry-{x}": {"objective": "maxrl", "carry": 8}
+            for x in ("8", "falls", "half", "switch")
+        },
+    },
     "draws": {
         f"{name}-{rule}": {"objective": name, "draw_prompts": rule, "task": f"{FILE}:Mix"}
         for name in ("grpo", "maxrl")
@@ -63,7 +69,7 @@ class HardSettings(StoppingSettings):
 
     part: Literal["methods", "rounds", "changes", "draws"] = "methods"
     """What is compared: methods, --carry 2 to 16, --carry 8 that changes (R is halved three times,
-    or at most half of the places are carried), or --draw-prompts."""
+    at most half of the places are carried, or none once fewer would be), or --draw-prompts."""
     methods: tuple[str, ...] = ()
     """Some of the part's; by default all."""
     sft_steps: int = 90
@@ -115,7 +121,17 @@ class Half(Carried):
         return metrics
 
 
-CHANGES = {"carry-falls": Falls, "carry-half": Half}
+class Switch(Carried):
+    """Once fewer than half of the places are carried, all prompts are new."""
+
+    def observe(self, rewards: Tensor) -> dict[str, float]:
+        metrics = super().observe(rewards)
+        if metrics["carried"] < len(self.table) / 2:
+            self.rounds = 1
+        return metrics
+
+
+CHANGES = {"carry-falls": Falls, "carry-half": Half, "carry-switch": Switch}
 
 
 def set_rule(one: TokenRun, trainer: Trainer) -> None:

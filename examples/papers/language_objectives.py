@@ -73,7 +73,7 @@ COMPARED = "grpo"  # the others' differences from it are paired by prompt
 @dataclass(frozen=True)
 class LanguageSettings(Settings):
     """Objectives on SmolLM2-135M at an equal number of sampled tokens: about 20 minutes a run on
-    one core. --threads is the number of simultaneous runs, each with one thread and 4 GB."""
+    one core. --threads is the number of simultaneous runs, each with one thread and 9 GB."""
 
     objectives: tuple[str, ...] = tuple(METHODS)[:6]
     """Of grpo, maxrl, maxpo-4, rloo, pacs, maxpo-8, maxrl-stop (4 successes of at most 64
@@ -198,7 +198,10 @@ def measure(one: TokenRun) -> dict[str, Any]:
 def reads(evaluator: Evaluator, teacher: str) -> float:
     """Return how often the policy is right when it reads the answer as this teacher would."""
     task: Any = evaluator.task
-    prompts, tokens = task.prompts("test", 0, NUM_READ), list[list[int]]()
+    prompts, tokens = (
+        task.prompts("test", 0, min(NUM_READ, evaluator.num_prompts)),
+        list[list[int]](),
+    )
     for columns in prompts.columns:
         *before, asked = columns["prompt"]
         text = TEMPLATES[teacher].format(prompt=asked["content"], text=columns["answer"])

@@ -44,7 +44,7 @@ from maxrl_fast.evaluation.coverage import bootstrap, pass_at_k, powers_of_two
 from maxrl_fast.evaluation.evaluator import Evaluator
 from maxrl_fast.records import Prompts, pack
 from maxrl_fast.rollout import RolloutRequest
-from maxrl_fast.training.teacher import TEMPLATES
+from maxrl_fast.training.teacher import TeacherPrompts
 
 REWARD = Path(__file__).parents[1] / "language/word_problems.py"
 METHODS: dict[str, dict[str, Any]] = {
@@ -198,15 +198,10 @@ def measure(one: TokenRun) -> dict[str, Any]:
 def reads(evaluator: Evaluator, teacher: str) -> float:
     """Return how often the policy is right when it reads the answer as this teacher would."""
     task: Any = evaluator.task
-    prompts, tokens = (
-        task.prompts("test", 0, min(NUM_READ, evaluator.num_prompts)),
-        list[list[int]](),
-    )
+    prompts, made = task.prompts("test", 0, min(NUM_READ, evaluator.num_prompts)), list[Any]()
     for columns in prompts.columns:
-        *before, asked = columns["prompt"]
-        text = TEMPLATES[teacher].format(prompt=asked["content"], text=columns["answer"])
-        turns = [*before, {**asked, "content": text}]
-        tokens.append(task.encode_prompt(turns, "a teacher's"))
+        made.append(TeacherPrompts(task, teacher, 0).filled(columns["prompt"], columns["answer"]))
+    tokens = [task.encode_prompt(prompt, "a teacher's") for prompt in made]
     given = Prompts(*pack(tokens), prompts.ids)
     request = RolloutRequest(given, 8, evaluator.sampling, 0)
     return float(evaluator.scorer.score(prompts, evaluator.engine.generate(request)).mean())

@@ -119,7 +119,7 @@ class TeacherPrompts:
             if (hint := hints.get(self.source)) is None:
                 made = self._called(i, columns | {name: given[name] for name in asked})
             else:
-                made = hint and self._filled(columns["prompt"], hint)
+                made = hint and self.filled(columns["prompt"], hint)
             tokens = task.encode_prompt(made, f"prompt {i}") if made else []
         elif self.source == "answer":
             assert isinstance(task, AnsweredTask)
@@ -136,7 +136,7 @@ class TeacherPrompts:
             f"the response, got {len(tokens)} for prompt {i}"
         )
 
-    def _filled(self, own: Prompt, hint: str) -> Prompt:
+    def filled(self, own: Prompt, hint: str) -> Prompt:
         asked = own if isinstance(own, str) else own[-1]["content"]
         parts = (self.template or TEMPLATES[self.source]).split("{text}")
         text = hint.join(part.replace("{prompt}", asked) for part in parts)

@@ -39,25 +39,17 @@ struct Pieces {
                        (num_rows - 1) / most + 1})),
         count((num_rows + rows - 1) / rows) {}
 
-  // work(vectors, piece, row) for all rows, compiled for the instructions of these vectors.
-  template <typename Vectors, typename Work>
-  void run(Vectors vectors, int num_threads, const Work& work) const {
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (count > 1)
-    for (int64_t piece = 0; piece < count; ++piece)
-      compiled_for(vectors, [&] {
-        const int64_t end = std::min((piece + 1) * rows, num_rows);
-        for (int64_t row = piece * rows; row < end; ++row) work(vectors, piece, row);
-      });
-  }
   template <typename Element, typename Work>
   void run_widest(int num_threads, const Work& work) const {
-    with_widest<RealOf<Element>>([&](auto vectors) { run(vectors, num_threads, work); });
+    with_widest<RealOf<Element>>(
+        [&](auto vectors) { for_pieces(vectors, num_rows, rows, num_threads, work); });
   }
   // For vectors of which a row's parts have `size` numbers each.
   template <typename Element, typename Work>
   void run_fitting(int size, int num_threads, const Work& work) const {
     with_widest<RealOf<Element>>([&](auto widest) {
-      with_fitting<decltype(widest)>(size, [&](auto vectors) { run(vectors, num_threads, work); });
+      with_fitting<decltype(widest)>(
+          size, [&](auto vectors) { for_pieces(vectors, num_rows, rows, num_threads, work); });
     });
   }
 };
@@ -177,14 +169,8 @@ struct Sigmoid {
     const Reals e = Vectors::exponential(
         Vectors::greater(-Vectors::greater(x, -x), Vectors::all(Vectors::kLowestExponent)));
     const Reals larger = one / (e + one), smaller = e * larger;
-    // Selection by the sign's bits: a comparison of 64 bytes would become scalars when it is
-    // inlined (attention_vectors.h).
-    using Integers = decltype(x > x);
-    const Integers is_negative = bits_as<Integers>(x) >> (8 * sizeof(typename Vectors::Real) - 1);
-    const Integers difference =
-        (bits_as<Integers>(larger) ^ bits_as<Integers>(smaller)) & is_negative;
-    value = bits_as<Reals>(bits_as<Integers>(larger) ^ difference);
-    rest = bits_as<Reals>(bits_as<Integers>(smaller) ^ difference);
+    value = where_negative(x, smaller, larger);
+    rest = where_negative(x, larger, smaller);
   }
 };
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../layer.h"
+#include "aligned.h"
 #include "attention_tile.h"
 
 namespace maxrl::cpu {
@@ -159,18 +160,15 @@ struct Plan {
 // backward pass their gradients.
 template <typename Real>
 struct Packed {
-  std::vector<Real> memory;
   std::vector<Real> last;  // of each key the place of the last query that sees it
   int64_t head_size;
+  AlignedBytes memory;
 
   Packed(int parts, int64_t heads, int64_t keys, int64_t stride)
-      : head_size((keys + 16) * stride) {  // more is read: kTail
-    memory.resize(parts * heads * head_size + 64 / sizeof(Real));
-    last.resize(keys + 16);
-  }
+      : last(keys + 16), head_size((keys + 16) * stride),  // more is read: kTail
+        memory(parts * heads * head_size * static_cast<int64_t>(sizeof(Real))) {}
   Real* at(int part, int64_t head, int64_t num_heads) {
-    const auto address = (reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64;
-    return reinterpret_cast<Real*>(address) + (part * num_heads + head) * head_size;
+    return memory.as<Real>() + (part * num_heads + head) * head_size;
   }
 };
 

@@ -83,11 +83,9 @@ struct GenerationStatistics {
   double prefill_seconds, decode_seconds;
   int64_t steps;  // without the first tokens, which are sampled after the prefill
   int64_t decoded_rows;  // in all steps; samples of a prompt with the same tokens are one row
-  int64_t prompt_tokens;
   int64_t peak_cache_bytes;
 
-  MAXRL_FIELDS(prefill_seconds, decode_seconds, steps, decoded_rows, prompt_tokens,
-               peak_cache_bytes)
+  MAXRL_FIELDS(prefill_seconds, decode_seconds, steps, decoded_rows, peak_cache_bytes)
 };
 
 }  // namespace maxrl

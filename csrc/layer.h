@@ -8,15 +8,14 @@
 namespace maxrl {
 
 // Strides are in elements. On a GPU all addresses and strides are multiples of 16 bytes. U rows.
-// Real is the type of sums.
 
 // Rows of `size` elements H: sum = x + delta, normed = sum / sqrt(mean(sum^2) + eps) * weight. All
 // arrays are contiguous.
-template <typename Element, typename Real = float>
+template <typename Element>
 struct AddRmsNorm {
   int64_t num_rows;
   int size;
-  Real eps;
+  RealOf<Element> eps;
   const Element *x, *delta;  // [U, H]; delta may be null: sum is x then, and not written
   const Element* weight;  // [H]
   Element *sum, *normed;  // [U, H]
@@ -24,16 +23,16 @@ struct AddRmsNorm {
   MAXRL_FIELDS(num_rows, size, eps, x, delta, weight, sum, normed)
 };
 
-template <typename Element, typename Real = float>
+template <typename Element>
 struct AddRmsNormBackward {
   int64_t num_rows;
   int size;
-  Real eps;
+  RealOf<Element> eps;
   const Element *sum, *weight;
   const Element *grad_sum, *grad_normed;  // [U, H]; grad_sum may be null
   Element* grad_x;  // [U, H], also the gradient in delta
   int64_t num_partials;  // P
-  Real* grad_weight;  // [P, H]: partial p has the rows p, p + P, ...; one on a CPU
+  RealOf<Element>* grad_weight;  // [P, H]: partial p has the rows p, p + P, ...; one on a CPU
 
   MAXRL_FIELDS(num_rows, size, eps, sum, weight, grad_sum, grad_normed, grad_x, num_partials,
                grad_weight)
@@ -51,11 +50,11 @@ struct Heads {
 
 // Query and key heads with their RMS norm, if they have one, and the rotary embedding, which
 // rotates dimension i with i + D/2; value heads are copied.
-template <typename Element, typename Real = float>
+template <typename Element>
 struct RotateHeads {
   int64_t num_rows;
   int head_dim;
-  Real eps, direction;  // direction -1: by the negative angles
+  RealOf<Element> eps, direction;  // direction -1: by the negative angles
   Heads<Element> from[3];  // queries, keys, values, of which there may be 0
   const Element* norm[2];  // [D] of queries and of keys, or null
   Element* to[3];  // [U, count, D], rows of contiguous heads
@@ -84,18 +83,18 @@ struct RotateHeads {
 // The gradients in queries and keys that have norms. On a CPU `from` and `to` may have the values'
 // gradients, which are copied, and grad_norm is [2, D]: of queries and of keys. `direction` is the
 // forward one.
-template <typename Element, typename Real = float>
+template <typename Element>
 struct RotateHeadsBackward {
-  RotateHeads<Element, Real> forward;  // `to`: the gradients in the queries and keys
+  RotateHeads<Element> forward;  // `to`: the gradients in the queries and keys
   const Element* grad[2];  // [U, count, D] in the rotated queries and keys
   int64_t num_partials;  // P
-  Real* grad_norm;  // [P, all heads, D]: partial p has the rows p, p + P, ...
+  RealOf<Element>* grad_norm;  // [P, all heads, D]: partial p has the rows p, p + P, ...
 
   MAXRL_FIELDS(forward, grad, num_partials, grad_norm)
 };
 
 // out = gate sigmoid(gate) up, in rows of `size` elements F.
-template <typename Element, typename Real = float>
+template <typename Element>
 struct SwiGlu {
   int64_t num_rows;
   int size;
@@ -106,9 +105,9 @@ struct SwiGlu {
   MAXRL_FIELDS(num_rows, size, gate, up, gate_stride, up_stride, out)
 };
 
-template <typename Element, typename Real = float>
+template <typename Element>
 struct SwiGluBackward {
-  SwiGlu<Element, Real> forward;  // `out` is not used
+  SwiGlu<Element> forward;  // `out` is not used
   const Element* grad;  // [U, F]
   Element *grad_gate, *grad_up;  // [U, F]
   int64_t grad_stride;  // of both
@@ -119,7 +118,7 @@ struct SwiGluBackward {
 // The gradient of choosing rows, any number of times: row u of `to` is the sum of the rows i of
 // `grad` with rows[i] = u. A GPU gets these i sorted: those of row u are order[starts[u]] to
 // order[starts[u + 1] - 1].
-template <typename Element, typename Real = float>
+template <typename Element>
 struct ChosenRows {
   int64_t num_rows, num_chosen;  // U, R
   int size;
@@ -162,16 +161,16 @@ struct Forest {
   MAXRL_FIELDS(num_tokens, num_segments, lengths, parents)
 };
 
-// Real: float, or double for double elements. Query head h attends to key head h / (heads /
-// key_heads). The backward kernel computes all gradients from o and lse.
-template <typename Element, typename Real>
+// Query head h attends to key head h / (heads / key_heads). The backward kernel computes all
+// gradients from o and lse.
+template <typename Element>
 struct TreeAttention {
   Forest forest;
   int64_t heads, key_heads, head_dim;  // head_dim: 1 to 256
   const Element *q, *k,
       *v;  // [num_tokens, heads, head_dim], and for k and v [num_tokens, key_heads, head_dim]
   Element* o;  // [num_tokens, heads, head_dim]
-  Real* lse;  // [num_tokens, heads]: log2 of the sum of exp(score)
+  RealOf<Element>* lse;  // [num_tokens, heads]: log2 of the sum of exp(score)
   const Element* grad;  // dL/do; the rest is null in a forward pass
   Element *grad_q, *grad_k, *grad_v;
 

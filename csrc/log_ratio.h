@@ -5,31 +5,19 @@
 
 namespace maxrl {
 
-struct Sequences {
-  int64_t num_tokens, num_sequences;
+template <typename Real>
+struct LogRatio {
+  int64_t num_sequences;
   const int64_t* cu_seqlens;  // [S+1]
   const bool* mask;  // [T], or null
   double beta;
-
-  MAXRL_FIELDS(num_tokens, num_sequences, cu_seqlens, mask, beta)
-};
-
-template <typename Real>
-struct LogRatio {
-  Sequences sequences;
   const Real *logprobs, *ref_logprobs;  // [T]
-  Real* proxies;  // [S]
-
-  MAXRL_FIELDS(sequences, logprobs, ref_logprobs, proxies)
-};
-
-template <typename Real>
-struct LogRatioBackward {
-  Sequences sequences;
-  const Real* grad_proxies;  // [S]
+  Real* proxies;  // [S]: r
+  const Real* grad_proxies;  // [S]; null in a forward pass, as the above are in a backward one
   Real* gradient;  // [T]
 
-  MAXRL_FIELDS(sequences, grad_proxies, gradient)
+  MAXRL_FIELDS(num_sequences, cu_seqlens, mask, beta, logprobs, ref_logprobs, proxies, grad_proxies,
+               gradient)
 };
 
 }  // namespace maxrl

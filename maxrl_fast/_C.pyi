@@ -11,7 +11,6 @@ from torch import Tensor
 cuda: bool
 # of the kernels, and other records: fields and the codes with which struct packs them
 FIELDS: dict[str, dict[str, str]]
-MAX_LOG_RATIO: float
 LOSS_WORKSPACE: int  # only with CUDA kernels
 
 # The instruction sets that the CPU's kernels can use here, the widest first, and a limit to one of

@@ -29,8 +29,8 @@ from maxrl_fast.ops.dispatch import KernelLaunch
 
 assert Path(_C.__file__).parent == Path.cwd() / "maxrl_fast", _C.__file__
 logprobs, proxies, cu_seqlens = torch.zeros(3), torch.zeros(1), torch.tensor([0, 4])
-fields = {"num_tokens": 4, "num_sequences": 1, "cu_seqlens": cu_seqlens, "mask": 0, "beta": 1.0}
-fields |= {"logprobs": logprobs, "ref_logprobs": logprobs, "proxies": proxies}
+fields = {"num_sequences": 1, "cu_seqlens": cu_seqlens, "mask": 0, "beta": 1.0, "gradient": 0}
+fields |= {"logprobs": logprobs, "ref_logprobs": logprobs, "proxies": proxies, "grad_proxies": 0}
 print("loaded", _C.__file__, flush=True)
 KernelLaunch(logprobs.device).launch("log_ratio_reward", dtype=torch.float32, **fields)
 PY

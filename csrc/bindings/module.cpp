@@ -226,7 +226,6 @@ PYBIND11_MODULE(_C, m) {
 #else
   m.attr("cuda") = false;
 #endif
-  m.attr("MAX_LOG_RATIO") = kMaxLogRatio;
   m.attr("FIELDS") = pybind11::dict();
   bindings::export_names(m, "Loss", kNamesOf<Loss>);
   bindings::export_fields(m, "LossSums", fields_of<LossSums>());

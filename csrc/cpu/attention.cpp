@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../layer.h"
+#include "aligned.h"
 #include "attention_tile.h"
 
 namespace maxrl::cpu {
@@ -159,18 +160,15 @@ struct Plan {
 // backward pass their gradients.
 template <typename Real>
 struct Packed {
-  std::vector<Real> memory;
   std::vector<Real> last;  // of each key the place of the last query that sees it
   int64_t head_size;
+  AlignedBytes memory;
 
   Packed(int parts, int64_t heads, int64_t keys, int64_t stride)
-      : head_size((keys + 16) * stride) {  // more is read: kTail
-    memory.resize(parts * heads * head_size + 64 / sizeof(Real));
-    last.resize(keys + 16);
-  }
+      : last(keys + 16), head_size((keys + 16) * stride),  // more is read: kTail
+        memory(parts * heads * head_size * static_cast<int64_t>(sizeof(Real))) {}
   Real* at(int part, int64_t head, int64_t num_heads) {
-    const auto address = (reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64;
-    return reinterpret_cast<Real*>(address) + (part * num_heads + head) * head_size;
+    return memory.as<Real>() + (part * num_heads + head) * head_size;
   }
 };
 
@@ -181,7 +179,7 @@ struct Task {
   static constexpr int kStride = Tile::kStride, kRows = Tile::kRows, kLanes = Tile::kLanes;
   static constexpr int kParts = is_backward ? 4 : 2;
 
-  const TreeAttention<Element, Real>& in;
+  const TreeAttention<Element>& in;
   const Piece& piece;
   int64_t first_head, num_heads;  // key heads
   Packed<Real>& packed;
@@ -376,8 +374,8 @@ struct Task {
 
 // Adds the pieces' gradients of a segment's keys, in the order of the pieces.
 template <typename Element, typename Vectors>
-void add_up(const TreeAttention<Element, typename Vectors::Real>& in, const Parts& parts,
-            int64_t stride, const typename Vectors::Real* sums, Element* to) {
+void add_up(const TreeAttention<Element>& in, const Parts& parts, int64_t stride,
+            const typename Vectors::Real* sums, Element* to) {
   compiled_for(Vectors{}, [&] {
     for (int64_t i = 0; i < parts.length; ++i)
       for (int64_t head = 0; head < in.key_heads; ++head)
@@ -392,7 +390,7 @@ void add_up(const TreeAttention<Element, typename Vectors::Real>& in, const Part
 }
 
 template <typename Element, typename Tile, bool is_backward>
-void run(const TreeAttention<Element, typename Tile::Real>& in, int num_threads) {
+void run(const TreeAttention<Element>& in, int num_threads) {
   using Real = typename Tile::Real;
   using Vectors = typename Tile::Vectors;
   const Plan plan(in.forest);
@@ -435,17 +433,17 @@ void run(const TreeAttention<Element, typename Tile::Real>& in, int num_threads)
   }
 }
 
-template <bool is_backward, typename Element, typename Real>
-void attend(const TreeAttention<Element, Real>& in, int num_threads) {
+template <bool is_backward, typename Element>
+void attend(const TreeAttention<Element>& in, int num_threads) {
   if (in.head_dim < 1 || in.head_dim > 256 || in.key_heads < 1 || in.heads % in.key_heads)
     throw std::invalid_argument(
         "attention needs heads of 1 to 256, and a number of them that is a multiple of the key "
         "heads");
-  with_widest<Real>([&](auto vectors) {
+  with_widest<RealOf<Element>>([&](auto vectors) {
     using Vectors = decltype(vectors);
     if (in.head_dim <= 16)
       return run<Element, AttentionTile<Vectors, 16>, is_backward>(in, num_threads);
-    if constexpr (sizeof(Real) == 4) {  // doubles are for comparisons, and have fewer strides
+    if constexpr (!std::is_same_v<Element, double>) {  // which are for comparisons
       if (in.head_dim <= 64)
         return run<Element, AttentionTile<Vectors, 64>, is_backward>(in, num_threads);
       if (in.head_dim <= 128)
@@ -457,8 +455,8 @@ void attend(const TreeAttention<Element, Real>& in, int num_threads) {
 
 template <bool is_backward>
 bool define(const char* name) {
-  return define_kernel(name, attend<is_backward, float, float>, attend<is_backward, double, double>,
-                       attend<is_backward, BFloat16, float>);
+  return define_kernel(name, attend<is_backward, float>, attend<is_backward, double>,
+                       attend<is_backward, BFloat16>);
 }
 const bool defined = define<false>("tree_attention") && define<true>("tree_attention_backward");
 

@@ -1,10 +1,6 @@
 // What attention_tile.h needs of vectors beyond vectors.h: base-2 exponential and logarithm,
 // comparisons, transposition, and loads and stores of one vector of elements, or a part of it.
 #pragma once
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include <cmath>
 #include <type_traits>
 #include <utility>
@@ -87,54 +83,32 @@ inline typename Vectors::Reals log_of_two(typename Vectors::Reals x, typename Ve
   }
 }
 
-// Comparisons, whose results are masks of another kind for each set of instructions. Arguments are
-// references, for callers may be compiled for other instructions until they are inlined.
+// Comparisons by the bits of signs: others of 64 bytes would become scalars when they are inlined.
+// Arguments are references, for callers may be compiled for other instructions until then.
 
-// Whether a lane of a is greater than that of b.
+// x where `sign` is negative, otherwise y.
 template <typename Reals>
-inline bool any_greater(const Reals& a, const Reals& b) {
-  const auto is_greater = a > b;
-  bool any = false;
-  for (size_t lane = 0; lane < sizeof(Reals) / sizeof a[0]; ++lane) any |= is_greater[lane] != 0;
-  return any;
+inline Reals where_negative(const Reals& sign, const Reals& x, const Reals& y) {
+  using Integers = decltype(x > x);
+  const Integers is_negative = bits_as<Integers>(sign) >> (8 * sizeof(x[0]) - 1),
+                 of_x = bits_as<Integers>(x), of_y = bits_as<Integers>(y);
+  return bits_as<Reals>(of_y ^ ((of_x ^ of_y) & is_negative));
 }
-// x where low <= at <= high, otherwise `hidden`.
+// x where low <= at <= high, integers up to 2^24, otherwise `hidden`.
 template <typename Reals>
 inline Reals where_between(const Reals& low, const Reals& at, const Reals& high, const Reals& x,
                            const Reals& hidden) {
-  return (low <= at) & (at <= high) ? x : hidden;
+  return where_negative(at - low, hidden, where_negative(high - at, hidden, x));
 }
-#if defined(__x86_64__)
-using Reals16 = Vectors<float, 16>::Reals;
-using Reals8 = Vectors<float, 8>::Reals;
-
-#define MAXRL_INLINE_AVX512 __attribute__((target("avx512f"))) inline
-#define MAXRL_INLINE_AVX2 __attribute__((target("avx2"))) inline
-
-MAXRL_INLINE_AVX512 __m512 plain(const Reals16& x) { return reinterpret_cast<__m512>(x); }
-MAXRL_INLINE_AVX512 bool any_greater(const Reals16& a, const Reals16& b) {
-  return _mm512_cmp_ps_mask(plain(a), plain(b), _CMP_GT_OQ) != 0;
+// Whether a lane of a is greater than that of b; perhaps also where one is not a number.
+template <typename Reals>
+inline bool any_greater(const Reals& a, const Reals& b) {
+  const Reals left = b - a;
+  uint64_t words[sizeof left / sizeof(uint64_t)], any = 0;
+  memcpy(words, &left, sizeof left);
+  for (const uint64_t word : words) any |= word;
+  return any & (sizeof(a[0]) == 4 ? 0x8000000080000000 : 0x8000000000000000);
 }
-MAXRL_INLINE_AVX512 Reals16 where_between(const Reals16& low, const Reals16& at,
-                                          const Reals16& high, const Reals16& x,
-                                          const Reals16& hidden) {
-  const __mmask16 from_low = _mm512_cmp_ps_mask(plain(low), plain(at), _CMP_LE_OQ);
-  const __mmask16 between = _mm512_mask_cmp_ps_mask(from_low, plain(at), plain(high), _CMP_LE_OQ);
-  return reinterpret_cast<Reals16>(_mm512_mask_mov_ps(plain(hidden), between, plain(x)));
-}
-
-MAXRL_INLINE_AVX2 __m256 plain(const Reals8& x) { return reinterpret_cast<__m256>(x); }
-MAXRL_INLINE_AVX2 bool any_greater(const Reals8& a, const Reals8& b) {
-  return _mm256_movemask_ps(_mm256_cmp_ps(plain(a), plain(b), _CMP_GT_OQ)) != 0;
-}
-MAXRL_INLINE_AVX2 Reals8 where_between(const Reals8& low, const Reals8& at, const Reals8& high,
-                                       const Reals8& x, const Reals8& hidden) {
-  const __m256 from_low = _mm256_cmp_ps(plain(low), plain(at), _CMP_LE_OQ);
-  const __m256 to_high = _mm256_cmp_ps(plain(at), plain(high), _CMP_LE_OQ);
-  return reinterpret_cast<Reals8>(
-      _mm256_blendv_ps(plain(hidden), plain(x), _mm256_and_ps(from_low, to_high)));
-}
-#endif
 
 template <int distance, typename Reals, int... lane>
 inline void exchange(Reals& a, Reals& b, std::integer_sequence<int, lane...>) {

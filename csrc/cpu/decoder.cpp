@@ -62,11 +62,9 @@ template <typename Layout>
 void PackedMatrix::reset(Layout, int64_t out_size, int64_t in_size) {
   using Element = typename Layout::Element;
   const int64_t size = padded(out_size) * Layout::depth(in_size);
-  if (out != out_size || in != in_size)
-    panels = AlignedBytes(size * static_cast<int64_t>(sizeof(Element)));
+  if (out != out_size || in != in_size) panels = AlignedBytes::zeros<Element>(size);
   out = out_size;
   in = in_size;
-  std::fill_n(panels.as<Element>(), size, Element{});
 }
 
 template <typename Layout>
@@ -106,69 +104,66 @@ Decoder::Decoder(const DecoderOptions& options)
 
 void Decoder::load(const DecoderWeights& weights) {
   forget();
-  with_layout(sizes_.arithmetic, [&](auto layout) { load_in(layout, weights); });
-}
-
-template <typename Layout>
-void Decoder::load_in(Layout layout, const DecoderWeights& weights) {
-  const int64_t hidden = sizes_.hidden, key_size = sizes_.kv_heads * sizes_.head_dim,
-                intermediate = sizes_.intermediate;
-  const auto pack = [&](PackedMatrix& matrix, const float* from, int64_t first, int64_t rows,
-                        int64_t step) {
-    matrix.pack(layout, from, first, rows, step, weights.num_threads);
-  };
-  const auto pack_whole = [&](PackedMatrix& matrix, const float* from, int64_t out, int64_t in) {
-    matrix.reset(layout, out, in);
-    pack(matrix, from, 0, out, 1);
-  };
-  embedding_.assign(weights.embedding, weights.embedding + sizes_.vocab * hidden);
-  norm_.assign(weights.norm, weights.norm + hidden);
-  pack_whole(head_, weights.head, sizes_.vocab, hidden);
-  for (int64_t index = 0; index < sizes_.layers; ++index) {
-    const LayerWeights& from = weights.layers[index];
-    Layer& layer = layers_[index];
-    layer.input_norm.assign(from.input_norm, from.input_norm + hidden);
-    layer.post_norm.assign(from.post_norm, from.post_norm + hidden);
-    if (from.q_norm) layer.q_norm.assign(from.q_norm, from.q_norm + sizes_.head_dim);
-    if (from.k_norm) layer.k_norm.assign(from.k_norm, from.k_norm + sizes_.head_dim);
-    layer.qkv.reset(layout, qkv_size_, hidden);
-    pack(layer.qkv, from.q, 0, query_size_, 1);
-    pack(layer.qkv, from.k, query_size_, key_size, 1);
-    pack(layer.qkv, from.v, query_size_ + key_size, key_size, 1);
-    layer.qkv.bias.clear();
-    if (from.q_bias) {
-      layer.qkv.bias.assign(padded(qkv_size_), 0.0f);
-      float* const bias = layer.qkv.bias.data();
-      std::copy_n(from.q_bias, query_size_, bias);
-      std::copy_n(from.k_bias, key_size, bias + query_size_);
-      std::copy_n(from.v_bias, key_size, bias + query_size_ + key_size);
+  with_layout(sizes_.arithmetic, [&](auto layout) {
+    const int64_t hidden = sizes_.hidden, key_size = sizes_.kv_heads * sizes_.head_dim,
+                  intermediate = sizes_.intermediate;
+    const auto pack = [&](PackedMatrix& matrix, const float* from, int64_t first, int64_t rows,
+                          int64_t step) {
+      matrix.pack(layout, from, first, rows, step, weights.num_threads);
+    };
+    const auto pack_whole = [&](PackedMatrix& matrix, const float* from, int64_t out, int64_t in) {
+      matrix.reset(layout, out, in);
+      pack(matrix, from, 0, out, 1);
+    };
+    embedding_.assign(weights.embedding, weights.embedding + sizes_.vocab * hidden);
+    norm_.assign(weights.norm, weights.norm + hidden);
+    pack_whole(head_, weights.head, sizes_.vocab, hidden);
+    for (int64_t index = 0; index < sizes_.layers; ++index) {
+      const LayerWeights& from = weights.layers[index];
+      Layer& layer = layers_[index];
+      layer.input_norm.assign(from.input_norm, from.input_norm + hidden);
+      layer.post_norm.assign(from.post_norm, from.post_norm + hidden);
+      if (from.q_norm) layer.q_norm.assign(from.q_norm, from.q_norm + sizes_.head_dim);
+      if (from.k_norm) layer.k_norm.assign(from.k_norm, from.k_norm + sizes_.head_dim);
+      layer.qkv.reset(layout, qkv_size_, hidden);
+      pack(layer.qkv, from.q, 0, query_size_, 1);
+      pack(layer.qkv, from.k, query_size_, key_size, 1);
+      pack(layer.qkv, from.v, query_size_ + key_size, key_size, 1);
+      if (from.q_bias) {
+        layer.qkv.bias = AlignedBytes::zeros<float>(padded(qkv_size_));
+        float* const bias = layer.qkv.bias.as<float>();
+        std::copy_n(from.q_bias, query_size_, bias);
+        std::copy_n(from.k_bias, key_size, bias + query_size_);
+        std::copy_n(from.v_bias, key_size, bias + query_size_ + key_size);
+      }
+      pack_whole(layer.o, from.o, hidden, query_size_);
+      layer.gate_up.reset(layout, 2 * padded(intermediate), hidden);
+      pack(layer.gate_up, from.gate, 0, intermediate, 2);
+      pack(layer.gate_up, from.up, kPanel, intermediate, 2);
+      pack_whole(layer.down, from.down, hidden, intermediate);
     }
-    pack_whole(layer.o, from.o, hidden, query_size_);
-    layer.gate_up.reset(layout, 2 * padded(intermediate), hidden);
-    pack(layer.gate_up, from.gate, 0, intermediate, 2);
-    pack(layer.gate_up, from.up, kPanel, intermediate, 2);
-    pack_whole(layer.down, from.down, hidden, intermediate);
-  }
+  });
 }
 
 void Decoder::prepare(Workspace& workspace, int64_t longest_prompt, int64_t max_new_tokens) const {
-  workspace.hidden.resize(kMaxRows * row_stride(sizes_.hidden));
-  workspace.normed.resize(kMaxRows * row_stride(sizes_.hidden));
-  workspace.qkv.resize(kMaxRows * row_stride(qkv_size_));
-  workspace.attended.resize(kMaxRows * row_stride(query_size_));
-  workspace.gate_up.resize(kMaxRows * row_stride(2 * padded(sizes_.intermediate)));
-  workspace.activated.resize(kMaxRows * row_stride(sizes_.intermediate));
-  workspace.logits.resize(kMaxRows * row_stride(sizes_.vocab));
-  workspace.scores.resize(kMaxQueries * (padded(longest_prompt) + padded(max_new_tokens)));
-  workspace.mixed.resize(kMaxQueries * padded(sizes_.head_dim));
+  const auto make = [](AlignedBytes& memory, int64_t rows, int64_t stride) {
+    memory = AlignedBytes::zeros<float>(rows * stride);
+  };
+  make(workspace.hidden, kMaxRows, row_stride(sizes_.hidden));
+  make(workspace.normed, kMaxRows, row_stride(sizes_.hidden));
+  make(workspace.qkv, kMaxRows, row_stride(qkv_size_));
+  make(workspace.attended, kMaxRows, row_stride(query_size_));
+  make(workspace.gate_up, kMaxRows, row_stride(2 * padded(sizes_.intermediate)));
+  make(workspace.activated, kMaxRows, row_stride(sizes_.intermediate));
+  make(workspace.logits, kMaxRows, row_stride(sizes_.vocab));
+  make(workspace.scores, kMaxQueries, padded(longest_prompt) + padded(max_new_tokens));
+  make(workspace.mixed, kMaxQueries, padded(sizes_.head_dim));
   if (is_bfloat16(sizes_.arithmetic)) {
     const int64_t tokens = std::max(longest_prompt, max_new_tokens);
     const int64_t of_rows =
         kMaxRows * bfloat16_stride(std::max({sizes_.hidden, sizes_.intermediate, query_size_}));
-    const int64_t size =
-        std::max(of_rows, kMaxQueries * bfloat16_stride(std::max(tokens, sizes_.head_dim)));
-    workspace.rounded = AlignedBytes(size * static_cast<int64_t>(sizeof(BFloat16)));
-    std::fill_n(workspace.rounded.as<BFloat16>(), size, BFloat16{});
+    workspace.rounded = AlignedBytes::zeros<BFloat16>(
+        std::max(of_rows, kMaxQueries * bfloat16_stride(std::max(tokens, sizes_.head_dim))));
   }
 }
 
@@ -249,7 +244,7 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
   }
   const int64_t own_at = padded(longest), width = own_at + padded(longest_own);
   float* const scores =
-      workspace.scores.data();  // [count, width]: the prefix, then the row's own tokens
+      workspace.scores.as<float>();  // [count, width]: the prefix, then the row's own tokens
   const KeyValueCache& prefix = *row_of(0).prefix;
   const auto score = [&](int start, int queries, const KeyValueCache& cache, int64_t length,
                          int64_t at) {
@@ -279,7 +274,7 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
     sums[i] = exponentials<Vectors>(row, width);
   }
 
-  float* const mixed = workspace.mixed.data();  // [count, padded(head_dim)]
+  float* const mixed = workspace.mixed.as<float>();  // [count, padded(head_dim)]
   Numbers::multiply(
       count, [&](int64_t i) { return scores + i * width; }, longest,
       prefix.values<Element>(layer, head), dim_panels, prefix.values_panel_stride(), rounded,
@@ -297,8 +292,8 @@ void Decoder::attend_tile(int64_t layer, int64_t head, const DecoderRow* rows, i
         });
   });
   for (int i = 0; i < count; ++i) {
-    float* const to =
-        workspace.attended.data() + (first + i) / repeats * row_stride(query_size_) + place_of(i);
+    float* const to = workspace.attended.as<float>() +
+                      (first + i) / repeats * row_stride(query_size_) + place_of(i);
     const float* const from = mixed + i * dim_panels * kPanel;
     for (int64_t d = 0; d < dim; ++d) to[d] = from[d] / sums[i];
   }
@@ -309,9 +304,10 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first,
   const TileRegisters tiles(sizes_.arithmetic);
   const int64_t stride = row_stride(sizes_.hidden),
                 activated_stride = row_stride(sizes_.intermediate);
-  float *x = workspace.hidden.data(), *const y = workspace.normed.data(),
-        *qkv = workspace.qkv.data();
-  float *const attended = workspace.attended.data(), *const activated = workspace.activated.data();
+  float *x = workspace.hidden.as<float>(), *const y = workspace.normed.as<float>(),
+        *qkv = workspace.qkv.as<float>();
+  float *const attended = workspace.attended.as<float>(), *const activated =
+                                                              workspace.activated.as<float>();
   for (int64_t i = 0; i < num_rows; ++i)
     std::copy_n(embedding_.data() + rows[i].token * sizes_.hidden, sizes_.hidden, x + i * stride);
 
@@ -337,7 +333,7 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first,
   for (int64_t index = 0; index < sizes_.layers; ++index) {
     const Layer& layer = layers_[index];
     norm(layer.input_norm);
-    const float* const bias = layer.qkv.bias.empty() ? nullptr : layer.qkv.bias.data();
+    const float* const bias = layer.qkv.bias.as<float>();
     multiply(y, stride, layer.qkv, [&](int64_t i, int64_t panel, auto row) {
       if (bias) row += row.read(bias + panel * kPanel);
       row.write(qkv + i * row_stride(qkv_size_) + panel * kPanel);
@@ -358,7 +354,7 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first,
     multiply(attended, row_stride(query_size_), layer.o, add_to_hidden);
     norm(layer.post_norm);
     multiply(y, stride, layer.gate_up, [&](int64_t i, int64_t panel, const auto& row) {
-      row.write(workspace.gate_up.data() + i * row_stride(layer.gate_up.out) + panel * kPanel);
+      row.write(workspace.gate_up.as<float>() + i * row_stride(layer.gate_up.out) + panel * kPanel);
     });
     // Not fused with the multiplication: the constants of the exponential would cause register
     // spills there.
@@ -366,8 +362,8 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first,
       using Row = TileRow<decltype(vectors)>;
       for (int64_t i = 0; i < num_rows; ++i)
         for (int64_t panel = 0; panel < panels_of(sizes_.intermediate); ++panel) {
-          const float* const from =
-              workspace.gate_up.data() + i * row_stride(layer.gate_up.out) + 2 * panel * kPanel;
+          const float* const from = workspace.gate_up.as<float>() +
+                                    i * row_stride(layer.gate_up.out) + 2 * panel * kPanel;
           swiglu(Row::read(from), Row::read(from + kPanel))
               .write(activated + i * activated_stride + panel * kPanel);
         }
@@ -376,7 +372,7 @@ void Decoder::forward(const DecoderRow* rows, int64_t num_rows, int64_t first,
   }
   norm(norm_);
   multiply(y, stride, head_, [&](int64_t i, int64_t panel, const auto& row) {
-    row.write(workspace.logits.data() + i * row_stride(sizes_.vocab) + panel * kPanel);
+    row.write(workspace.logits.as<float>() + i * row_stride(sizes_.vocab) + panel * kPanel);
   });
 }
 

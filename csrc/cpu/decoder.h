@@ -26,9 +26,8 @@ struct DecoderRow {
 
 // Scratch memory of one thread.
 struct Workspace {
-  AlignedVector<float> hidden, normed, qkv, attended, gate_up, activated,
-      logits;  // [row][row_stride(size)]
-  AlignedVector<float> scores, mixed;  // of a tile of queries
+  // of float: [row][row_stride(size)], the last two of a tile of queries
+  AlignedBytes hidden, normed, qkv, attended, gate_up, activated, logits, scores, mixed;
   std::vector<float> probabilities;  // [vocab], for sampling
   std::vector<int64_t> order;  // [vocab], for sampling
   AlignedBytes rounded;  // BFloat16: the rows of a product
@@ -44,7 +43,7 @@ struct PromptState {
 struct PackedMatrix {
   int64_t out = 0, in = 0;
   AlignedBytes panels;
-  AlignedVector<float> bias;  // padded to whole panels, or empty
+  AlignedBytes bias;  // of float, padded to whole panels, or null
 
   template <typename Layout>
   void reset(Layout, int64_t out, int64_t in);
@@ -95,8 +94,6 @@ class Decoder {
   template <typename Vectors>
   void rotate_and_store(const Layer& layer, int64_t index, const DecoderRow* rows, int64_t num_rows,
                         float* qkv) const;
-  template <typename Layout>
-  void load_in(Layout layout, const DecoderWeights& weights);
   template <typename Numbers>
   void attend(int64_t layer, const DecoderRow* rows, int64_t num_rows, const float* qkv,
               Workspace& workspace) const;

@@ -31,14 +31,10 @@ inline Instructions processor_instructions() {
 inline Instructions widest_instructions = processor_instructions();
 
 #if defined(__x86_64__)
-inline bool use_avx2() { return widest_instructions >= Instructions::kAvx2; }
-inline bool use_avx512() { return widest_instructions >= Instructions::kAvx512; }
-
 // flatten: all that it calls is inlined, and so compiled for these instructions.
 #define MAXRL_AVX2 __attribute__((target("avx2,fma"), flatten))
 #define MAXRL_AVX512_NAMES "avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"
 #define MAXRL_AVX512 __attribute__((target(MAXRL_AVX512_NAMES), flatten))
-
 #endif
 
 // work() in a separate function, compiled for the instructions that these vectors need.
@@ -64,8 +60,8 @@ template <typename Real, int most_bytes = 64, typename Use>
 void with_widest(const Use& use) {
 #if defined(__x86_64__)
   if constexpr (sizeof(Real) == 4 && most_bytes == 64)
-    if (use_avx512()) return use(Vectors<float, 16>{});
-  if (use_avx2()) return use(Vectors<Real, 32 / sizeof(Real)>{});
+    if (widest_instructions >= Instructions::kAvx512) return use(Vectors<float, 16>{});
+  if (widest_instructions >= Instructions::kAvx2) return use(Vectors<Real, 32 / sizeof(Real)>{});
 #endif
   use(Vectors<Real, 16 / sizeof(Real)>{});
 }
@@ -82,25 +78,34 @@ inline int64_t rows_per_piece(int64_t vocab_size) {
   return std::max<int64_t>(1, (1 << 17) / std::max<int64_t>(vocab_size, 1));
 }
 
-// Calls work(Vectors{}, piece, row, scratch) for all rows, in pieces of `grain` rows that do not
+// work(vectors, piece, row) for all rows, in pieces of `grain` rows, compiled for the instructions
+// of these vectors.
+template <typename Vectors, typename Work>
+void for_pieces(Vectors vectors, int64_t num_rows, int64_t grain, int num_threads,
+                const Work& work) {
+  const int64_t pieces = (num_rows + grain - 1) / grain;
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (pieces > 1)
+  for (int64_t piece = 0; piece < pieces; ++piece)
+    compiled_for(vectors, [&] {
+      const int64_t end = std::min((piece + 1) * grain, num_rows);
+      for (int64_t row = piece * grain; row < end; ++row) work(vectors, piece, row);
+    });
+}
+
+// Calls work(vectors, piece, row, scratch) for all rows, in pieces of `grain` rows that do not
 // depend on the number of threads. Every thread has its own `scratch` of the given size, null if
 // that is 0.
 template <typename Real, typename Work>
 void for_rows(int64_t num_rows, int64_t grain, int64_t scratch_size, int num_threads,
               const Work& work) {
-  const int64_t pieces = (num_rows + grain - 1) / grain;
   const std::unique_ptr<Real[]> scratch(scratch_size ? new Real[scratch_size * num_threads]
                                                      : nullptr);
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (pieces > 1)
-  for (int64_t piece = 0; piece < pieces; ++piece) {
-    const int64_t end = std::min((piece + 1) * grain, num_rows);
-    Real* const own = scratch ? scratch.get() + omp_get_thread_num() * scratch_size : nullptr;
-    with_widest<Real, 32>([&](auto vectors) {
-      compiled_for(vectors, [&] {
-        for (int64_t row = piece * grain; row < end; ++row) work(vectors, piece, row, own);
-      });
+  with_widest<Real, 32>([&](auto widest) {
+    for_pieces(widest, num_rows, grain, num_threads, [&](auto vectors, int64_t piece, int64_t row) {
+      work(vectors, piece, row,
+           scratch ? scratch.get() + omp_get_thread_num() * scratch_size : nullptr);
     });
-  }
+  });
 }
 
 }  // namespace maxrl::cpu

@@ -117,7 +117,6 @@ void Generation::prefill(int64_t begin, int64_t end) {
     }
     prompts_[p].cache = std::make_unique<KeyValueCache>(sizes, prompt_length(p));
     cache_bytes_ += bytes;
-    statistics_.prompt_tokens += prompt_length(p);
   }
   statistics_.peak_cache_bytes = std::max(statistics_.peak_cache_bytes, cache_bytes_);
 #pragma omp parallel for num_threads(job_.num_threads) schedule(dynamic, 1)
@@ -140,7 +139,7 @@ void Generation::prefill(int64_t begin, int64_t end) {
       const bool is_last = first + count == length;
       decoder_.forward(rows, count, is_last ? count - 1 : count, workspace);
     }
-    const float* const logits = workspace.logits.data();
+    const float* const logits = workspace.logits.as<float>();
     prompts_[p].logits.assign(logits, logits + sizes.vocab);
   }
   next_prompt_ = std::max(next_prompt_, end);
@@ -204,7 +203,7 @@ void Generation::decode() {
     decoder_.forward(rows, end - begin, 0, workspace);
     for (int64_t i = begin; i < end; ++i)
       append_tokens(rows_[i],
-                    workspace.logits.data() + (i - begin) * row_stride(decoder_.sizes().vocab),
+                    workspace.logits.as<float>() + (i - begin) * row_stride(decoder_.sizes().vocab),
                     workspace);
   }
   ++statistics_.steps;

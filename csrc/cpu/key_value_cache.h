@@ -28,11 +28,11 @@ class KeyValueCache {
   }
 
   template <typename Element>
-  const Element* keys(int64_t layer, int64_t head) const {
+  Element* keys(int64_t layer, int64_t head) const {
     return data_.as<Element>() + layer * layer_size_ + head * head_size_;
   }
   template <typename Element>
-  const Element* values(int64_t layer, int64_t head) const {
+  Element* values(int64_t layer, int64_t head) const {
     return keys<Element>(layer, head) + keys_size_;
   }
   int64_t keys_panel_stride() const { return depth(sizes_) * kPanel; }
@@ -40,14 +40,45 @@ class KeyValueCache {
 
   // Positions must be written in ascending order, from 0.
   void write(int64_t layer, int64_t head, int64_t position, const float* key, const float* value) {
-    with_layout(sizes_.arithmetic,
-                [&](auto layout) { write_to(layout, layer, head, position, key, value); });
+    with_layout(sizes_.arithmetic, [&](auto layout) {
+      using Layout = decltype(layout);
+      using Element = typename Layout::Element;
+      const int64_t dim = sizes_.head_dim, stride = values_panel_stride();
+      Element* const panel = keys<Element>(layer, head) + position / kPanel * keys_panel_stride();
+      // Padding is multiplied with zeros, so it must be finite: a cache may hold numbers of the
+      // response before.
+      if (Layout::depth(dim) > dim && position % kPanel == 0)
+        std::fill_n(panel, keys_panel_stride(), Element{});
+      for (int64_t first = 0; first < dim; first += kPanel) {
+        Element* const to = values<Element>(layer, head) + first / kPanel * stride;
+        if (Layout::depth(1) > 1 && position % Layout::depth(1) == 0)
+          std::fill_n(to + position * kPanel, Layout::depth(1) * kPanel, Element{});
+        const int64_t count = std::min(kPanel, dim - first);
+        Element numbers[kPanel];  // converted before they are scattered, so that vectors do it
+        for (int64_t d = 0; d < count; ++d) numbers[d] = Layout::from_float(key[first + d]);
+        for (int64_t d = 0; d < count; ++d)
+          panel[Layout::place(first + d, position % kPanel)] = numbers[d];
+        for (int64_t d = 0; d < count; ++d) numbers[d] = Layout::from_float(value[first + d]);
+        for (int64_t d = 0; d < count; ++d) to[Layout::place(position, d)] = numbers[d];
+      }
+    });
   }
 
   // Copies the first positions of a cache of the same sizes and capacity, in whole panels with
   // their padding.
   void copy(const KeyValueCache& from, int64_t positions) {
-    with_layout(sizes_.arithmetic, [&](auto layout) { copy_to(layout, from, positions); });
+    with_layout(sizes_.arithmetic, [&](auto layout) {
+      using Element = typename decltype(layout)::Element;
+      const int64_t of_keys = padded(positions) * depth(sizes_),
+                    of_values = layout.depth(positions) * kPanel;
+      for (int64_t head = 0; head < sizes_.layers * sizes_.kv_heads; ++head) {
+        const Element* const source = from.keys<Element>(0, head);
+        Element* const to = keys<Element>(0, head);
+        std::copy_n(source, of_keys, to);
+        for (int64_t at = keys_size_; at < head_size_; at += values_panel_stride())
+          std::copy_n(source + at, of_values, to + at);
+      }
+    });
   }
 
  private:
@@ -57,46 +88,6 @@ class KeyValueCache {
   }
   static int64_t depth(const DecoderSizes& sizes, int64_t k) {
     return is_bfloat16(sizes.arithmetic) ? BFloat16Layout::depth(k) : Float32Layout::depth(k);
-  }
-
-  template <typename Layout>
-  void write_to(Layout, int64_t layer, int64_t head, int64_t position, const float* key,
-                const float* value) {
-    using Element = typename Layout::Element;
-    const int64_t dim = sizes_.head_dim, stride = values_panel_stride();
-    Element* const keys = data_.as<Element>() + layer * layer_size_ + head * head_size_;
-    Element *const panel = keys + position / kPanel * keys_panel_stride(), *const values =
-                                                                               keys + keys_size_;
-    // Padding is multiplied with zeros, so it must be finite: a cache may hold numbers of the
-    // response before.
-    if (Layout::depth(dim) > dim && position % kPanel == 0)
-      std::fill_n(panel, keys_panel_stride(), Element{});
-    for (int64_t first = 0; first < dim; first += kPanel) {
-      Element* const to = values + first / kPanel * stride;
-      if (Layout::depth(1) > 1 && position % Layout::depth(1) == 0)
-        std::fill_n(to + position * kPanel, Layout::depth(1) * kPanel, Element{});
-      const int64_t count = std::min(kPanel, dim - first);
-      Element numbers[kPanel];  // converted before they are scattered, so that vectors convert them
-      for (int64_t d = 0; d < count; ++d) numbers[d] = Layout::from_float(key[first + d]);
-      for (int64_t d = 0; d < count; ++d)
-        panel[Layout::place(first + d, position % kPanel)] = numbers[d];
-      for (int64_t d = 0; d < count; ++d) numbers[d] = Layout::from_float(value[first + d]);
-      for (int64_t d = 0; d < count; ++d) to[Layout::place(position, d)] = numbers[d];
-    }
-  }
-
-  template <typename Layout>
-  void copy_to(Layout, const KeyValueCache& from, int64_t positions) {
-    using Element = typename Layout::Element;
-    const int64_t of_keys = padded(positions) * depth(sizes_),
-                  of_values = Layout::depth(positions) * kPanel;
-    for (int64_t head = 0; head < sizes_.layers * sizes_.kv_heads; ++head) {
-      const Element* const source = from.data_.as<Element>() + head * head_size_;
-      Element* const to = data_.as<Element>() + head * head_size_;
-      std::copy_n(source, of_keys, to);
-      for (int64_t at = keys_size_; at < head_size_; at += values_panel_stride())
-        std::copy_n(source + at, of_values, to + at);
-    }
   }
 
   DecoderSizes sizes_;

@@ -39,25 +39,17 @@ struct Pieces {
                        (num_rows - 1) / most + 1})),
         count((num_rows + rows - 1) / rows) {}
 
-  // work(vectors, piece, row) for all rows, compiled for the instructions of these vectors.
-  template <typename Vectors, typename Work>
-  void run(Vectors vectors, int num_threads, const Work& work) const {
-#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (count > 1)
-    for (int64_t piece = 0; piece < count; ++piece)
-      compiled_for(vectors, [&] {
-        const int64_t end = std::min((piece + 1) * rows, num_rows);
-        for (int64_t row = piece * rows; row < end; ++row) work(vectors, piece, row);
-      });
-  }
-  template <typename Real, typename Work>
+  template <typename Element, typename Work>
   void run_widest(int num_threads, const Work& work) const {
-    with_widest<Real>([&](auto vectors) { run(vectors, num_threads, work); });
+    with_widest<RealOf<Element>>(
+        [&](auto vectors) { for_pieces(vectors, num_rows, rows, num_threads, work); });
   }
   // For vectors of which a row's parts have `size` numbers each.
-  template <typename Real, typename Work>
+  template <typename Element, typename Work>
   void run_fitting(int size, int num_threads, const Work& work) const {
-    with_widest<Real>([&](auto widest) {
-      with_fitting<decltype(widest)>(size, [&](auto vectors) { run(vectors, num_threads, work); });
+    with_widest<RealOf<Element>>([&](auto widest) {
+      with_fitting<decltype(widest)>(
+          size, [&](auto vectors) { for_pieces(vectors, num_rows, rows, num_threads, work); });
     });
   }
 };
@@ -114,47 +106,6 @@ void add_pieces(const Real* partials, int64_t pieces, int64_t size, Real* to) {
     for (int64_t i = 0; i < size; ++i) to[i] += partials[piece * size + i];
 }
 
-template <typename Vectors, typename Element>
-inline void norm_row(const AddRmsNorm<Element, typename Vectors::Real>& in, int64_t start) {
-  const Element *const x = in.x + start, *const delta = in.delta ? in.delta + start : nullptr;
-  Element* const sum = delta ? in.sum + start : nullptr;
-  auto squares = Vectors::all(0);
-  for_vectors<Vectors>(in.size, [&](auto at) {
-    auto value = at.load(x);
-    if (delta) {
-      at.store(sum, value + at.load(delta));
-      value = at.load(sum);  // the norm is that of the sum as it is stored
-    }
-    squares += value * value;
-  });
-  const Norm norm(total<Vectors>(squares), typename Vectors::Real(0), in.size, in.eps);
-  const Element* const values = delta ? sum : x;
-  for_vectors<Vectors>(in.size, [&](auto at) {
-    at.store(in.normed + start, at.load(values) * norm.rate * at.load(in.weight));
-  });
-}
-
-template <typename Vectors, typename Element, typename Real = typename Vectors::Real>
-inline void norm_backward_row(const AddRmsNormBackward<Element, Real>& in, int64_t start,
-                              Real* grad_weight) {
-  const Element *const sum = in.sum + start, *const grad = in.grad_normed + start;
-  const Element* const grad_sum = in.grad_sum ? in.grad_sum + start : nullptr;
-  auto squares = Vectors::all(0), product = squares;
-  for_vectors<Vectors>(in.size, [&](auto at) {
-    const auto x = at.load(sum), g = at.load(grad);
-    squares += x * x;
-    product += at.load(in.weight) * g * x;
-  });
-  const Norm norm(total<Vectors>(squares), total<Vectors>(product), in.size, in.eps);
-  for_vectors<Vectors>(in.size, [&](auto at) {
-    const auto x = at.load(sum), g = at.load(grad);
-    auto result = g * at.load(in.weight) * norm.rate - x * norm.slope;
-    if (grad_sum) result += at.load(grad_sum);
-    at.store(in.grad_x + start, result);
-    at.store(grad_weight, at.load(grad_weight) + g * x * norm.rate);
-  });
-}
-
 // The rotation at a token's position: pairs (low, high) of a head by the angles whose cos and sin
 // these are.
 template <typename Vectors>
@@ -201,70 +152,11 @@ inline typename Vectors::Real squares_of(const Element* head, int64_t size) {
   return total<Vectors>(squares);
 }
 
-template <typename Vectors, typename Element>
-inline void rotate_row(const RotateHeads<Element, typename Vectors::Real>& in, int64_t row) {
-  using Real = typename Vectors::Real;
-  const Rotation<Vectors> rotation(in, row, in.direction);
-  const int half = in.head_dim / 2;
-  for (int which = 0; which < 2; ++which)
-    for (int head = 0; head < in.from[which].count; ++head) {
-      const Element *const x = in.source(which, row, head), *const weight = in.norm[which];
-      Element* const to = in.target(which, row, head);
-      const Real rate =
-          weight ? Norm(squares_of<Vectors>(x, in.head_dim), Real(0), in.head_dim, in.eps).rate
-                 : Real(1);
-      for_vectors<Vectors>(half, [&](auto at) {
-        auto low = at.load(x), high = at.load(x + half);
-        if (weight) {
-          low *= at.load(weight) * rate;
-          high *= at.load(weight + half) * rate;
-        }
-        rotation.rotate(at, low, high);
-        at.store(to, low);
-        at.store(to + half, high);
-      });
-    }
-}
-
-template <typename Element, typename Real>
-inline void copy_values(const RotateHeads<Element, Real>& in, int64_t row) {
+template <typename Element>
+inline void copy_values(const RotateHeads<Element>& in, int64_t row) {
   if (in.from[2].count)
     memcpy(in.target(2, row, 0), in.source(2, row, 0),
            sizeof(Element) * in.from[2].count * in.head_dim);
-}
-
-template <typename Vectors, typename Element, typename Real = typename Vectors::Real>
-inline void rotate_backward_row(const RotateHeadsBackward<Element, Real>& backward, int64_t row,
-                                Real* grad_norms) {
-  const auto& in = backward.forward;
-  const Rotation<Vectors> rotation(in, row, -in.direction);
-  const int half = in.head_dim / 2;
-  for (int which = 0; which < 2; ++which)
-    for (int head = 0; head < in.from[which].count; ++head) {
-      const Element *const x = in.source(which, row, head), *const weight = in.norm[which];
-      const Element* const grad =
-          backward.grad[which] + (row * in.from[which].count + head) * in.head_dim;
-      Element* const to = in.target(which, row, head);
-      Real* const grad_norm = grad_norms + (which * in.from[0].count + head) * in.head_dim;
-      // use(span, x, its norm's gradient), for both halves
-      const auto for_both = [&](const auto& use) {
-        for_vectors<Vectors>(half, [&](auto at) {
-          auto low = at.load(grad), high = at.load(grad + half);
-          rotation.rotate(at, low, high);
-          use(at, at.load(x), low);
-          at.first += half;
-          use(at, at.load(x), high);
-        });
-      };
-      auto products = Vectors::all(0);
-      for_both([&](auto at, auto value, auto g) { products += at.load(weight) * g * value; });
-      const Norm norm(squares_of<Vectors>(x, in.head_dim), total<Vectors>(products), in.head_dim,
-                      in.eps);
-      for_both([&](auto at, auto value, auto g) {
-        at.store(to, g * at.load(weight) * norm.rate - value * norm.slope);
-        at.store(grad_norm, at.load(grad_norm) + g * value * norm.rate);
-      });
-    }
 }
 
 // sigmoid(x) and 1 - sigmoid(x), each to its own rounding error.
@@ -277,107 +169,172 @@ struct Sigmoid {
     const Reals e = Vectors::exponential(
         Vectors::greater(-Vectors::greater(x, -x), Vectors::all(Vectors::kLowestExponent)));
     const Reals larger = one / (e + one), smaller = e * larger;
-    // Selection by the sign's bits: a comparison of 64 bytes would become scalars when it is
-    // inlined (attention_vectors.h).
-    using Integers = decltype(x > x);
-    const Integers is_negative = bits_as<Integers>(x) >> (8 * sizeof(typename Vectors::Real) - 1);
-    const Integers difference =
-        (bits_as<Integers>(larger) ^ bits_as<Integers>(smaller)) & is_negative;
-    value = bits_as<Reals>(bits_as<Integers>(larger) ^ difference);
-    rest = bits_as<Reals>(bits_as<Integers>(smaller) ^ difference);
+    value = where_negative(x, smaller, larger);
+    rest = where_negative(x, larger, smaller);
   }
 };
 
-template <typename Vectors, typename Element>
-inline void swiglu_row(const SwiGlu<Element, typename Vectors::Real>& in, int64_t row) {
-  const Element *const gate = in.gate + row * in.gate_stride, *const up =
-                                                                  in.up + row * in.up_stride;
-  for_vectors<Vectors>(in.size, [&](auto at) {
-    const auto x = at.load(gate);
-    at.store(in.out + row * in.size, x * Sigmoid<Vectors>(x).value * at.load(up));
+template <typename Element>
+void add_rms_norm(const AddRmsNorm<Element>& in, int num_threads) {
+  const Pieces pieces(in.num_rows, in.size);
+  pieces.run_widest<Element>(num_threads, [&](auto vectors, int64_t, int64_t row) {
+    using Vectors = decltype(vectors);
+    const int64_t start = row * in.size;
+    const Element *const x = in.x + start, *const delta = in.delta ? in.delta + start : nullptr;
+    Element* const sum = delta ? in.sum + start : nullptr;
+    auto squares = Vectors::all(0);
+    for_vectors<Vectors>(in.size, [&](auto at) {
+      auto value = at.load(x);
+      if (delta) {
+        at.store(sum, value + at.load(delta));
+        value = at.load(sum);  // the norm is that of the sum as it is stored
+      }
+      squares += value * value;
+    });
+    const Norm norm(total<Vectors>(squares), RealOf<Element>(0), in.size, in.eps);
+    const Element* const values = delta ? sum : x;
+    for_vectors<Vectors>(in.size, [&](auto at) {
+      at.store(in.normed + start, at.load(values) * norm.rate * at.load(in.weight));
+    });
   });
 }
 
-template <typename Vectors, typename Element>
-inline void swiglu_backward_row(const SwiGluBackward<Element, typename Vectors::Real>& backward,
-                                int64_t row) {
-  const auto& in = backward.forward;
-  const Element *const gate = in.gate + row * in.gate_stride, *const up =
-                                                                  in.up + row * in.up_stride;
-  for_vectors<Vectors>(in.size, [&](auto at) {
-    const auto x = at.load(gate);
-    const Sigmoid<Vectors> sigmoid(x);
-    const auto scaled = at.load(backward.grad + row * in.size) * sigmoid.value;
-    at.store(backward.grad_gate + row * backward.grad_stride,
-             scaled * at.load(up) * (x * sigmoid.rest + Vectors::all(1)));
-    at.store(backward.grad_up + row * backward.grad_stride, scaled * x);
-  });
-}
-
-template <typename Element, typename Real>
-void add_rms_norm(const AddRmsNorm<Element, Real>& in, int num_threads) {
-  Pieces(in.num_rows, in.size)
-      .run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t row) {
-        norm_row<decltype(vectors)>(in, row * in.size);
-      });
-}
-
-template <typename Element, typename Real>
-void add_rms_norm_backward(const AddRmsNormBackward<Element, Real>& in, int num_threads) {
+template <typename Element>
+void add_rms_norm_backward(const AddRmsNormBackward<Element>& in, int num_threads) {
   const Pieces pieces(in.num_rows, in.size, kMostPieces);
-  std::vector<Real> partials(pieces.count * in.size);
-  pieces.run_widest<Real>(num_threads, [&](auto vectors, int64_t piece, int64_t row) {
-    norm_backward_row<decltype(vectors)>(in, row * in.size, partials.data() + piece * in.size);
+  std::vector<RealOf<Element>> partials(pieces.count * in.size);
+  pieces.run_widest<Element>(num_threads, [&](auto vectors, int64_t piece, int64_t row) {
+    using Vectors = decltype(vectors);
+    const int64_t start = row * in.size;
+    const Element *const sum = in.sum + start, *const grad = in.grad_normed + start;
+    const Element* const grad_sum = in.grad_sum ? in.grad_sum + start : nullptr;
+    auto* const grad_weight = partials.data() + piece * in.size;
+    auto squares = Vectors::all(0), product = squares;
+    for_vectors<Vectors>(in.size, [&](auto at) {
+      const auto x = at.load(sum), g = at.load(grad);
+      squares += x * x;
+      product += at.load(in.weight) * g * x;
+    });
+    const Norm norm(total<Vectors>(squares), total<Vectors>(product), in.size, in.eps);
+    for_vectors<Vectors>(in.size, [&](auto at) {
+      const auto x = at.load(sum), g = at.load(grad);
+      auto result = g * at.load(in.weight) * norm.rate - x * norm.slope;
+      if (grad_sum) result += at.load(grad_sum);
+      at.store(in.grad_x + start, result);
+      at.store(grad_weight, at.load(grad_weight) + g * x * norm.rate);
+    });
   });
   add_pieces(partials.data(), pieces.count, in.size, in.grad_weight);
 }
 
-template <typename Element, typename Real>
-void rotate_heads(const RotateHeads<Element, Real>& in, int num_threads) {
+template <typename Element>
+void rotate_heads(const RotateHeads<Element>& in, int num_threads) {
+  const int half = in.head_dim / 2;
   const Pieces pieces(
       in.num_rows, int64_t{in.from[0].count + in.from[1].count + in.from[2].count} * in.head_dim);
-  pieces.run_fitting<Real>(in.head_dim / 2, num_threads, [&](auto vectors, int64_t, int64_t row) {
-    rotate_row<decltype(vectors)>(in, row);
+  pieces.run_fitting<Element>(half, num_threads, [&](auto vectors, int64_t, int64_t row) {
+    using Vectors = decltype(vectors);
+    using Real = RealOf<Element>;
+    const Rotation<Vectors> rotation(in, row, in.direction);
+    for (int which = 0; which < 2; ++which)
+      for (int head = 0; head < in.from[which].count; ++head) {
+        const Element *const x = in.source(which, row, head), *const weight = in.norm[which];
+        Element* const to = in.target(which, row, head);
+        const Real rate =
+            weight ? Norm(squares_of<Vectors>(x, in.head_dim), Real(0), in.head_dim, in.eps).rate
+                   : Real(1);
+        for_vectors<Vectors>(half, [&](auto at) {
+          auto low = at.load(x), high = at.load(x + half);
+          if (weight) {
+            low *= at.load(weight) * rate;
+            high *= at.load(weight + half) * rate;
+          }
+          rotation.rotate(at, low, high);
+          at.store(to, low);
+          at.store(to + half, high);
+        });
+      }
     copy_values(in, row);
   });
 }
 
-template <typename Element, typename Real>
-void rotate_heads_backward(const RotateHeadsBackward<Element, Real>& backward, int num_threads) {
+template <typename Element>
+void rotate_heads_backward(const RotateHeadsBackward<Element>& backward, int num_threads) {
   const auto& in = backward.forward;
+  const int half = in.head_dim / 2;
   const int64_t size = int64_t{in.from[0].count + in.from[1].count} * in.head_dim;
   const Pieces pieces(in.num_rows, size, kMostPieces);
-  std::vector<Real> partials(pieces.count * size);
-  pieces.run_fitting<Real>(
-      in.head_dim / 2, num_threads, [&](auto vectors, int64_t piece, int64_t row) {
-        rotate_backward_row<decltype(vectors)>(backward, row, partials.data() + piece * size);
-        copy_values(in, row);
-      });
-  std::vector<Real> of_heads(size);
+  std::vector<RealOf<Element>> partials(pieces.count * size), of_heads(size);
+  pieces.run_fitting<Element>(half, num_threads, [&](auto vectors, int64_t piece, int64_t row) {
+    using Vectors = decltype(vectors);
+    const Rotation<Vectors> rotation(in, row, -in.direction);
+    for (int which = 0; which < 2; ++which)
+      for (int head = 0; head < in.from[which].count; ++head) {
+        const Element *const x = in.source(which, row, head), *const weight = in.norm[which];
+        const Element* const grad =
+            backward.grad[which] + (row * in.from[which].count + head) * in.head_dim;
+        Element* const to = in.target(which, row, head);
+        auto* const grad_norm =
+            partials.data() + piece * size + (which * in.from[0].count + head) * in.head_dim;
+        // use(span, x, its norm's gradient), for both halves
+        const auto for_both = [&](const auto& use) {
+          for_vectors<Vectors>(half, [&](auto at) {
+            auto low = at.load(grad), high = at.load(grad + half);
+            rotation.rotate(at, low, high);
+            use(at, at.load(x), low);
+            at.first += half;
+            use(at, at.load(x), high);
+          });
+        };
+        auto products = Vectors::all(0);
+        for_both([&](auto at, auto value, auto g) { products += at.load(weight) * g * value; });
+        const Norm norm(squares_of<Vectors>(x, in.head_dim), total<Vectors>(products), in.head_dim,
+                        in.eps);
+        for_both([&](auto at, auto value, auto g) {
+          at.store(to, g * at.load(weight) * norm.rate - value * norm.slope);
+          at.store(grad_norm, at.load(grad_norm) + g * value * norm.rate);
+        });
+      }
+    copy_values(in, row);
+  });
   add_pieces(partials.data(), pieces.count, size, of_heads.data());
   add_pieces(of_heads.data(), in.from[0].count, in.head_dim, backward.grad_norm);
   add_pieces(of_heads.data() + int64_t{in.from[0].count} * in.head_dim, in.from[1].count,
              in.head_dim, backward.grad_norm + in.head_dim);
 }
 
-template <typename Element, typename Real>
-void swiglu(const SwiGlu<Element, Real>& in, int num_threads) {
-  Pieces(in.num_rows, in.size)
-      .run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t row) {
-        swiglu_row<decltype(vectors)>(in, row);
-      });
+template <typename Element>
+void swiglu(const SwiGlu<Element>& in, int num_threads) {
+  const Pieces pieces(in.num_rows, in.size);
+  pieces.run_widest<Element>(num_threads, [&](auto vectors, int64_t, int64_t row) {
+    using Vectors = decltype(vectors);
+    for_vectors<Vectors>(in.size, [&](auto at) {
+      const auto x = at.load(in.gate + row * in.gate_stride);
+      at.store(in.out + row * in.size,
+               x * Sigmoid<Vectors>(x).value * at.load(in.up + row * in.up_stride));
+    });
+  });
 }
 
-template <typename Element, typename Real>
-void swiglu_backward(const SwiGluBackward<Element, Real>& in, int num_threads) {
-  Pieces(in.forward.num_rows, in.forward.size)
-      .run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t row) {
-        swiglu_backward_row<decltype(vectors)>(in, row);
-      });
+template <typename Element>
+void swiglu_backward(const SwiGluBackward<Element>& backward, int num_threads) {
+  const auto& in = backward.forward;
+  const Pieces pieces(in.num_rows, in.size);
+  pieces.run_widest<Element>(num_threads, [&](auto vectors, int64_t, int64_t row) {
+    using Vectors = decltype(vectors);
+    for_vectors<Vectors>(in.size, [&](auto at) {
+      const auto x = at.load(in.gate + row * in.gate_stride);
+      const Sigmoid<Vectors> sigmoid(x);
+      const auto scaled = at.load(backward.grad + row * in.size) * sigmoid.value;
+      at.store(backward.grad_gate + row * backward.grad_stride,
+               scaled * at.load(in.up + row * in.up_stride) * (x * sigmoid.rest + Vectors::all(1)));
+      at.store(backward.grad_up + row * backward.grad_stride, scaled * x);
+    });
+  });
 }
 
-template <typename Element, typename Real>
-void chosen_rows_backward(const ChosenRows<Element, Real>& in, int num_threads) {
+template <typename Element>
+void chosen_rows_backward(const ChosenRows<Element>& in, int num_threads) {
   // Which rows of `grad` belong to row u: order[starts[u]], ..., ascending.
   std::vector<int64_t> starts(in.num_rows + 2), order(in.num_chosen);
   for (int64_t i = 0; i < in.num_chosen; ++i) {
@@ -387,7 +344,8 @@ void chosen_rows_backward(const ChosenRows<Element, Real>& in, int num_threads) 
   }
   for (int64_t u = 0; u < in.num_rows; ++u) starts[u + 2] += starts[u + 1];
   for (int64_t i = 0; i < in.num_chosen; ++i) order[starts[in.rows[i] + 1]++] = i;
-  Pieces(in.num_rows, in.size).run_widest<Real>(num_threads, [&](auto vectors, int64_t, int64_t u) {
+  const Pieces pieces(in.num_rows, in.size);
+  pieces.run_widest<Element>(num_threads, [&](auto vectors, int64_t, int64_t u) {
     using Vectors = decltype(vectors);
     for_vectors<Vectors>(in.size, [&](auto at) {
       auto sum = Vectors::all(0);
@@ -398,18 +356,17 @@ void chosen_rows_backward(const ChosenRows<Element, Real>& in, int num_threads) 
   });
 }
 
-template <typename Element, typename Real>
+template <typename Element>
 bool define() {
-  return define_kernel("add_rms_norm", add_rms_norm<Element, Real>) &&
-         define_kernel("add_rms_norm_backward", add_rms_norm_backward<Element, Real>) &&
-         define_kernel("rotate_heads", rotate_heads<Element, Real>) &&
-         define_kernel("rotate_heads_backward", rotate_heads_backward<Element, Real>) &&
-         define_kernel("swiglu", swiglu<Element, Real>) &&
-         define_kernel("swiglu_backward", swiglu_backward<Element, Real>) &&
-         define_kernel("chosen_rows_backward", chosen_rows_backward<Element, Real>);
+  return define_kernel("add_rms_norm", add_rms_norm<Element>) &&
+         define_kernel("add_rms_norm_backward", add_rms_norm_backward<Element>) &&
+         define_kernel("rotate_heads", rotate_heads<Element>) &&
+         define_kernel("rotate_heads_backward", rotate_heads_backward<Element>) &&
+         define_kernel("swiglu", swiglu<Element>) &&
+         define_kernel("swiglu_backward", swiglu_backward<Element>) &&
+         define_kernel("chosen_rows_backward", chosen_rows_backward<Element>);
 }
-const bool defined =
-    define<float, float>() && define<double, double>() && define<BFloat16, float>();
+const bool defined = define<float>() && define<double>() && define<BFloat16>();
 
 }  // namespace
 }  // namespace maxrl::cpu

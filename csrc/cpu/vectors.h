@@ -69,14 +69,16 @@ struct Vectors : VectorTypes<Real_, lanes> {
   }
 
   static Pair load(const BFloat16* from) {
-    const auto words = load_words(from);
+    Words words;
+    memcpy(&words, from, sizeof words);
     return {bits_as<Reals>(words << 16), bits_as<Reals>(words & 0xffff0000)};
   }
   static void store(BFloat16* to,
                     Pair x) {  // round to nearest even; the lower half of NaNs must be 0
     const auto rounded = [](auto bits) { return bits + 0x7fff + ((bits >> 16) & 1); };
-    const auto even = rounded(to_words(x.first)), odd = rounded(to_words(x.second));
-    store_words(to, (even >> 16) | (odd & 0xffff0000));
+    const Words even = rounded(bits_as<Words>(x.first)), odd = rounded(bits_as<Words>(x.second)),
+                both = (even >> 16) | (odd & 0xffff0000);
+    memcpy(to, &both, sizeof both);
   }
 
   // The first `count` < kStep elements, the others `fill`.
@@ -118,15 +120,6 @@ struct Vectors : VectorTypes<Real_, lanes> {
       return x;
     }
   }
-
- private:
-  static auto load_words(const BFloat16* from) {
-    Words words;
-    memcpy(&words, from, sizeof words);
-    return words;
-  }
-  static void store_words(BFloat16* to, Words words) { memcpy(to, &words, sizeof words); }
-  static auto to_words(Reals x) { return bits_as<Words>(x); }
 };
 
 }  // namespace maxrl::cpu

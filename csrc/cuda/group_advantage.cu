@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     });
     return;
   }
-  low = block_reduce(low, warps, Least());
+  low = block_reduce(low, warps, [](double a, double b) { return a < b ? a : b; });
   double mean = 0.0, squares = 0.0;  // of the distances to the smallest
   each([&](int, int64_t place) { mean += in.rewards[place] - low; });
   mean = block_reduce(mean, warps, Add()) / n;

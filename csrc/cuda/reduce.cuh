@@ -34,12 +34,6 @@ struct Add {
   }
 };
 
-struct Least {
-  template <typename Value>
-  __device__ Value operator()(Value a, Value b) const {
-    return a < b ? a : b;
-  }
-};
 // Combines one value of each thread; every thread gets the result. `of_warps` is shared memory, one
 // value a warp. Every thread of the block must call it.
 template <typename Value, typename Combine>

@@ -14,7 +14,7 @@ from maxrl_fast.algorithms.arguments import (
     is_host_readable,
 )
 from maxrl_fast.algorithms.tokens import sequence_sums
-from maxrl_fast.ops.dispatch import KernelLaunch, check_first_order, eager, has_kernels
+from maxrl_fast.ops.dispatch import KernelLaunch, check_first_order, choices, eager, has_kernels
 from maxrl_fast.ops.loss_kernel import check_denominator, check_sequences, optional
 
 DTYPES = (torch.float32, torch.float64)
@@ -86,7 +86,7 @@ class _LogRatioReward(torch.autograd.Function):
         ctx.beta, ctx.num_tokens = beta, len(logprobs)
         proxies = logprobs.new_empty(len(cu_seqlens) - 1)
         given = {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "proxies": proxies}
-        _launch("log_ratio_reward", cu_seqlens, mask, beta, len(logprobs), **given)
+        _launch(cu_seqlens, mask, beta, **given)
         return proxies
 
     @staticmethod
@@ -95,24 +95,17 @@ class _LogRatioReward(torch.autograd.Function):
         cu_seqlens, mask = ctx.saved_tensors
         gradient = grad_proxies.new_empty(ctx.num_tokens)
         given = {"grad_proxies": grad_proxies.contiguous(), "gradient": gradient}
-        kernel = "log_ratio_reward_backward"
-        _launch(kernel, cu_seqlens, mask, ctx.beta, ctx.num_tokens, **given)
+        _launch(cu_seqlens, mask, ctx.beta, **given)
         return gradient, None, None, None, None
 
 
-def _launch(
-    kernel: str,
-    cu_seqlens: Tensor,
-    mask: Tensor | None,
-    beta: float,
-    num_tokens: int,
-    **of_kernel: Tensor,
-) -> None:
-    """Run a kernel on tensors that `log_ratio_reward` has checked, or made."""
-    fields: dict[str, Any] = {"num_tokens": num_tokens, "num_sequences": len(cu_seqlens) - 1}
-    fields |= {"cu_seqlens": cu_seqlens, "mask": mask, "beta": beta, **of_kernel}
-    tensor = next(iter(of_kernel.values()))
-    KernelLaunch(tensor.device).launch(kernel, dtype=tensor.dtype, **fields)
+def _launch(cu_seqlens: Tensor, mask: Tensor | None, beta: float, **of_pass: Tensor) -> None:
+    """Run the kernel on tensors that `log_ratio_reward` has checked, or made."""
+    fields: dict[str, Any] = dict.fromkeys(choices("log_ratio_reward"))
+    fields |= {"num_sequences": len(cu_seqlens) - 1, "cu_seqlens": cu_seqlens}
+    fields |= {"mask": mask, "beta": beta, **of_pass}
+    tensor = next(iter(of_pass.values()))
+    KernelLaunch(tensor.device).launch("log_ratio_reward", dtype=tensor.dtype, **fields)
 
 
 def pacs_loss(

@@ -49,8 +49,6 @@ template <typename Real>
 void group_advantage(const GroupAdvantage<Real>& in, cudaStream_t stream);
 template <typename Real>
 void log_ratio_reward(const LogRatio<Real>& in, cudaStream_t stream);
-template <typename Real>
-void log_ratio_reward_backward(const LogRatioBackward<Real>& in, cudaStream_t stream);
 
 }  // namespace maxrl::cuda
 
@@ -311,10 +309,12 @@ void log_ratio() {
   const std::vector<int64_t> cu_seqlens{0, 300, 300, 700};
   const Array<float> logprobs(700), ref(700), grads(3);
   std::vector<float> sums(3), grad_logprobs(700);
-  const Sequences sequences{700, 3, cu_seqlens.data(), nullptr, 0.5};
-  cuda::log_ratio_reward(LogRatio<float>{sequences, logprobs.data, ref.data, sums.data()}, nullptr);
-  cuda::log_ratio_reward_backward(
-      LogRatioBackward<float>{sequences, grads.data, grad_logprobs.data()}, nullptr);
+  LogRatio<float> in{3,        cu_seqlens.data(), nullptr, 0.5,    logprobs.data,
+                     ref.data, sums.data(),       nullptr, nullptr};
+  cuda::log_ratio_reward(in, nullptr);
+  in.grad_proxies = grads.data;
+  in.gradient = grad_logprobs.data();
+  cuda::log_ratio_reward(in, nullptr);
 }
 
 }  // namespace

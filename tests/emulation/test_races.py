@@ -183,8 +183,9 @@ def test_the_kernels_have_no_race(program, part, copies):
     "fault", PLANTED, ids=lambda fault: f"{fault.file}-{fault.after}-{fault.what}"
 )
 def test_a_missing_barrier_is_found(program, fault):
-    _, stderr = run(program, fault.part, fault=FAULTS.index(fault))
-    assert "ThreadSanitizer: data race" in stderr
+    # on a loaded machine a run may order what the barrier ordered: one of a dozen
+    runs = (run(program, fault.part, fault=FAULTS.index(fault)) for _ in range(5))
+    assert any("ThreadSanitizer: data race" in stderr for _, stderr in runs)
 
 
 def test_a_copy_before_the_place_was_read_is_found(program):

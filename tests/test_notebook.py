@@ -31,5 +31,5 @@ def test_the_notebook_runs_and_shows_its_results(tmp_path):
     metrics, *others = sorted(tmp_path.glob("runs/*/metrics.jsonl"))
     assert len(others) == 2
     lines = metrics.with_name("eval.jsonl").read_text().splitlines()
-    first, last = (json.loads(lines[i])["pass_at_k"]["1"] for i in (0, -1))
-    assert last > first + 0.03  # it learns
+    first, last = (json.loads(lines[i])["pass_at_k"]["4"] for i in (0, -1))
+    assert last > first + 0.03  # it learns what MaxPO with k = 4 is about

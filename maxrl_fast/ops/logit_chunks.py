@@ -224,8 +224,7 @@ def with_logprobs(inputs: LossInputs, tokens: Tokens, logprobs: Tensor, entropy:
     logprobs, entropy = (x.double().where(tokens.mask, 0.0) for x in (logprobs, entropy))
     old = logprobs.detach() if inputs.old_logprobs is None else tokens.old_logprobs
     ref = old if inputs.ref_logprobs is None else tokens.ref_logprobs
-    own = replace(tokens, logprobs=logprobs, entropy=entropy)
-    return replace(own, old_logprobs=old, ref_logprobs=ref)
+    return replace(tokens, logprobs=logprobs, entropy=entropy, old_logprobs=old, ref_logprobs=ref)
 
 
 def by_function(
